@@ -1,0 +1,94 @@
+// What one launch needs to know, as plain data: shared by every backend, free of torch, CUDA and host-only headers.
+//
+// Python fills these structs in deepspeed4science/params.py, in the same order (a test compares every offset).
+// Strides count elements. The channel dimension (D, Dv) always has stride 1; a broadcast dimension has stride 0.
+// A unit writes every element of every output it is given (they arrive uninitialised); a null output is not wanted.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+#include <cuda/std/cstdint>
+#else
+#include <cstdint>
+#endif
+
+// Raised whenever a struct below or the meaning of a field changes; checked when a library is loaded.
+#define DS4S_ABI_VERSION 1
+
+namespace ds4s {
+
+enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// O = softmax(scale * Q K^T + bias1 + bias2) V;  lse = log(sum(exp(scores))), -inf for a row with no visible key.
+struct FwdParams {
+  const void* q;      // [B, N, Lq, H, D]
+  const void* k;      // [B, N, Lk, H, D]
+  const void* v;      // [B, N, Lk, H, Dv]
+  const void* bias1;  // [B, N, Lk], or null
+  const void* bias2;  // [B, H, Lq, Lk], or null
+  void* o;            // [B, N, Lq, H, Dv]
+  float* lse;         // [B, N, H, Lq] contiguous, or null
+  void* workspace;    // ds4s_workspace_bytes() bytes on the device, 256-byte aligned; null when that is 0
+
+  int64_t B, N, Lq, Lk, H, D, Dv;
+  int64_t q_stride[4];      // B, N, L, H
+  int64_t k_stride[4];      // B, N, L, H
+  int64_t v_stride[4];      // B, N, L, H
+  int64_t o_stride[4];      // B, N, L, H
+  int64_t bias1_stride[3];  // B, N, Lk
+  int64_t bias2_stride[4];  // B, H, Lq, Lk
+
+  int32_t bias1_dtype;  // DType; CPU units read any, CUDA units want the type of q
+  int32_t bias2_dtype;
+  int32_t num_threads;    // CPU only: at most this many threads
+  int32_t deterministic;  // 1: bit-identical results run to run
+  float scale;            // 1 / sqrt(D)
+  int32_t reserved;
+};
+
+// dS = P * (dP - delta), delta = rowsum(do * o); dq = scale dS K, dk = scale dS^T Q, dv = P^T do,
+// dbias1 = sum over h and q of dS, dbias2 = sum over n of dS.
+struct BwdParams {
+  const void* q;      // [B, N, Lq, H, D]
+  const void* k;      // [B, N, Lk, H, D]
+  const void* v;      // [B, N, Lk, H, Dv]
+  const void* bias1;  // [B, N, Lk], or null
+  const void* bias2;  // [B, H, Lq, Lk], or null
+  const void* o;      // [B, N, Lq, H, Dv]
+  const float* lse;   // [B, N, H, Lq] contiguous
+  const void* do_;    // [B, N, Lq, H, Dv]
+  void* dq;           // [B, N, Lq, H, D], or null
+  void* dk;           // [B, N, Lk, H, D], or null
+  void* dv;           // [B, N, Lk, H, Dv], or null
+  float* dbias1;      // [B, N, Lk] contiguous, or null
+  float* dbias2;      // [B, H, Lq, Lk] contiguous, or null
+  void* workspace;    // as in FwdParams
+
+  int64_t B, N, Lq, Lk, H, D, Dv;
+  int64_t q_stride[4];      // B, N, L, H
+  int64_t k_stride[4];      // B, N, L, H
+  int64_t v_stride[4];      // B, N, L, H
+  int64_t o_stride[4];      // B, N, L, H
+  int64_t do_stride[4];     // B, N, L, H
+  int64_t dq_stride[4];     // B, N, L, H
+  int64_t dk_stride[4];     // B, N, L, H
+  int64_t dv_stride[4];     // B, N, L, H
+  int64_t bias1_stride[3];  // B, N, Lk
+  int64_t bias2_stride[4];  // B, H, Lq, Lk
+
+  int32_t bias1_dtype;
+  int32_t bias2_dtype;
+  int32_t num_threads;
+  int32_t deterministic;
+  float scale;
+  int32_t reserved;
+};
+
+}  // namespace ds4s
+
+// What every shared library exports, one kernel each (the bodies are written by op_builder/instantiations.py):
+//   int     ds4s_abi_version(void);                            DS4S_ABI_VERSION of this header
+//   const char* ds4s_name(void);                               the unit's name
+//   int64_t ds4s_workspace_bytes(const Params*);               0 when none is needed
+//   int     ds4s_run(const Params*, void* stream);             0, or a status for ds4s_status_string
+//   const char* ds4s_status_string(int);
+#define DS4S_EXPORT extern "C" __attribute__((visibility("default")))

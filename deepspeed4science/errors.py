@@ -1,0 +1,30 @@
+"""Every exception this project raises on purpose.
+
+EvoformerError
+├── InvalidInputError (ValueError)          the caller's tensors or arguments: expected, got, what to do
+├── NoBackendError (NotImplementedError)    no kernel takes this call: the reasons of every backend
+└── BuildError (RuntimeError)               a kernel could not be made ready
+    ├── ToolchainError                      a compiler, ninja or CUTLASS is missing or unfit
+    └── CompileError                        the compiler refused the source
+
+`BuildError` and its children live in `op_builder.errors`, which knows nothing of torch; they are re-exported here.
+"""
+
+from op_builder.errors import BuildError, CompileError, EvoformerError, ToolchainError
+
+__all__ = [
+    "BuildError",
+    "CompileError",
+    "EvoformerError",
+    "InvalidInputError",
+    "NoBackendError",
+    "ToolchainError",
+]
+
+
+class InvalidInputError(EvoformerError, ValueError):
+    """A tensor or argument breaks the contract; the message says expected, got and what to do."""
+
+
+class NoBackendError(EvoformerError, NotImplementedError):
+    """No backend takes this call; the message lists each backend's reasons."""
