@@ -1,0 +1,1 @@
+"""How C++ and CUDA become loaded libraries."""

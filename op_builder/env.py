@@ -1,0 +1,149 @@
+"""Every environment variable the project reads, as data, and the only code that touches `os.environ`.
+
+Nothing here is ever written back: a variable that one build changes would leak into the next. README's table is checked
+against `VARIABLES` by a test. An empty value counts as unset, as in most shells' habits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .errors import BuildError
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    meaning: str
+    default: str  # in words, for README's table
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "CUTLASS_PATH",
+        "a CUTLASS checkout or its include folder",
+        "the `nvidia-cutlass` package, then the usual prefixes",
+    ),
+    Variable("DS_BUILD_OPS", "1: compile every op while installing", "0"),
+    Variable("DS_BUILD_EVOFORMER_ATTN", "1: compile the CUDA op while installing", "`DS_BUILD_OPS`"),
+    Variable(
+        "DS_BUILD_EVOFORMER_ATTN_CPU",
+        "1: compile the CPU op while installing",
+        "`DS_BUILD_OPS`",
+    ),
+    Variable(
+        "TORCH_CUDA_ARCH_LIST",
+        "target architectures, such as `8.0;9.0a` or `7.5+PTX`",
+        "the architecture of the tensor's device",
+    ),
+    Variable("DS_SKIP_CUDA_CHECK", "1: accept any difference between nvcc's CUDA and torch's", "0"),
+    Variable("DS_IGNORE_CUDA_DETECTION", "1: build CUDA ops on a machine without a GPU", "0"),
+    Variable(
+        "DS4S_CACHE_DIR",
+        "folder in which compiled kernels are kept",
+        "`TORCH_EXTENSIONS_DIR`, else the user's cache folder",
+    ),
+    Variable(
+        "DS4S_CACHE_PATH",
+        "folders of compiled kernels, separated by `:`, searched before the cache and never written",
+        "none",
+    ),
+    Variable(
+        "TORCH_EXTENSIONS_DIR",
+        "its subfolder `deepspeed4science` is the cache when `DS4S_CACHE_DIR` is unset",
+        "unset",
+    ),
+    Variable(
+        "XDG_CACHE_HOME",
+        "its subfolder `deepspeed4science` is the cache when neither of the two above is set",
+        "`~/.cache`",
+    ),
+    Variable("HOME", "where the user's cache folder and `~` are", "set by the system"),
+    Variable("TMPDIR", "where compilations run", "`/tmp`"),
+    Variable(
+        "MAX_JOBS",
+        "compile at most this many kernels at once",
+        "as many as cores and memory allow, control groups included",
+    ),
+    Variable("CUDA_HOME", "CUDA toolkit to use", "`CUDA_PATH`, then what can be found"),
+    Variable("CUDA_PATH", "CUDA toolkit to use when `CUDA_HOME` is unset", "unset"),
+    Variable("NVCC_PREPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
+    Variable("NVCC_APPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
+    Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
+    Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
+    Variable("CONDA_PREFIX", "a conda environment whose compilers and CUDA are considered", "unset"),
+    Variable("PATH", "where programs are looked for", "set by the system"),
+    Variable(
+        "DS4S_CPU_ISA",
+        "force the CPU kernels' instruction set: `amx`, `avx512`, `avx2` or `portable`",
+        "the best one that processor and compiler have",
+    ),
+    Variable(
+        "DS4S_CUDA_FAMILY",
+        "force the CUDA template family: `sm70`, `sm75`, `sm80` or `sm90`",
+        "the device's own",
+    ),
+    Variable("DS4S_VERBOSE", "0: no message while compiling; 1: also the commands", "messages only"),
+)
+
+_NAMES = frozenset(variable.name for variable in VARIABLES)
+
+
+def text(name: str) -> str | None:
+    """The variable's value without surrounding blanks; None when unset or empty."""
+    if name not in _NAMES:
+        raise KeyError(f"{name} is not in op_builder/env.py's table; add a row for it there first")
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def flag(name: str) -> bool | None:
+    """True or False; None when unset, so that the caller can fall back to another variable."""
+    value = text(name)
+    if value is None:
+        return None
+    if value.lower() in _TRUE:
+        return True
+    if value.lower() in _FALSE:
+        return False
+    raise BuildError(f"{name}: expected 1 or 0, got {value!r}; set one of these or unset it")
+
+
+def positive_int(name: str) -> int | None:
+    value = text(name)
+    if value is None:
+        return None
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    raise BuildError(
+        f"{name}: expected a whole number of at least 1, got {value!r}; correct or unset it"
+    )
+
+
+def choice(name: str, allowed: tuple[str, ...]) -> str | None:
+    value = text(name)
+    if value is None or value.lower() in allowed:
+        return value and value.lower()
+    raise BuildError(
+        f"{name}: expected one of {', '.join(allowed)}, got {value!r}; correct or unset it"
+    )
+
+
+def folders(name: str) -> tuple[str, ...]:
+    """The parts of a `:`-separated list of folders, `~` expanded; empty parts are dropped."""
+    value = text(name) or ""
+    return tuple(os.path.expanduser(part.strip()) for part in value.split(":") if part.strip())
+
+
+def for_compiler() -> dict[str, str]:
+    """A copy of the whole environment for a compiler: in English, since its messages are read by us.
+
+    GCC_COLORS and friends are left to the compiler, which writes to a file and therefore uses none.
+    """
+    copy = dict(os.environ)
+    copy["LC_ALL"] = "C"
+    return copy
