@@ -1,0 +1,210 @@
+"""nvcc and its toolkit: where, which version, which architectures, or why not.
+
+Places, in this order; the first that holds a whole toolkit is taken, and the others that were named are reported:
+
+1. `CUDA_HOME`, then `CUDA_PATH`
+2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them
+3. the conda environment: `CONDA_PREFIX`, or the one this Python lives in
+4. `PATH`; what is found there may be a shell script: `nvcc --dryrun` tells the real toolkit
+5. `/usr/local/cuda`, then `/usr/local/cuda-*`, newest first
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import env, memo
+from .tool import Candidate, Tool, Unfit, first_fit, on_path, run
+
+SYSTEM_PREFIX = Path("/usr/local")
+OLDEST = (11, 8)  # the first that knows sm_90
+WHEELS = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
+_INSTALL = f"{WHEELS}, or set CUDA_HOME to a CUDA toolkit's folder"
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The architectures an nvcc compiles for."""
+
+    real: tuple[str, ...] = ()  # "sm_80"; with the suffixed ones it accepts but does not list
+    virtual: tuple[str, ...] = ()  # "compute_80"
+
+
+def find_nvcc() -> Tool:
+    return first_fit(
+        "nvcc",
+        _candidates(),
+        _examine,
+        missing="no CUDA compiler was found",
+        remedy=_INSTALL,
+    )
+
+
+def installed_cuda_version() -> tuple[int, int]:
+    """(major, minor) of the toolkit that would compile; raises ToolchainError when there is none."""
+    nvcc = find_nvcc()
+    nvcc.require()  # raises
+    return _two(nvcc.version)
+
+
+def targets(nvcc: Tool) -> Targets:
+    """What this nvcc compiles for; empty when it does not say."""
+    if nvcc.path is None:
+        return Targets()
+    path = str(nvcc.path)
+
+    def ask() -> list[list[str]]:
+        lists = [run([path, flag]).output for flag in ("--list-gpu-code", "--list-gpu-arch")]
+        return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in lists]
+
+    real, virtual = memo.remember("nvcc-targets-1", memo.file_stamp(path), ask)
+    suffixed = [name for name in _suffixed(real, _two(nvcc.version)) if name not in real]
+    return Targets((*real, *suffixed), tuple(virtual))
+
+
+def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
+    """nvcc lists no suffixed names; `a` exists from 9.0 and CUDA 12.0 on, `f` from 10.0 and CUDA 12.9 on."""
+    for name in real:
+        number = int(name[3:]) if name[3:].isdecimal() else 0
+        if number >= 90 and version >= (12, 0):
+            yield name + "a"
+        if number >= 100 and version >= (12, 9):
+            yield name + "f"
+
+
+def cudart_folder(nvcc: Tool) -> Path | None:
+    """The folder of libcudart_static.a, which every kernel links; None when it is missing."""
+    return _first(_roots(nvcc.root, "lib64", "lib"), "libcudart_static.a")
+
+
+def _candidates() -> Iterable[Candidate]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := env.text(variable):
+            yield Candidate(variable, Path(folder).expanduser() / "bin" / "nvcc", named=True)
+    for folder_ in _wheel_folders():
+        yield Candidate("PyPI wheel", folder_ / "bin" / "nvcc")
+    for prefix in filter(None, (env.text("CONDA_PREFIX"), sys.prefix)):
+        if (Path(prefix) / "conda-meta").is_dir():
+            yield Candidate("conda environment", Path(prefix) / "bin" / "nvcc")
+    yield from on_path("nvcc")
+    for folder_ in (SYSTEM_PREFIX / "cuda", *_newest_first(SYSTEM_PREFIX.glob("cuda-*"))):
+        yield Candidate(str(folder_), folder_ / "bin" / "nvcc")
+
+
+def _wheel_folders() -> Iterable[Path]:
+    """`nvidia` is a namespace package that many wheels share; looking it up runs no code of theirs."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        yield from _newest_first(Path(place).glob("cu[0-9]*"))
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    return sorted(folders, key=lambda folder: _numbers(folder.name), reverse=True)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _two(version: str) -> tuple[int, int]:
+    numbers = _numbers(version)
+    return (numbers[0], numbers[1]) if len(numbers) > 1 else (0, 0)
+
+
+def _examine(candidate: Candidate) -> Tool:
+    path = candidate.path
+    try:
+        if _is_script(
+            path
+        ):  # asked anew every time: its own file says nothing of the nvcc behind it
+            behind = Path(_ask(str(path))["top"]) / "bin" / "nvcc"
+            path = Path(os.path.realpath(behind)) if behind.is_file() else path
+        said = memo.remember("nvcc-1", memo.file_stamp(path), lambda: _ask(str(path)))
+        version: str = said["version"]
+        if _two(version) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise Unfit(f"{path} is of CUDA {version}; {oldest} is the oldest that serves")
+        root = Path(os.path.realpath(said["top"] or path.parent.parent))
+        _require_whole(root, version)
+    except Unfit as unfit:
+        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=_INSTALL)
+    identity: str = said["identity"]
+    return Tool("nvcc", path, version, candidate.where, ok=True, identity=identity, root=root)
+
+
+def _is_script(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _ask(path: str) -> dict[str, str]:
+    spoken = run([path, "--version"])
+    if spoken.problem:
+        raise Unfit(spoken.problem)
+    match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.output)
+    if match is None:
+        raise Unfit(f"{path} does not tell its version")
+    # A source that exists on every machine; --dryrun prints the variables of nvcc.profile before any command.
+    rehearsed = run([path, "--dryrun", "-c", "-x", "cu", os.devnull]).output
+    top = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
+    return {
+        "version": match[1],
+        "identity": " ".join(spoken.output.split()),
+        "top": top[1].strip() if top else "",
+    }
+
+
+def _require_whole(root: Path, version: str) -> None:
+    """Raises Unfit when a part is missing or of another version: the wheels are installed part by part."""
+    include = _roots(root, "include")
+    libraries = _roots(root, "lib64", "lib")
+    parts = {
+        "the device compiler (nvidia-nvvm)": _first([root], "nvvm/bin/cicc"),
+        "the CUDA runtime headers (nvidia-cuda-runtime)": _first(include, "cuda_runtime_api.h"),
+        "the compiler's own headers (nvidia-cuda-crt)": _first(include, "crt/host_config.h"),
+        "the static CUDA runtime (nvidia-cuda-runtime)": _first(libraries, "libcudart_static.a"),
+        "libcu++ (nvidia-cuda-cccl)": _first(include, "cccl/cuda/std/version")
+        or _first(include, "cuda/std/version"),
+    }
+    for part, place in parts.items():
+        if place is None:
+            raise Unfit(f"the toolkit in {root} lacks {part}")
+    headers = _runtime_version(include)
+    if headers and headers != _two(version):
+        of = ".".join(map(str, headers))
+        raise Unfit(
+            f"nvcc is of CUDA {version} but the headers in {root} are of {of}: mixed versions"
+        )
+
+
+def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
+    folder = _first(include, "cuda_runtime_api.h")
+    try:
+        text = (folder / "cuda_runtime_api.h").read_text(errors="replace") if folder else ""
+    except OSError:
+        return None
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
+
+
+def _roots(root: Path | None, *folders: str) -> list[Path]:
+    if root is None:
+        return []
+    targets_ = sorted((root / "targets").glob("*"))
+    return [base / folder for base in (root, *targets_) for folder in folders]
+
+
+def _first(folders: Iterable[Path], file: str) -> Path | None:
+    return next((folder for folder in folders if (folder / file).is_file()), None)

@@ -1,0 +1,115 @@
+"""What is known of a program we need: where it was found and its version, or why there is none and what mends that.
+
+Finding never raises and never prints: an unfit or missing program is a `Tool` whose `ok` is False.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import env
+from .errors import ToolchainError
+
+TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the report
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str  # "nvcc", "host compiler", "ninja"
+    path: Path | None = None  # the program itself, behind any wrapper we could see through
+    version: str = ""  # "13.0.88"
+    where_found: str = ""  # "CUDA_HOME", "PATH", ...
+    ok: bool = False
+    reason: str = ""  # when not ok: why
+    remedy: str = ""  # when not ok: the command or setting that mends it
+    identity: str = ""  # its own words about itself, build number included: for the cache key
+    root: Path | None = None  # nvcc only: the toolkit's folder
+    passed_over: tuple[str, ...] = ()  # places looked at before, each with why it would not do
+
+    def require(self) -> Path:
+        """The path; raises ToolchainError with reason and remedy when the tool is unfit."""
+        if not self.ok or self.path is None:
+            raise ToolchainError(f"{self.name}: {self.reason}; {self.remedy}")
+        return self.path
+
+
+class Unfit(Exception):
+    """Why a candidate will not do. Raised while examining, so that no memo keeps a failure that may be mended."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    where: str
+    path: Path
+    named: bool = False  # the user named this place: worth a word when there is nothing there
+
+
+def first_fit(
+    name: str,
+    candidates: Iterable[Candidate],
+    examine: Callable[[Candidate], Tool],
+    *,
+    missing: str,
+    remedy: str,
+) -> Tool:
+    """The first candidate that is fit; otherwise the first that is there but unfit; otherwise `missing`."""
+    passed_over: list[str] = []
+    unfit: Tool | None = None
+    for candidate in candidates:
+        if not candidate.path.is_file():
+            if candidate.named:
+                passed_over.append(f"{candidate.where}: there is no {candidate.path}")
+            continue
+        tool = examine(candidate)
+        if tool.ok:
+            return replace(tool, passed_over=tuple(passed_over))
+        passed_over.append(f"{candidate.where}: {tool.reason}")
+        unfit = unfit or tool
+    if unfit is not None:
+        return replace(unfit, passed_over=tuple(passed_over))
+    return Tool(name, reason=missing, remedy=remedy, passed_over=tuple(passed_over))
+
+
+def on_path(*programs: str) -> Iterable[Candidate]:
+    """Every executable of these names on PATH, all places of the first name first."""
+    for program in programs:
+        for folder in (env.text("PATH") or "").split(os.pathsep):
+            path = Path(os.path.abspath(folder)) / program
+            if folder and path.is_file() and os.access(path, os.X_OK):
+                yield Candidate("PATH", path)
+
+
+@dataclass(frozen=True)
+class Ran:
+    output: str  # stdout and stderr
+    problem: str = ""  # empty: it ran and exited with 0
+
+
+def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
+    """Run a program that should answer at once; whatever goes wrong is told in `problem`."""
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env=env.for_compiler(),
+            cwd=cwd,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Ran("", f"{command[0]} did not answer within {TIMEOUT_S:.0f} s")
+    except (OSError, ValueError) as error:
+        return Ran("", f"{command[0]} cannot be run: {getattr(error, 'strerror', None) or error}")
+    if done.returncode != 0:
+        words = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        first = next((line for line in words if "error" in line.lower()), words[0] if words else "")
+        return Ran(done.stdout, f"{command[0]} ended with {done.returncode}: {first or 'no word'}")
+    return Ran(done.stdout)
