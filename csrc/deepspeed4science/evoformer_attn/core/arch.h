@@ -1,0 +1,25 @@
+// Which instructions a template family may use, and how many warps it wants on one multiprocessor.
+#pragma once
+
+#include <cutlass/arch/arch.h>
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+#include <cutlass/numeric_types.h>
+
+namespace ds4s {
+
+template <typename ArchTag>
+struct ArchTraits {
+  static constexpr int kCapability = ArchTag::kMinComputeCapability;
+  static constexpr bool kHasCpAsync = kCapability >= 80;   // global -> shared without registers
+  static constexpr bool kHasLdmatrix = kCapability >= 75;  // 8x8 matrices from shared memory
+};
+
+}  // namespace ds4s
+
+// Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of
+// a 32 x 32 score tile needs. 16 warps leave 128 registers a thread, 12 leave 168.
+template <typename scalar_t, typename ArchTag>
+constexpr int getWarpsPerSm() {
+  return sizeof(scalar_t) == 2 && ds4s::ArchTraits<ArchTag>::kCapability >= 75 ? 12 : 8;
+}

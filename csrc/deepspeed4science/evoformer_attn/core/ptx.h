@@ -1,0 +1,113 @@
+// Single machine instructions: CuTe's atoms where CuTe has one, inline PTX (section numbers of PTX ISA 9.0) elsewhere.
+// Every asynchronous or warp-wide instruction of the Sm70 to Sm80 kernels is here and nowhere else.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/mma_sm70.hpp>
+#include <cute/arch/mma_sm75.hpp>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "core/arch.h"
+
+namespace ds4s::ptx {
+
+// 2^x, flushing subnormals: ex2.approx.ftz (9.7.3.21), two units in the last place; -inf gives 0.
+CUTLASS_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x): lg2.approx.ftz (9.7.3.20); 0 gives -inf.
+CUTLASS_DEVICE float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Nearest TF32 value, ties away from zero: cvt.rna.tf32 (9.7.9.21). The mma itself would cut the low bits off.
+CUTLASS_DEVICE uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// Two floats in one register, x in the low half: cvt.rn.{f16x2,bf16x2}.f32 (9.7.9.21) from 8.0 up, two conversions
+// before.
+template <typename T>
+CUTLASS_DEVICE uint32_t pack(float x, float y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(y), "f"(x));
+  } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(y), "f"(x));
+#else
+    asm("{.reg .f16 l, h;\n cvt.rn.f16.f32 l, %1;\n cvt.rn.f16.f32 h, %2;\n mov.b32 %0, {l, h};}"
+        : "=r"(d)
+        : "f"(x), "f"(y));
+#endif
+  }
+  return d;
+}
+
+CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {
+  return __shfl_sync(0xffffffffu, x, lane_in_quad, 4);
+}
+CUTLASS_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
+
+// Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones), lanes 8i..8i+7 giving the rows of matrix i.
+CUTLASS_DEVICE void ldmatrix(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+// 16 bytes global -> shared past L1; zeros when the predicate is false (the address is then not read).
+CUTLASS_DEVICE void cp_async_16(void* smem, const void* gmem, bool pred) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+      *static_cast<const cute::uint128_t*>(gmem), *static_cast<cute::uint128_t*>(smem), pred);
+}
+CUTLASS_DEVICE void cp_async_commit() { cute::cp_async_fence(); }
+template <int kPending>
+CUTLASS_DEVICE void cp_async_wait() {
+  cute::cp_async_wait<kPending>();
+}
+
+// d[16x8] += a[16x16] b[16x8]: mma.m16n8k16, or two m16n8k8 on Sm75.
+template <typename T, typename ArchTag>
+CUTLASS_DEVICE void mma_16x8x16(float* d, const uint32_t* a, const uint32_t* b) {
+  if constexpr (ArchTraits<ArchTag>::kCapability < 80) {
+    using Atom = cute::SM75_16x8x8_F32F16F16F32_TN;
+    Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], b[0], d[0], d[1], d[2], d[3]);
+    Atom::fma(d[0], d[1], d[2], d[3], a[2], a[3], b[1], d[0], d[1], d[2], d[3]);
+  } else if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1],
+                                              d[2], d[3]);
+  } else {
+    cute::SM80_16x8x16_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1],
+                                            d[2], d[3]);
+  }
+}
+
+// d[16x8] += a[16x8] b[8x8] in TF32.
+CUTLASS_DEVICE void mma_16x8x8_tf32(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2],
+                                           d[3]);
+}
+
+// Four d[8x8] += a[8x4] b[4x8], one for each quad pair. The name says how a and b are stored: row or column by column.
+CUTLASS_DEVICE void mma_8x8x4_row_col(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM70_8x8x4_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], a[0], a[1], b[0], b[1], d[0],
+                                        d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+}
+CUTLASS_DEVICE void mma_8x8x4_row_row(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM70_8x8x4_F32F16F16F32_TT::fma(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], a[0], a[1], b[0], b[1], d[0],
+                                        d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+}
+
+}  // namespace ds4s::ptx
