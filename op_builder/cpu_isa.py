@@ -1,0 +1,245 @@
+"""Which vector instructions the CPU kernels may use: what the processor has, the system lets us use and the compiler knows.
+
+    isa = cpu_isa.best("bf16")          # "amx", "avx512", "avx2" or "portable"
+    flags = cpu_isa.flags(isa)          # ("-mavx512f", ...)
+
+py-cpuinfo says what the processor has. On Linux only what /proc/cpuinfo lists as well is believed, since the kernel
+strikes out what it does not save and restore (XCR0). A set counts after the host compiler has compiled and assembled a
+source that uses its instructions; without a compiler, an existing kernel can still be chosen by the processor alone.
+py-cpuinfo takes about a second and a test compile a third of one: both answers are kept on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import env, memo, paths
+from .cpu_probe_sources import PROBES
+from .errors import ToolchainError
+from .instantiations import CPU_ISAS
+from .tool import Tool, Unfit, run
+from .toolchain import find_host_compiler
+
+PROC_CPUINFO = Path("/proc/cpuinfo")
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+# What the processor must have, in Linux's names without underscores.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512bf16", "amxtile", "amxbf16", "fma", "f16c"),
+    "avx512bf16": (*_AVX512, "avx512bf16", "fma", "f16c"),
+    "avx512": (*_AVX512, "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+# The compiler's names differ only in AMX's dashes.
+_FLAGS: dict[str, tuple[str, ...]] = {
+    level: tuple(f"-m{name.replace('amx', 'amx-')}" for name in names)
+    for level, names in _NEEDS.items()
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    machine: str  # py-cpuinfo's: "X86_64", "ARM_8", "PPC_64"
+    brand: str
+    features: frozenset[str]  # Linux's names without underscores
+    source: str  # who said so
+
+
+@dataclass(frozen=True)
+class CpuIsa:
+    processor: Processor
+    available: tuple[str, ...]  # best first; "portable" is always the last
+    refused: tuple[tuple[str, str], ...]  # (instruction set, why it is not available)
+    bf16: bool  # AVX-512's own bfloat16 instructions too
+    compiler: Tool  # the one that was asked; when it is not ok the processor alone was
+
+    def best(self, dtype: str) -> str:
+        """The instruction set for "fp32", "fp16" or "bf16". AMX multiplies bfloat16 only."""
+        return next(isa for isa in self.available if isa != "amx" or dtype == "bf16")
+
+    def flags(self, isa: str) -> tuple[str, ...]:
+        """The compiler's flags for an instruction set on this processor."""
+        return _FLAGS["avx512bf16" if isa == "avx512" and self.bf16 else isa]
+
+    def why_not(self, isa: str) -> str:
+        return dict(self.refused).get(isa, "")
+
+
+def detect() -> CpuIsa:
+    """What can be used here; `DS4S_CPU_ISA` narrows it to one instruction set.
+
+    Forcing `amx` leaves AVX-512 to the dtypes that AMX cannot multiply. Raises ToolchainError when the forced set
+    cannot work here, BuildError when it is none of the four.
+    """
+    return _detect(env.choice("DS4S_CPU_ISA", CPU_ISAS), find_host_compiler())
+
+
+def best(dtype: str) -> str:
+    return detect().best(dtype)
+
+
+def flags(isa: str) -> tuple[str, ...]:
+    return detect().flags(isa)
+
+
+def cpu_arch() -> str:
+    """The flag that makes a compiler use all of this processor. Our kernels use `flags`, which are the same everywhere."""
+    return "-mcpu=native" if processor().machine.startswith("PPC_") else "-march=native"
+
+
+def simd_width() -> str:
+    """The vector width as DeepSpeed's sources want it defined."""
+    usable = detect().available
+    if "avx512" in usable:
+        return "-D__AVX512__"
+    return "-D__AVX256__" if "avx2" in usable else "-D__SCALAR__"
+
+
+@functools.lru_cache(maxsize=8)
+def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
+    here = processor()
+    refused: dict[str, str] = {}
+    available: list[str] = []
+    bf16 = False
+    # AMX leaves AVX-512 to the other dtypes. What is below the first vector set that works is never chosen.
+    wanted = CPU_ISAS if forced is None else ("amx", "avx512") if forced == "amx" else (forced,)
+    for isa in wanted:
+        if available and available[-1] != "amx":
+            break
+        if isa == "avx512":
+            bf16 = "amx" in available or not _why_not("avx512bf16", here, compiler)
+        # A source with the larger set in it has already been compiled.
+        proven = isa == "avx512" and bf16
+        if why := "" if proven else _why_not(isa, here, compiler):
+            refused[isa] = why
+        else:
+            available.append(isa)
+    if forced in refused:
+        raise ToolchainError(
+            f"DS4S_CPU_ISA={forced}: {refused[forced]}; unset it or name one of {', '.join(CPU_ISAS)}"
+        )
+    if "portable" not in available:
+        available.append("portable")
+    return CpuIsa(here, tuple(available), tuple(refused.items()), bf16, compiler)
+
+
+def _why_not(level: str, here: Processor, compiler: Tool) -> str:
+    lacking = [name for name in _NEEDS[level] if name not in here.features]
+    if lacking:
+        return f"this processor or system lacks {', '.join(lacking)}"
+    if level == "amx" and (refusal := _amx_refusal()):
+        return refusal
+    return _compile_problem(level, compiler)
+
+
+def _compile_problem(level: str, compiler: Tool) -> str:
+    """Why the compiler cannot make code for `level`; empty when it can, or when there is no compiler to ask."""
+    if level == "portable" or not compiler.ok or compiler.path is None:
+        return ""
+    source = PROBES[level]
+    command = [str(compiler.path), "-std=c++17", "-O1", *_FLAGS[level], "-x", "c++", "-c", "-"]
+    key = "\n".join([memo.file_stamp(compiler.path), *command, source])
+
+    def attempt() -> str:
+        with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:
+            ran = run([*command, "-o", "probe.o"], stdin=source, cwd=folder)
+        if ran.problem and not _is_about_the_code(ran.output):
+            raise Unfit(
+                ran.problem
+            )  # no memory, no disk: true today, not a property of the compiler
+        return ran.problem
+
+    try:
+        problem: str = memo.remember("isa-1", key, attempt)
+    except (Unfit, OSError) as error:
+        problem = str(error)
+    return f"the host compiler cannot make code for it: {problem}" if problem else ""
+
+
+def _is_about_the_code(output: str) -> bool:
+    return any(
+        word in output
+        for word in ("unrecognized", "unknown argument", "target specific", "no such instruction")
+    )
+
+
+def _amx_refusal() -> str:
+    """Why the system would not let this process use AMX's tiles; empty when it does.
+
+    The tiles' state is large, so Linux grants it per process and on request (Documentation/arch/x86/xstate.rst). The
+    request is what the kernel itself makes before its first tile: asking for less would not tell.
+    """
+    if not sys.platform.startswith("linux"):
+        return "AMX is used on Linux only"
+    arch_prctl, get_permission, request_permission, tile_data = 158, 0x1022, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    granted = ctypes.c_uint64(0)
+    if (
+        libc.syscall(arch_prctl, get_permission, ctypes.byref(granted)) == 0
+        and granted.value >> tile_data & 1
+    ):
+        return ""
+    if libc.syscall(arch_prctl, request_permission, tile_data) == 0:
+        return ""
+    return "the system refuses the permission for AMX's tile registers (arch_prctl)"
+
+
+@functools.lru_cache(maxsize=1)
+def processor() -> Processor:
+    """What py-cpuinfo and the system say of the processor; never raises."""
+    listed = _first_block()
+    key = "\n".join(f"{name}: {listed[name]}" for name in sorted(listed))
+    source = "py-cpuinfo"
+    try:
+        said = memo.remember("cpu-1", f"{platform.platform()}\n{key}", _ask_py_cpuinfo)
+        machine, brand, features = said["machine"], said["brand"], frozenset(said["features"])
+    except Exception as error:  # noqa: BLE001  # what it does not know it answers with a bare Exception
+        source = f"{PROC_CPUINFO} alone ({type(error).__name__} from py-cpuinfo: {error})"
+        machine = platform.machine().upper().replace("AMD64", "X86_64")
+        brand, features = listed.get("model name", ""), _names(listed.get("flags", ""))
+    if "flags" in listed:
+        features &= _names(listed["flags"])
+    elif sys.platform.startswith("linux") and machine == "X86_64":
+        features = frozenset()
+        source += f"; {PROC_CPUINFO} cannot be read, so no vector instructions are assumed"
+    return Processor(machine, brand, features, source)
+
+
+def _ask_py_cpuinfo() -> dict[str, object]:
+    import cpuinfo  # type: ignore[import-untyped]  # takes a second: not at module import
+
+    said = cpuinfo.get_cpu_info()
+    return {
+        "machine": str(said["arch"]),
+        "brand": str(said.get("brand_raw", "")),
+        "features": sorted(_names(" ".join(said.get("flags", [])))),
+    }
+
+
+def _names(text: str) -> frozenset[str]:
+    """py-cpuinfo writes some features both as avx512_bf16 and as avx512bf16."""
+    return frozenset(name.replace("_", "").lower() for name in text.split())
+
+
+def _first_block() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo, less what changes from one moment or core to the next."""
+    block: dict[str, str] = {}
+    try:
+        with PROC_CPUINFO.open(errors="replace") as stream:
+            for line in stream:
+                name, colon, value = line.partition(":")
+                if not colon:
+                    break
+                block[name.strip()] = value.strip()
+    except OSError:
+        return {}
+    for changing in ("cpu MHz", "bogomips", "processor", "core id", "apicid", "initial apicid"):
+        block.pop(changing, None)
+    return block
