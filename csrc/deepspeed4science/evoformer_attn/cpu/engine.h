@@ -1,0 +1,26 @@
+// Which engine multiplies for a type on an ISA, and which ISAs this translation unit was compiled for.
+#pragma once
+
+#include "gemm_fma.h"
+#include "isa_portable.h"
+#include "scalar.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "isa_avx2.h"
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "isa_avx512.h"
+#endif
+
+namespace ds4s::cpu {
+
+template <typename scalar_t, typename Isa>
+struct EngineFor {
+  using type = FmaEngine<Isa>;
+};
+
+// Sixteen-bit inputs do not need the last digits of exp.
+template <typename scalar_t>
+constexpr bool kPreciseExp = sizeof(scalar_t) == 4;
+
+}  // namespace ds4s::cpu

@@ -1,0 +1,188 @@
+// O = softmax(scale Q K^T + bias1 + bias2) V, lse = log(sum(exp(scores))): tiled, with an online softmax.
+//
+// One task is (b, h, n) and a range of queries; a thread packs K and V once, then for each block of kQueries rows
+// walks over the keys: scores -> softmax_tile -> accumulator. Tasks have n innermost: bias2[b, h] stays in the cache.
+// Scratch per thread: K and V packed, 4 Lk (D + Dv) bytes, and tiles of kQueries rows.
+#pragma once
+
+#include <cerrno>
+
+#include "../params.h"
+#include "bias.h"
+#include "engine.h"
+#include "parallel.h"
+#include "softmax.h"
+
+namespace ds4s::cpu {
+
+template <typename E>
+struct ForwardScratch {
+  using Elem = typename E::Elem;
+
+  Elem* keys;     // [key blocks][channels][kKeys], each block transposed
+  Elem* values;   // [Lk][value channels]
+  float* bias1;   // [Lk]
+  Elem* queries;  // [kQueries][channels]
+  float* scores;  // [kQueries][kKeys]
+  Elem* probs;    // [kQueries][kKeys], the same memory as scores where kInPlace
+  float* out;     // [kQueries][value channels]
+  float* gather;  // [kQueries][kKeys] for a bias2 whose columns are not contiguous
+
+  int channels;        // D and Dv padded
+  int value_channels;
+  int64_t bytes;
+
+  ForwardScratch(void* base, const FwdParams& p) {
+    Carver carver(base);
+    channels = round_up(p.D, E::kChannelAlign);
+    value_channels = round_up(p.Dv, E::kChannelAlign);
+    const int64_t padded_keys = round_up(p.Lk, E::kKeys);
+    keys = carver.take<Elem>(padded_keys * channels);
+    values = carver.take<Elem>(padded_keys * value_channels);
+    bias1 = carver.take<float>(padded_keys);
+    queries = carver.take<Elem>(int64_t(E::kQueries) * channels);
+    scores = carver.take<float>(E::kQueries * E::kKeys);
+    probs = E::kInPlace ? reinterpret_cast<Elem*>(scores) : carver.take<Elem>(E::kQueries * E::kKeys);
+    out = carver.take<float>(int64_t(E::kQueries) * value_channels);
+    gather = carver.take<float>(gathers_bias2(p) ? E::kQueries * E::kKeys : 0);
+    bytes = carver.bytes();
+  }
+};
+
+template <typename scalar_t, typename E>
+class Forward {
+ public:
+  using V = typename E::V;
+
+  Forward(const FwdParams& p, void* memory) : p_(p), s_(memory, p) {}
+
+  // Queries [q0, q1) of one (b, h, n).
+  void run(int64_t b, int64_t h, int64_t n, int64_t q0, int64_t q1) {
+    pack(b, h, n);
+    for (int64_t q = q0; q < q1; q += E::kQueries) block(b, h, n, q, int(q1 - q < E::kQueries ? q1 - q : E::kQueries));
+  }
+
+ private:
+  static const scalar_t* at(const void* data, const int64_t* stride, int64_t b, int64_t n, int64_t l, int64_t h) {
+    return static_cast<const scalar_t*>(data) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
+  }
+
+  void pack(int64_t b, int64_t h, int64_t n) {
+    const scalar_t* k = at(p_.k, p_.k_stride, b, n, 0, h);
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+      const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
+      E::pack_right_transposed(s_.keys + key * s_.channels, k + key * p_.k_stride[2], p_.k_stride[2], count,
+                               int(p_.D));
+    }
+    const int padded = round_up(p_.Lk, E::kDepthAlign);
+    E::pack_right(s_.values, s_.value_channels, at(p_.v, p_.v_stride, b, n, 0, h), p_.v_stride[2], int(p_.Lk), padded,
+                  int(p_.Dv));
+    load_bias1(s_.bias1, p_, b, n, 0, int(p_.Lk));
+  }
+
+  void block(int64_t b, int64_t h, int64_t n, int64_t q, int rows) {
+    E::pack_left(s_.queries, s_.channels, at(p_.q, p_.q_stride, b, n, q, h), p_.q_stride[2], rows, E::kQueries,
+                 int(p_.D));
+    state_.reset();
+
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+      const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
+      const Left<typename E::Elem> queries{s_.queries, s_.channels, 1};
+      E::template multiply<false>(rows, count, int(p_.D), queries, s_.keys + key * s_.channels, E::kKeys, s_.scores,
+                                  E::kKeys);
+
+      const BiasTile bias2 = bias2_tile(p_, b, h, q, key, rows, count, s_.gather, E::kKeys);
+      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, s_.probs, rows, count, p_.scale, s_.bias1 + key, bias2,
+                                             state_);
+
+      const Left<typename E::Elem> probs{s_.probs, E::kKeys, 1};
+      const typename E::Elem* values = s_.values + key * s_.value_channels;
+      if (key == 0) {
+        E::template multiply<false>(rows, int(p_.Dv), count, probs, values, s_.value_channels, s_.out,
+                                    s_.value_channels);
+      } else {
+        rescale(rows);
+        E::template multiply<true>(rows, int(p_.Dv), count, probs, values, s_.value_channels, s_.out,
+                                   s_.value_channels);
+      }
+    }
+    store(b, h, n, q, rows);
+  }
+
+  void rescale(int rows) {
+    for (int i = 0; i < rows; ++i) {
+      if (state_.alpha[i] == 1.0f) continue;
+      const typename V::Vec alpha = V::set1(state_.alpha[i]);
+      float* row = s_.out + int64_t(i) * s_.value_channels;
+      for (int j = 0; j < s_.value_channels; j += V::kWidth) V::store(row + j, V::mul(V::load(row + j), alpha));
+    }
+  }
+
+  void store(int64_t b, int64_t h, int64_t n, int64_t q, int rows) {
+    scalar_t* o = const_cast<scalar_t*>(at(p_.o, p_.o_stride, b, n, q, h));
+    for (int i = 0; i < rows; ++i) {
+      const float sum = state_.sum[i];
+      const typename V::Vec inverse = V::set1(1.0f / sum);
+      const float* row = s_.out + int64_t(i) * s_.value_channels;
+      for (int64_t j = 0; j < p_.Dv; j += V::kWidth) {
+        // sum is 0 only where no key is visible; a value that is NaN must not reach such a row.
+        const typename V::Vec x = sum == 0.0f ? V::zero() : V::mul(V::load(row + j), inverse);
+        scalar_t* to = o + i * p_.o_stride[2] + j;
+        const int64_t left = p_.Dv - j;
+        if (left >= V::kWidth) {
+          V::store(to, x);
+        } else {
+          V::store_first(to, x, int(left));
+        }
+      }
+    }
+    if (p_.lse == nullptr) return;
+    float* lse = p_.lse + ((b * p_.N + n) * p_.H + h) * p_.Lq + q;
+    for (int i = 0; i < rows; ++i) {
+      lse[i] = state_.sum[i] == 0.0f ? -kInfinity : state_.max[i] + __builtin_logf(state_.sum[i]);
+    }
+  }
+
+  const FwdParams& p_;
+  ForwardScratch<E> s_;
+  RowState<E::kQueries> state_;
+};
+
+template <typename scalar_t, typename Isa>
+int forward(const FwdParams& p) {
+  using E = typename EngineFor<scalar_t, Isa>::type;
+  if (const int status = E::prepare(); status != 0) return status;
+
+  // A task is as many queries as leave every thread four tasks; fewer than two blocks would pack K and V too often.
+  const int64_t heads = p.B * p.H * p.N;
+  const int64_t blocks = (p.Lq + E::kQueries - 1) / E::kQueries;
+  int64_t parts = 1;
+  if (heads < 4 * int64_t(p.num_threads)) parts = (4 * int64_t(p.num_threads) + heads - 1) / heads;
+  if (parts > (blocks + 1) / 2) parts = (blocks + 1) / 2;
+  const int64_t part_rows = (blocks + parts - 1) / parts * E::kQueries;
+  parts = (p.Lq + part_rows - 1) / part_rows;
+
+  const double flops = 2.0 * double(heads) * double(p.Lq) * double(p.Lk) * double(p.D + p.Dv);
+  const int threads = useful_threads(p.num_threads, flops, heads * parts);
+  const int64_t bytes = ForwardScratch<E>(nullptr, p).bytes;
+  const Memory memory(bytes * threads);
+  if (memory.data() == nullptr) return ENOMEM;
+
+  Queue queue(heads * parts, threads);
+  in_parallel(threads, [&](int thread, int) {
+    [[maybe_unused]] typename E::Session session;
+    Forward<scalar_t, E> worker(p, memory.data() + bytes * thread);
+    for (int64_t first, last; queue.take(first, last);) {
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t part = task % parts;
+        const int64_t head = task / parts;  // (b * H + h) * N + n
+        const int64_t q0 = part * part_rows;
+        const int64_t q1 = q0 + part_rows < p.Lq ? q0 + part_rows : p.Lq;
+        worker.run(head / p.N / p.H, head / p.N % p.H, head % p.N, q0, q1);
+      }
+    }
+  });
+  return 0;
+}
+
+}  // namespace ds4s::cpu

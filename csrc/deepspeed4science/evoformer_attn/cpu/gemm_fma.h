@@ -1,0 +1,148 @@
+// The fma engine: float32 products of small packed operands, for any ISA policy and any input type.
+//
+// C[m][n] (+)= sum over k of A[m][k] B[k][n]. A is read by broadcast, so it may have any strides; B and C have
+// contiguous rows. Rows of C are computed kTileRows at a time and columns one vector at a time: buffers are padded
+// to kQueries rows and kWidth columns, and what lies in the padding is never used.
+#pragma once
+
+#include <cstdint>
+
+#include "scalar.h"
+
+namespace ds4s::cpu {
+
+constexpr int round_up(int64_t x, int64_t multiple) { return int((x + multiple - 1) / multiple * multiple); }
+
+// The left operand of a product: element (m, k) is data[m * row_stride + k * depth_stride].
+template <typename T>
+struct Left {
+  const T* data;
+  int row_stride;
+  int depth_stride;
+};
+
+// Rows [rows, cols] of any type to float, row-major with `ld` columns; columns past `cols` and rows past `rows` are 0.
+template <typename V, typename T>
+inline void pack_float_rows(float* out, int ld, const T* in, int64_t stride, int rows, int rows_padded, int cols) {
+  for (int i = 0; i < rows; ++i) {
+    const T* row = in + i * stride;
+    for (int j = 0; j < ld; j += V::kWidth) {
+      const int left = cols - j;
+      V::store(out + int64_t(i) * ld + j, left >= V::kWidth ? V::load(row + j)
+                                          : left > 0        ? V::load_first(row + j, left)
+                                                            : V::zero());
+    }
+  }
+  for (int64_t x = int64_t(rows) * ld; x < int64_t(rows_padded) * ld; x += V::kWidth) V::store(out + x, V::zero());
+}
+
+template <typename V_>
+struct FmaEngine {
+  using V = V_;
+  using Elem = float;
+
+  // 48 is a multiple of every ISA's kTileRows and of three vectors; at D = 32 two tiles of 48 x 96 floats and the
+  // operands they meet are 80 KB: between the first and the second level of the cache.
+  static constexpr int kQueries = 48;
+  static constexpr int kKeys = 96;
+  static constexpr int kDepthAlign = 1;         // a product's depth needs no padding
+  static constexpr int kChannelAlign = V::kWidth;
+  static constexpr bool kInPlace = true;        // a score tile serves as operand where it stands
+  static constexpr bool kPacksTransposedLeft = false;
+
+  struct Session {};  // per-thread state of the processor: none
+  static int prepare() { return 0; }
+
+  template <typename T>
+  static void pack_left(float* out, int ld, const T* in, int64_t stride, int rows, int rows_padded, int cols) {
+    pack_float_rows<V>(out, ld, in, stride, rows, rows_padded, cols);
+  }
+
+  // A vector of a score tile into the left operand of a product.
+  static void store_left(float* out, typename V::Vec x) { V::store(out, x); }
+
+  // One vector of rows i and i + 1 (i even) of a score tile into the right operand of a product.
+  static void store_right(float* out, int i, int j, typename V::Vec x, typename V::Vec y) {
+    V::store(out + i * kKeys + j, x);
+    V::store(out + (i + 1) * kKeys + j, y);
+  }
+
+  template <typename T>
+  static void pack_right(float* out, int ld, const T* in, int64_t stride, int rows, int rows_padded, int cols) {
+    pack_float_rows<V>(out, ld, in, stride, rows, rows_padded, cols);
+  }
+
+  // The transpose [cols][kKeys] of at most kKeys rows, zeros past `rows`.
+  template <typename T>
+  static void pack_right_transposed(float* out, const T* in, int64_t stride, int rows, int cols) {
+    for (int i = 0; i < rows; ++i) {
+      const T* row = in + i * stride;
+      for (int j = 0; j < cols; ++j) out[j * kKeys + i] = to_float(row[j]);
+    }
+    const int padded = round_up(rows, V::kWidth);
+    for (int j = 0; j < cols; ++j) {
+      for (int i = rows; i < padded; ++i) out[j * kKeys + i] = 0.0f;
+    }
+  }
+
+  template <bool kAccumulate>
+  static void multiply(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
+    constexpr int kMost = V::kTileVecs;
+    int vecs = (n + V::kWidth - 1) / V::kWidth;
+    while (vecs > 0) {
+      // Two even strips beat a full one and a single vector.
+      const int take = vecs <= kMost ? vecs : kMost == 3 && vecs == 4 ? 2 : kMost;
+      if (take == 3) {
+        strip<kMost < 3 ? kMost : 3, kAccumulate>(m, k, a, b, ldb, c, ldc);
+      } else if (take == 2) {
+        strip<2, kAccumulate>(m, k, a, b, ldb, c, ldc);
+      } else {
+        strip<1, kAccumulate>(m, k, a, b, ldb, c, ldc);
+      }
+      b += take * V::kWidth;
+      c += take * V::kWidth;
+      vecs -= take;
+    }
+  }
+
+ private:
+  using Vec = typename V::Vec;
+
+  template <int kVecs, bool kAccumulate>
+  static void strip(int m, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
+    for (int i = 0; i < m; i += V::kTileRows) {
+      tile<kVecs, kAccumulate>(k, a.data + i * a.row_stride, a.row_stride, a.depth_stride, b, ldb,
+                               c + int64_t(i) * ldc, ldc);
+    }
+  }
+
+  template <int kVecs, bool kAccumulate>
+  static void tile(int k, const float* a, int64_t row_stride, int64_t depth_stride, const float* b, int ldb, float* c,
+                   int64_t ldc) {
+    constexpr int kRows = V::kTileRows;
+    Vec sum[kRows][kVecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) sum[r][j] = kAccumulate ? V::load(c + r * ldc + j * V::kWidth) : V::zero();
+    }
+    for (int x = 0; x < k; ++x, a += depth_stride, b += ldb) {
+      Vec right[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) right[j] = V::load(b + j * V::kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec left = V::set1(a[r * row_stride]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) sum[r][j] = V::fma(left, right[j], sum[r][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) V::store(c + r * ldc + j * V::kWidth, sum[r][j]);
+    }
+  }
+};
+
+}  // namespace ds4s::cpu

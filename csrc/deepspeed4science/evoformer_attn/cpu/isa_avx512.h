@@ -1,0 +1,81 @@
+// AVX-512: sixteen floats a vector.
+//
+// Flags a unit needs, for each ISA (all with -O3 -std=c++17 -fopenmp -ffp-contract=fast, never -ffast-math):
+//   Amx       -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16 -mfma -mf16c
+//   Avx512    -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c, and -mavx512bf16 where the processor has it
+//   Avx2      -mavx2 -mfma -mf16c
+//   Portable  none
+#pragma once
+
+#include <immintrin.h>
+
+#include "scalar.h"
+
+namespace ds4s::cpu {
+
+struct Avx512 {
+  using Vec = __m512;
+  using Mask = __mmask16;
+
+  static constexpr int kWidth = 16;
+  // Micro-tile of gemm_fma.h: 8 x 3 accumulators, 3 right operands and one broadcast fill 28 of 32 registers.
+  static constexpr int kTileRows = 8;
+  static constexpr int kTileVecs = 3;
+
+  static Vec zero() { return _mm512_setzero_ps(); }
+  static Vec set1(float x) { return _mm512_set1_ps(x); }
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
+  static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+
+  static Mask first(int count) { return count >= 16 ? Mask(0xffff) : Mask((1u << count) - 1); }
+  static Vec select(Mask mask, Vec yes, Vec no) { return _mm512_mask_blend_ps(mask, no, yes); }
+
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static Vec load(const bfloat16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const half_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(first(count), p); }
+  static Vec load_first(const bfloat16_t* p, int count) { return widen(_mm256_maskz_loadu_epi16(first(count), p)); }
+  static Vec load_first(const half_t* p, int count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+  }
+
+  static void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+  static void store(bfloat16_t* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bfloat16(x)); }
+  static void store(half_t* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_half(x)); }
+  static void store_first(float* p, Vec x, int count) { _mm512_mask_storeu_ps(p, first(count), x); }
+  static void store_first(bfloat16_t* p, Vec x, int count) {
+    _mm256_mask_storeu_epi16(p, first(count), to_bfloat16(x));
+  }
+  static void store_first(half_t* p, Vec x, int count) { _mm256_mask_storeu_epi16(p, first(count), to_half(x)); }
+
+  static float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+  static float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+
+  // x * 2^n where z >= cutoff or z is NaN, else 0. n holds integers.
+  static Vec scale_above(Vec x, Vec n, Vec z, Vec cutoff) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(z, cutoff, _CMP_NLT_UQ), x, n);
+  }
+
+ private:
+  static Vec widen(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static __m256i to_half(Vec x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static __m256i to_bfloat16(Vec x) {
+    // Not vcvtneps2bf16: it flushes denormals, and eager PyTorch keeps them.
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const Mask is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, nan), 16));
+  }
+};
+
+}  // namespace ds4s::cpu

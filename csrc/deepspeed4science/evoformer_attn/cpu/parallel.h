@@ -1,0 +1,104 @@
+// Threads and scratch memory.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "gemm_fma.h"
+
+namespace ds4s::cpu {
+
+// Waking threads costs microseconds: below this many floating-point operations a thread, fewer threads.
+constexpr double kFlopsPerThread = 0x1p17;
+
+inline int useful_threads(int64_t limit, double flops, int64_t items) {
+  int64_t threads = limit < items ? limit : items;
+  if (flops < double(threads) * kFlopsPerThread) threads = int64_t(flops / kFlopsPerThread);
+  return threads < 1 ? 1 : int(threads);
+}
+
+// body(thread, team): once for each thread of a team that may turn out smaller than asked for.
+template <typename Body>
+inline void in_parallel(int threads, const Body& body) {
+#if defined(_OPENMP)
+  if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+    body(omp_get_thread_num(), omp_get_num_threads());
+    return;
+  }
+#endif
+  body(0, 1);
+}
+
+// Only inside in_parallel, reached by every thread.
+inline void barrier(int team) {
+#if defined(_OPENMP)
+  if (team > 1) {
+#pragma omp barrier
+  }
+#else
+  (void)team;
+#endif
+}
+
+// Hands out consecutive items in runs, first come first served. Which thread does an item never changes its result.
+class Queue {
+ public:
+  Queue(int64_t items, int threads) : items_(items), run_(items / (int64_t(threads) * 8)) {
+    if (run_ < 1) run_ = 1;
+  }
+
+  // The next run [first, last); false when there is none.
+  bool take(int64_t& first, int64_t& last) {
+    first = __atomic_fetch_add(&next_, run_, __ATOMIC_RELAXED);
+    if (first >= items_) return false;
+    last = first + run_ < items_ ? first + run_ : items_;
+    return true;
+  }
+
+ private:
+  int64_t items_;
+  int64_t run_;
+  int64_t next_ = 0;
+};
+
+// Lays arrays out one after the other, each on its own cache line. First pass with a null base: `bytes()` is the
+// size needed; second pass with the memory: the same calls return the arrays.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* const array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
+    bytes_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return array;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* base_;
+  int64_t bytes_ = 0;
+};
+
+// Memory on a cache line that frees itself; null where there is none to be had.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes) {
+    if (posix_memalign(&data_, 64, size_t(bytes < 64 ? 64 : bytes)) != 0) data_ = nullptr;
+  }
+  ~Memory() { std::free(data_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+}  // namespace ds4s::cpu
