@@ -1,7 +1,8 @@
-"""Every environment variable the project reads, as data, and the only code that touches `os.environ`.
+"""Every environment variable the project reads, as data; nothing else touches `os.environ`.
 
-Nothing here is ever written back: a variable that one build changes would leak into the next. README's table is checked
-against `VARIABLES` by a test. An empty value counts as unset, as in most shells' habits.
+Nothing here is ever written back: a variable that one build changes would leak into the next.
+README's table is checked against `VARIABLES` by a test. An empty value counts as unset, as in most
+shells' habits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ VARIABLES: tuple[Variable, ...] = (
         "the `nvidia-cutlass` package, then the usual prefixes",
     ),
     Variable("DS_BUILD_OPS", "1: compile every op while installing", "0"),
-    Variable("DS_BUILD_EVOFORMER_ATTN", "1: compile the CUDA op while installing", "`DS_BUILD_OPS`"),
+    Variable(
+        "DS_BUILD_EVOFORMER_ATTN", "1: compile the CUDA op while installing", "`DS_BUILD_OPS`"
+    ),
     Variable(
         "DS_BUILD_EVOFORMER_ATTN_CPU",
         "1: compile the CPU op while installing",
@@ -49,7 +52,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_CACHE_PATH",
-        "folders of compiled kernels, separated by `:`, searched before the cache and never written",
+        "folders of compiled kernels, separated by `:`, searched before the cache, never written",
         "none",
     ),
     Variable(
@@ -75,7 +78,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NVCC_APPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
     Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
-    Variable("CONDA_PREFIX", "a conda environment whose compilers and CUDA are considered", "unset"),
+    Variable(
+        "CONDA_PREFIX", "a conda environment whose compilers and CUDA are considered", "unset"
+    ),
     Variable("PATH", "where programs are looked for", "set by the system"),
     Variable(
         "DS4S_CPU_ISA",
@@ -87,7 +92,9 @@ VARIABLES: tuple[Variable, ...] = (
         "force the CUDA template family: `sm70`, `sm75`, `sm80` or `sm90`",
         "the device's own",
     ),
-    Variable("DS4S_VERBOSE", "0: no message while compiling; 1: also the commands", "messages only"),
+    Variable(
+        "DS4S_VERBOSE", "1 or 0: show progress while compiling, or not", "what the caller says"
+    ),
 )
 
 _NAMES = frozenset(variable.name for variable in VARIABLES)
@@ -140,7 +147,7 @@ def folders(name: str) -> tuple[str, ...]:
 
 
 def for_compiler() -> dict[str, str]:
-    """A copy of the whole environment for a compiler: in English, since its messages are read by us.
+    """A copy of the whole environment for a compiler; in English, since we read its messages.
 
     GCC_COLORS and friends are left to the compiler, which writes to a file and therefore uses none.
     """

@@ -1,14 +1,15 @@
 """The list of kernels, as data: one row, one generated translation unit, one shared library.
 
-Files, dispatch, prebuild and report follow from these rows. A row knows which C++ template it instantiates; it does
-not know compilers, flags or folders (the builders do).
+Files, dispatch, prebuild and report follow from these rows. A row knows which C++ template it
+instantiates; it does not know compilers, flags or folders (the builders do).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# DS4S_ABI_VERSION of params.h: a library that answers another number is not ours to call. A test compares the two.
+# DS4S_ABI_VERSION of params.h: a library that answers another number is not ours to call. A test
+# compares the two.
 ABI_VERSION = 1
 
 DIRECTIONS = ("fwd", "bwd")
@@ -26,7 +27,8 @@ _CPU_ISA = {
     "portable": "ds4s::cpu::Portable",
 }
 
-# The five exports of params.h. CPU kernels allocate what they need themselves, so their workspace is always 0 bytes.
+# The five exports of params.h. CPU kernels allocate what they need themselves, so their workspace
+# is always 0 bytes.
 _CPU_UNIT = """\
 // {name}: written by op_builder/instantiations.py.
 #include <cstring>
@@ -68,7 +70,8 @@ class CpuKernel:
         )
 
 
-# AMX multiplies bfloat16 tiles only (its float16 form is on too few processors to be worth a unit of its own).
+# AMX multiplies bfloat16 tiles only (its float16 form is on too few processors to be worth a unit
+# of its own).
 CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
     CpuKernel(direction, dtype, isa)
     for direction in DIRECTIONS

@@ -2,9 +2,10 @@
 
     version = memo.remember("compiler", memo.file_stamp(path), lambda: ask(path))
 
-An answer is one JSON file under the cache folder, replaced by an atomic rename: concurrent writers leave one whole
-answer, a cache that cannot be written or read only costs the computation. The key must name all that the answer
-depends on. Memos never decide a cache key's *content*: they only save running a program to learn it again.
+An answer is one JSON file under the cache folder, replaced by an atomic rename: concurrent writers
+leave one whole answer, a cache that cannot be written or read only costs the computation. The key
+must name all that the answer depends on. Memos never decide a cache key's *content*: they only save
+running a program to learn it again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _answers: dict[tuple[str, str, str], Any] = {}
 
 
 def file_stamp(path: str | Path) -> str:
-    """What changes when the file behind `path` is replaced; the path itself when there is no such file."""
+    """What changes when the file behind `path` is replaced."""
     real = os.path.realpath(path)
     try:
         stat = os.stat(real)

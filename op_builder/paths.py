@@ -1,7 +1,8 @@
 """Where things are: our C++ sources, the compiled kernels shipped with the package, the cache.
 
-The sources have three homes: `csrc/` beside `op_builder/` in a checkout (an editable install points there), and
-`deepspeed4science/csrc/` in an installed wheel, where they are package data. Nothing is created here.
+The sources have three homes: `csrc/` beside `op_builder/` in a checkout (an editable install
+points there), and `deepspeed4science/csrc/` in an installed wheel, where they are package data.
+Nothing is created here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def cache_root() -> Path:
         return Path(os.path.abspath(os.path.expanduser(shared))) / "deepspeed4science"
     home = os.path.expanduser("~")
     if not os.path.isabs(home):  # no HOME and no entry in the user database, as in some containers
-        return Path(os.devnull) / "no home folder"  # cannot be written: every process keeps its own copy
+        return Path(os.devnull) / "no home folder"  # cannot be written: private copies, a warning
     return Path(home) / ".cache" / "deepspeed4science"
 
 

@@ -1,0 +1,256 @@
+"""Makes the libraries that are nowhere yet, in a thread: lock, compile, verify, publish, load."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import cache, elf, lock, search, workdir
+from .cache import Built, last_seconds
+from .compile_error import explain
+from .errors import BuildError, CompileError, ToolchainError
+from .key import CompileJob, Hashes
+from .loaded import EXPORTS, LoadedKernel
+from .lock import UnitLock
+from .ninja_run import NinjaRun
+from .search import Root
+
+_POLL_S = 0.02
+
+# How long to wait for another process that compiles the same unit before doing it ourselves: a
+# builder that was stopped but not killed, or a lock that a file server has not freed, must not hold
+# up anybody for ever.
+_PATIENCE_S = 300.0
+_PATIENCE_TIMES = 10.0  # and at least so many times what compiling took last time
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a job was asked for."""
+
+    background: bool = False  # by `start`: nobody may be waiting
+    skip_prebuilt: bool = False
+
+
+@dataclass(eq=False)
+class Unit:
+    """One job on its way; filled in by the building thread, read by those that wait for `done`."""
+
+    job: CompileJob
+    order: Order = Order()
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    compiling: bool = False
+    seconds: float | None = None  # set when it was compiled here
+    messages: list[str] = field(default_factory=list)
+
+
+class Build:
+    """One background thread's work: every unit is handed to `succeed` or `fail`, each as early as
+    possible.
+    """
+
+    def __init__(
+        self,
+        target: Callable[[Build], None],
+        roots: tuple[Root, ...],
+        succeed: Callable[[Unit, LoadedKernel], None],
+        fail: Callable[[Unit, BaseException], None],
+    ) -> None:
+        self._thread = threading.Thread(target=target, args=(self,), name="ds4s-build", daemon=True)
+        self._succeed, self._fail = succeed, fail
+        self._roots, self._root = roots, roots[-1].path
+        self._cancelled = threading.Event()
+        self._ninja_run: NinjaRun | None = None
+        self._held: dict[str, UnitLock] = {}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def cancel(self) -> None:
+        """Stop soon; units not finished yet fail."""
+        self._cancelled.set()
+        running = self._ninja_run
+        if running is not None:
+            running.cancel()
+
+    def make(self, units: list[Unit]) -> None:
+        """Never waits for a lock while holding another, so that no two processes can wait for each
+        other.
+        """
+        notes: dict[str, dict[str, object]] = {}  # what each contended lock said when first met
+        began = time.monotonic()
+        remaining = list(units)
+        try:
+            while remaining:
+                self._check_cancelled()
+                ready = [unit for unit in remaining if self._may_build(unit, notes, began)]
+                remaining = [u for u in remaining if u not in ready and not u.done.is_set()]
+                if ready:
+                    self._make([unit for unit in ready if not unit.done.is_set()])
+                elif remaining:
+                    self._cancelled.wait(_POLL_S)
+        finally:
+            for held in self._held.values():
+                held.release()
+
+    def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
+        """True when the unit's lock is ours, or there are no locks here, or its holder took too
+        long.
+        """
+        ident = unit.job.ident
+        held = UnitLock(self._root, ident)
+        try:
+            if not held.try_acquire():
+                return self._wait_longer(unit, held, notes, began)
+        except lock.NoLockError:
+            return True
+        self._held[ident] = held
+        failure = held.previous.get("failed")
+        if ident in notes and failure and held.previous != notes[ident]:
+            # Somebody tried while we waited; the same source would fail here in the same way.
+            held.write(held.previous)
+            self._finish(unit, CompileError(str(failure)))
+            return False
+        kernel = search.load_existing(unit.job, self._roots, Hashes())
+        if kernel is not None:
+            self._finish(unit, kernel)
+        return kernel is None
+
+    def _wait_longer(
+        self, unit: Unit, held: UnitLock, notes: dict[str, dict[str, object]], began: float
+    ) -> bool:
+        if unit.job.ident not in notes:
+            note = notes[unit.job.ident] = held.read()
+            who = f"process {note.get('pid', '?')} on {note.get('host', '?')}"
+            unit.messages.append(f"waiting for {who}, which is compiling {unit.job.name}")
+        if time.monotonic() - began < _PATIENCE_S:
+            return False
+        usual = last_seconds(self._root, unit.job.name) or 0.0
+        patience = max(_PATIENCE_S, _PATIENCE_TIMES * usual)
+        if time.monotonic() - began < patience:
+            return False
+        search.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
+        return True
+
+    def _make(self, units: list[Unit]) -> None:
+        if not units:
+            return
+        for unit in units:
+            if unit.job.compiler is None:
+                self._finish(unit, ToolchainError(unit.job.problem))
+        units = [unit for unit in units if not unit.done.is_set()]
+        if not units:
+            return
+        folder = workdir.create()
+        by_ident = {unit.job.ident: unit for unit in units}
+        private: list[Path] = []
+
+        def on_built(built: Built) -> None:
+            unit = by_ident[built.job.ident]
+            try:
+                unit.seconds = built.seconds
+                kernel = self._deliver(built)
+                if kernel.path == built.library:
+                    private.append(kernel.path)
+                self._finish(unit, kernel)
+            except (OSError, BuildError) as error:
+                self._finish(unit, error)
+
+        for unit in units:
+            unit.compiling = True
+        try:
+            self._ninja_run = NinjaRun(folder, [unit.job for unit in units], _ninja())
+            self._check_cancelled()
+            failures = self._ninja_run.run(on_built)
+            self._check_cancelled()
+            for failed in failures:
+                error = explain(failed, self._root / "failed")
+                self._finish(by_ident[failed.job.ident], error)
+        except OSError as error:
+            raise BuildError(
+                f"compiling in {folder} failed: {error}; free some space there or set TMPDIR"
+            ) from error
+        finally:
+            self._ninja_run = None
+            if not private:
+                workdir.remove(folder)
+
+    def _deliver(self, built: Built) -> LoadedKernel:
+        """Verify, publish, load; from the private folder where the cache cannot be used."""
+        _verify(built)
+        name = built.job.name
+        try:
+            entry = cache.publish(self._root, built)
+            return LoadedKernel(entry.library, name, "built")
+        except OSError as error:
+            why = error
+        except ValueError as error:
+            raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
+        try:
+            kernel = LoadedKernel(built.library, name, "built")
+        except (OSError, ValueError) as error:
+            raise BuildError(
+                f"{name} was compiled but cannot be loaded: {error}; "
+                "name another compiler in CXX, or report it"
+            ) from error
+        search.warn_once(
+            f"compiled kernels cannot be kept in {self._root} ({why.strerror or why}); this "
+            "process uses a private copy and the next one compiles again: set DS4S_CACHE_DIR to a "
+            "folder that can be written"
+        )
+        return kernel
+
+    def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:
+        held = self._held.pop(unit.job.ident, None)
+        if isinstance(outcome, LoadedKernel):
+            self._succeed(unit, outcome)
+        else:
+            if held is not None and isinstance(outcome, CompileError):
+                held.write({"failed": str(outcome), "time": time.time()})
+            self._fail(unit, outcome)
+        if held is not None:
+            held.release()
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise BuildError("compiling was interrupted; call again to go on")
+
+
+def _ninja() -> Path:
+    from .toolchain import find_ninja
+
+    ninja = find_ninja()
+    if not ninja.ok or ninja.path is None:
+        raise ToolchainError(f"{ninja.reason}; {ninja.remedy}")
+    return Path(ninja.path)
+
+
+def _verify(built: Built) -> None:
+    """A library that a compiler has just made is what was asked for, before anybody else can see
+    it.
+    """
+    try:
+        library = elf.read(built.library)
+    except (OSError, ValueError) as error:
+        raise BuildError(
+            f"{built.job.name}: the compiler reported success, but its library is unusable "
+            f"({error}); is the disk of {built.library.parent} full?"
+        ) from error
+    missing = sorted(EXPORTS - library.exports)
+    if missing:
+        raise BuildError(
+            f"{built.job.name}: expected the exports {', '.join(sorted(EXPORTS))}, "
+            f"got none named {', '.join(missing)}; this is a fault of the generated source"
+        )
+    if elf.own_machine() not in (0, library.machine):
+        raise BuildError(
+            f"{built.job.name}: expected machine code for ELF machine {elf.own_machine()}, got "
+            f"{library.machine}; {built.job.compiler} is a cross compiler: name a native one in CXX"
+        )

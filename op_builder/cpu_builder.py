@@ -1,0 +1,86 @@
+"""CPUOpBuilder: an op whose units the host compiler compiles, for the instruction set this
+processor has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import cpu_isa, paths, toolchain
+from .builder import Obstacle, OpBuilder
+from .errors import BuildError
+from .instantiations import CpuKernel
+from .key import CompileJob
+
+# gcc needs about this for the largest unit.
+_MEMORY_BYTES = 1 << 30
+
+
+class CPUOpBuilder(OpBuilder[CpuKernel]):
+    def sources(self) -> list[str]:
+        return [f"{kernel.name}.cpp" for kernel in self.prebuilt_kernels()]
+
+    def include_paths(self) -> list[str]:
+        return [str(paths.csrc_root())]
+
+    def cxx_args(self) -> list[str]:
+        """Fused multiply-adds are wanted; -ffast-math is not, since masks are infinities and NaNs
+        must be seen.
+
+        -fopenmp makes the compiler call an OpenMP runtime; which one, openmp.py decides at load.
+        """
+        return [
+            "-std=c++17",
+            "-O3",
+            "-ffp-contract=fast",
+            "-fopenmp",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-Wall",
+        ]
+
+    def cpu_arch(self) -> str:
+        """The compiler's flag for exactly this processor; our units use `isa_args`, which fit every
+        processor alike.
+        """
+        return cpu_isa.cpu_arch()
+
+    def simd_width(self) -> str:
+        """The macro that tells this processor's vector width, as DeepSpeed's sources know it."""
+        return cpu_isa.simd_width()
+
+    def isa_args(self, isa: str) -> list[str]:
+        """The compiler's flags for one of `instantiations.CPU_ISAS`."""
+        return list(cpu_isa.flags(isa))
+
+    def obstacles(self) -> list[Obstacle]:
+        tools = (toolchain.find_host_compiler(), toolchain.find_ninja())
+        found = [
+            Obstacle(f"{tool.name}: {tool.reason}", tool.remedy) for tool in tools if not tool.ok
+        ]
+        try:
+            paths.csrc_root()
+            cpu_isa.detect()
+        except BuildError as error:
+            found.append(Obstacle(str(error), ""))
+        return found
+
+    def jobs(self, kernels: Sequence[CpuKernel]) -> list[CompileJob]:
+        compiler = toolchain.find_host_compiler()
+        return [
+            CompileJob(
+                name=kernel.name,
+                source=kernel.source(),
+                suffix=".cpp",
+                compiler=compiler.path if compiler.ok else None,
+                flags=(*self.cxx_args(), *self.isa_args(kernel.isa)),
+                include_dirs=(paths.csrc_root(),),
+                link_flags=tuple(self.extra_ldflags()),
+                identity=(("compiler", compiler.identity),),
+                problem=""
+                if compiler.ok
+                else f"{compiler.name}: {compiler.reason}; {compiler.remedy}",
+                memory_bytes=_MEMORY_BYTES,
+            )
+            for kernel in kernels
+        ]

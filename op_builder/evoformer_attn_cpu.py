@@ -1,0 +1,31 @@
+"""EvoformerAttnCPUBuilder: Evoformer attention on the CPU."""
+
+from __future__ import annotations
+
+from . import cpu_isa
+from .cpu_builder import CPUOpBuilder
+from .instantiations import DIRECTIONS, DTYPES, CpuKernel
+
+
+class EvoformerAttnCPUBuilder(CPUOpBuilder):
+    NAME = "evoformer_attn_cpu"
+    BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN_CPU"
+
+    def kernel(self, *, direction: str, dtype: str) -> CpuKernel:
+        """The kernel for this machine: `direction` is "fwd" or "bwd", `dtype` "fp32", "fp16" or
+        "bf16".
+
+        Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
+        """
+        return CpuKernel(direction, dtype, cpu_isa.best(dtype))
+
+    def default_kernels(self) -> list[CpuKernel]:
+        return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
+
+    def prebuilt_kernels(self) -> list[CpuKernel]:
+        """All dtypes and directions, for the processor that installs."""
+        return [
+            self.kernel(direction=direction, dtype=dtype)
+            for dtype in DTYPES
+            for direction in DIRECTIONS
+        ]

@@ -1,0 +1,91 @@
+"""One file lock per unit, so that many processes that want the same library compile it once.
+
+Locks only save work: publishing is atomic without them, and where they do not work (some network
+file systems, a read-only cache) everybody compiles for himself. The kernel frees a flock when its
+holder dies, so a killed builder never blocks anybody. The file's text tells those who wait who is
+compiling and, afterwards, why it failed: they then raise the same error instead of failing one
+after the other at the same source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+_held: set[int] = set()  # file descriptors, so that a forked child can let go of its copies
+
+
+class NoLockError(Exception):
+    """No lock can be had here: go on without."""
+
+
+class UnitLock:
+    def __init__(self, root: Path, ident: str) -> None:
+        self.path = root / "locks" / f"{ident}.lock"
+        self.previous: dict[str, Any] = {}  # what the holder before us left
+        self._handle: int | None = None
+
+    def try_acquire(self) -> bool:
+        """False when another process or thread holds it; raises NoLockError where locks do not
+        work.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise NoLockError(str(error)) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError as error:
+            os.close(handle)
+            raise NoLockError(str(error)) from error
+        self._handle = handle
+        _held.add(handle)
+        self.previous = self.read()
+        self.write({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            _held.discard(self._handle)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for copies in forked children
+            os.close(self._handle)
+            self._handle = None
+
+    def read(self) -> dict[str, Any]:
+        """What the last holder wrote; {} when nothing or nonsense. Needs no lock."""
+        try:
+            content = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Leave a note for those who wait; a full disk may swallow it."""
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):
+            data = json.dumps(content).encode()
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, data, 0)
+
+
+def forget_after_fork() -> None:
+    """In a forked child: close its copies of held locks, which would outlive the parent's death.
+
+    Closing a copy does not unlock the parent's: only the last one does.
+    """
+    for handle in _held:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _held.clear()

@@ -1,0 +1,183 @@
+"""One run of ninja in a fresh private folder; compiles and links all units wanted, in parallel.
+
+ninja only runs the commands: what is fresh was decided before, by content (key.py), and the folder
+is empty at the start. Each unit has its own subfolder with its source, its log and, once linked,
+its library, which appears by a rename, so that a unit can be taken as soon as it is there while
+others still compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import env, resources
+from .cache import Built
+from .key import CompileJob, headers_from_depfile
+
+_RULES = """\
+ninja_required_version = 1.5
+rule run
+  command = $command
+  description = $what
+"""
+
+# The output goes to the unit's own log, so that units compiled at once do not mix.
+_LOGGED = (
+    "{{ {command}; }} >> {log} 2>&1"
+    " || {{ code=$?; echo 'exit status '$code >> {log}; exit $code; }}"
+)
+
+# ninja is started by a thread that waits for it, and told to stop by the kernel when that thread
+# dies with its process, however that happens; ninja then stops its compilers. A preexec_fn could
+# do the same but may deadlock when there are other threads.
+_WITH_PARENT = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A unit that did not compile or link."""
+
+    job: CompileJob
+    log: str
+    command: str
+
+
+class NinjaRun:
+    """`run()` blocks; `cancel()` may be called from another thread and makes it return soon."""
+
+    def __init__(self, folder: Path, jobs: Sequence[CompileJob], ninja: Path) -> None:
+        self._folder, self._jobs, self._ninja = folder, tuple(jobs), ninja
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled = False
+        self._guard = threading.Lock()
+
+    def run(self, on_built: Callable[[Built], None]) -> list[Failed]:
+        """Calls `on_built` for each unit as soon as it is linked; returns those that failed."""
+        self._write()
+        waiting = {job.ident: job for job in self._jobs}
+        with self._start() as process:
+            for _ in process.stdout or ():  # a line for each command that ended
+                self._take_finished(waiting, on_built)
+        self._take_finished(waiting, on_built)
+        return [self._failure(job) for job in waiting.values()]
+
+    def cancel(self) -> None:
+        with self._guard:
+            self._cancelled = True
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.terminate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
+        command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
+        if sys.executable:
+            head = [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid())]
+            command = head + command
+        with self._guard:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env.for_compiler(),
+            )
+            if self._cancelled:
+                self._process.terminate()
+            return self._process
+
+    def _write(self) -> None:
+        text = _RULES
+        for job in self._jobs:
+            folder = self._folder / job.ident
+            folder.mkdir()
+            (folder / f"{job.name}{job.suffix}").write_text(job.source)
+            (folder / "log").touch()
+            compile_, link = (shlex.join(command) for command in commands(job))
+            finish = f"mv {shlex.quote(_part(job))} {shlex.quote(_library(job))}"
+            text += _edge(job, f"{job.name}.o", "", compile_)
+            text += _edge(job, f"{job.name}.so", f"{job.ident}/{job.name}.o", f"{link} && {finish}")
+        (self._folder / "build.ninja").write_text(text)
+
+    def _take_finished(
+        self, waiting: dict[str, CompileJob], on_built: Callable[[Built], None]
+    ) -> None:
+        for ident, job in list(waiting.items()):
+            folder = self._folder / ident
+            if (folder / _library(job)).exists():
+                del waiting[ident]
+                depfile = (folder / f"{job.name}.d").read_text()
+                on_built(
+                    Built(
+                        job,
+                        folder / _library(job),
+                        folder / "log",
+                        headers_from_depfile(depfile, folder, job),
+                        self._seconds(job),
+                    )
+                )
+
+    def _failure(self, job: CompileJob) -> Failed:
+        log = (self._folder / job.ident / "log").read_text(errors="replace")
+        compiled = (self._folder / job.ident / f"{job.name}.o").exists()
+        return Failed(job, log, shlex.join(commands(job)[1 if compiled else 0]))
+
+    def _seconds(self, job: CompileJob) -> float:
+        """From ninja's own log: start ms, end ms, mtime, output, hash."""
+        total = 0
+        with contextlib.suppress(OSError, ValueError):
+            for line in (self._folder / ".ninja_log").read_text().splitlines():
+                fields = line.split("\t")
+                if len(fields) == 5 and fields[3].startswith(f"{job.ident}/"):
+                    total += int(fields[1]) - int(fields[0])
+        return total / 1000
+
+
+def commands(job: CompileJob) -> tuple[list[str], list[str]]:
+    """Compile and link, to be run in the unit's folder.
+
+    Maps and a fixed seed keep this machine's folders and chance out of the library: equal keys,
+    equal bytes.
+    """
+    compiler = str(job.compiler)
+    source, host = f"{job.name}{job.suffix}", job.suffix == ".cpp"
+    steady = [f"-ffile-prefix-map={path}=." for path in job.include_dirs]
+    steady.append(f"-frandom-seed={job.name}")
+    if not host:  # nvcc hands them to its host compiler
+        steady = [word for flag in steady for word in ("-Xcompiler", flag)]
+    includes = [f"-I{path}" for path in job.include_dirs]
+    depfile = ["-MD", "-MF", f"{job.name}.d"]
+    compile_ = [compiler, *job.flags, *job.local_flags, *steady, *includes, *depfile]
+    link = [compiler, "-shared", f"{job.name}.o", *job.link_flags, *job.local_flags]
+    return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _part(job)]
+
+
+def _library(job: CompileJob) -> str:
+    return f"{job.name}.so"
+
+
+def _part(job: CompileJob) -> str:
+    return f"{job.name}.so.part"
+
+
+def _edge(job: CompileJob, output: str, needs: str, command: str) -> str:
+    inside = f"cd {shlex.quote(job.ident)} && {_LOGGED.format(command=command, log='log')}"
+    return (
+        f"build {job.ident}/{output}: run {needs}\n"
+        f"  command = {inside.replace('$', '$$')}\n"
+        f"  what = {output}\n"
+    )

@@ -1,0 +1,141 @@
+"""What a person sees while kernels compile, on stderr: a bar on a terminal, lines otherwise.
+
+The waiting thread draws, never the one that builds: a build that runs in the background is silent
+until somebody waits for it. Lines go through `logging` at level INFO; where the program has not set
+up logging, they are shown on stderr nevertheless, since minutes of silence look like a hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+logger = logging.getLogger("op_builder")
+
+_BAR_WIDTH = 24
+_REDRAW_S = 0.1
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    last_seconds: float | None  # None: never compiled into this cache
+
+    def __str__(self) -> str:
+        if self.last_seconds is None:
+            return self.name
+        return f"{self.name} (took {self.last_seconds:.1f} s last time)"
+
+
+class Silent:
+    """Shows nothing."""
+
+    interval_s = 0.2
+
+    def begin(self, units: Sequence[Unit]) -> None: ...
+
+    def finished(self, name: str, seconds: float) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Lines(Silent):
+    """A line when compiling begins and one for each finished unit."""
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self.note(f"compiling {unit} ...")
+
+    def finished(self, name: str, seconds: float) -> None:
+        self.note(f"compiled {name} in {seconds:.1f} s")
+
+    def note(self, message: str) -> None:
+        if logger.hasHandlers():
+            logger.info("%s", message)
+        else:
+            sys.stderr.write(f"{message}\n")
+
+
+class Bar(Silent):
+    """One line, redrawn: how far it is, by the times of last time where they are known, and what
+    still compiles.
+    """
+
+    interval_s = _REDRAW_S
+
+    def __init__(self) -> None:
+        self._units: dict[str, Unit] = {}
+        self._done: set[str] = set()
+        self._start = time.monotonic()
+        self._width = 0
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        self._units.update((unit.name, unit) for unit in units)
+        self.tick()
+
+    def finished(self, name: str, seconds: float) -> None:
+        self._done.add(name)
+        self.tick()
+
+    def note(self, message: str) -> None:
+        self._draw("")
+        sys.stderr.write(f"\r{message}\n")
+        self.tick()
+
+    def tick(self) -> None:
+        if not self._units:
+            return
+        elapsed = time.monotonic() - self._start
+        share = self._share(elapsed)
+        full = int(share * _BAR_WIDTH)
+        bar = "#" * full + "." * (_BAR_WIDTH - full)
+        missing = [str(unit) for name, unit in self._units.items() if name not in self._done]
+        what = f"compiling {missing[0]}" if missing else "compiled"
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        counts = f"{len(self._done)}/{len(self._units)}"
+        self._draw(f"[{bar}] {counts} {elapsed:4.1f} s  {what}{more}")
+
+    def end(self) -> None:
+        if self._width:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+            self._width = 0
+
+    def _share(self, elapsed: float) -> float:
+        """Finished units count whole, others by the clock, never more than 95 % of what they took
+        last time.
+        """
+        total = 0.0
+        for name, unit in self._units.items():
+            if name in self._done:
+                total += 1.0
+            elif unit.last_seconds:
+                total += min(elapsed / unit.last_seconds, 0.95)
+        return total / len(self._units)
+
+    def _draw(self, line: str) -> None:
+        line = line[
+            : max(shutil.get_terminal_size().columns - 1, 20)
+        ]  # a wrapped line is not redrawn
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+
+def display(verbose: bool) -> Silent:
+    """The display for `verbose` and this stderr."""
+    if not verbose:
+        return Silent()
+    try:
+        on_terminal = sys.stderr.isatty()
+    except (AttributeError, ValueError):  # no stderr, or a closed one
+        return Silent()
+    return Bar() if on_terminal else Lines()
