@@ -1,10 +1,10 @@
-"""CUDA architectures: what people write, what a device is, what this nvcc can do, and where these meet.
+"""CUDA architectures: what people write, what a device is, what nvcc can do, where these meet.
 
-    requested = arch.parse(text)                            # "8.0;9.0a+PTX", "Volta Turing", ...
-    chosen = arch.intersect(requested, device, supported)   # or a refusal that names all three lists
+    requested = arch.parse(text)                           # "8.0;9.0a+PTX", "Volta Turing", ...
+    chosen = arch.intersect(requested, device, supported)  # a refusal names all three lists
     flags = arch.gencode(chosen)
 
-Everything here is a pure function of its arguments: the environment is read by the caller and never written.
+All are pure functions of their arguments: the caller reads the environment, nobody writes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ NAMES: dict[str, str] = {
     "blackwell+tegra": "11.0",
     "blackwell": "10.0 10.3 12.0 12.1+PTX",
 }
-# With no list and no device: the first architecture of each template family, and PTX for what comes later.
+# With neither list nor device: the first architecture of each template family, and PTX for later
+# ones.
 DEFAULT = "7.0 7.5 8.0 9.0+PTX"
 
 _SYNTAX = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+ptx)?")
@@ -71,8 +72,9 @@ class Arch:
     def has_code_for(self, device: tuple[int, int]) -> bool:
         """Whether the machine code (not the PTX) runs on the device.
 
-        Machine code runs on the same major version from its minor version up, with suffix `a` on exactly this one
-        (CUDA C++ Programming Guide, "Compute Capability and Streaming Multiprocessor Versions").
+        Machine code runs on the same major version from its minor version up, with suffix `a` on
+        exactly this one (CUDA C++ Programming Guide, "Compute Capability and Streaming
+        Multiprocessor Versions").
         """
         if self.suffix == "a":
             return device == (self.major, self.minor)
@@ -85,11 +87,12 @@ class Arch:
 
 
 def parse(text: str | None, *, source: str = "TORCH_CUDA_ARCH_LIST") -> tuple[Arch, ...]:
-    """The architectures in a list as PyTorch's users write it; empty for None or a list with nothing in it.
+    """The architectures in a list as PyTorch's users write it; empty when there is nothing in it.
 
-    Parts are separated by blanks or semicolons, in any number. A part is `X.Y`, with `a` (from 9.0) or `f` (from 10.0)
-    behind it, or a generation's name; `+PTX` may follow. Case does not matter. The order is kept and what is named
-    twice appears once. Raises ToolchainError, naming the part, for anything else.
+    Parts are separated by blanks or semicolons, in any number. A part is `X.Y`, with `a` (from 9.0)
+    or `f` (from 10.0) behind it, or a generation's name; `+PTX` may follow. Case does not matter.
+    The order is kept and what is named twice appears once. Raises ToolchainError, naming the part,
+    for anything else.
     """
     found: dict[str, Arch] = {}
     for token in re.split(r"[;\s]+", text or ""):
@@ -133,8 +136,8 @@ def _meant(token: str) -> str:
 def _illegal(token: str, source: str, hint: str) -> ToolchainError:
     names = ", ".join(name.title() for name in NAMES if "+" not in name)
     return ToolchainError(
-        f"{source}: expected architectures such as 8.0, 9.0a, 12.0f or {names}, each with or without +PTX, separated by "
-        f"';' or blanks; got {token!r}" + (f"; {hint}" if hint else "")
+        f"{source}: expected architectures such as 8.0, 9.0a, 12.0f or {names}, each with or "
+        f"without +PTX, separated by ';' or blanks; got {token!r}" + (f"; {hint}" if hint else "")
     )
 
 
@@ -145,8 +148,8 @@ def gencode(archs: Sequence[Arch]) -> tuple[str, ...]:
 def family(device: tuple[int, int], *, want_sm90: bool = False) -> str | None:
     """The template family that serves a compute capability; None below 7.0.
 
-    Above 9.0 the Sm80 templates serve: mma.sync is legal there, Hopper's wgmma is not. On 9.0 itself they serve too,
-    unless the Hopper kernels are wanted.
+    Above 9.0 the Sm80 templates serve: mma.sync is legal there, Hopper's wgmma is not. On 9.0
+    itself they serve too, unless the Hopper kernels are wanted.
     """
     if device < (7, 0):
         return None
@@ -162,7 +165,7 @@ def intersect(
     device: tuple[int, int] | None,
     supported: Collection[str],
 ) -> tuple[Arch, ...]:
-    """What to compile for, best first: all that is requested, that this nvcc can do and that runs on the device.
+    """What to compile for, best first: requested, within nvcc's means, and able to run there.
 
     requested: from `parse`; empty means the device's own architecture, or without a device DEFAULT.
     device: the compute capability that must be served; None while installing on another machine.
@@ -187,7 +190,7 @@ def intersect(
 
 
 def _for_device(device: tuple[int, int], supported: Collection[str]) -> tuple[Arch, ...]:
-    """The device's own architecture, else the nearest below whose machine code runs there, else the latest PTX."""
+    """The device's own, else the nearest below whose machine code runs there, else PTX."""
     listed = [Arch(int(number[:-1]), int(number[-1])) for number in _plain_numbers(supported)]
     below = sorted((one for one in listed if (one.major, one.minor) <= device), reverse=True)
     for one in below:

@@ -1,12 +1,13 @@
-"""Which vector instructions the CPU kernels may use: what the processor has, the system lets us use and the compiler knows.
+"""Which vector instructions the CPU kernels may use: processor, system and compiler must agree.
 
     isa = cpu_isa.best("bf16")          # "amx", "avx512", "avx2" or "portable"
     flags = cpu_isa.flags(isa)          # ("-mavx512f", ...)
 
-py-cpuinfo says what the processor has. On Linux only what /proc/cpuinfo lists as well is believed, since the kernel
-strikes out what it does not save and restore (XCR0). A set counts after the host compiler has compiled and assembled a
-source that uses its instructions; without a compiler, an existing kernel can still be chosen by the processor alone.
-py-cpuinfo takes about a second and a test compile a third of one: both answers are kept on disk.
+py-cpuinfo says what the processor has. On Linux only what /proc/cpuinfo lists as well is believed,
+since the kernel strikes out what it does not save and restore (XCR0). A set counts after the host
+compiler has compiled and assembled a source that uses its instructions; without a compiler, an
+existing kernel can still be chosen by the processor alone. py-cpuinfo takes about a second and a
+test compile a third of one: both answers are kept on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from . import env, memo, paths
 from .cpu_probe_sources import PROBES
 from .errors import ToolchainError
 from .instantiations import CPU_ISAS
-from .tool import Tool, Unfit, run
+from .tool import Tool, UnfitError, run
 from .toolchain import find_host_compiler
 
 PROC_CPUINFO = Path("/proc/cpuinfo")
@@ -75,8 +76,8 @@ class CpuIsa:
 def detect() -> CpuIsa:
     """What can be used here; `DS4S_CPU_ISA` narrows it to one instruction set.
 
-    Forcing `amx` leaves AVX-512 to the dtypes that AMX cannot multiply. Raises ToolchainError when the forced set
-    cannot work here, BuildError when it is none of the four.
+    Forcing `amx` leaves AVX-512 to the dtypes that AMX cannot multiply. Raises ToolchainError when
+    the forced set cannot work here, BuildError when it is none of the four.
     """
     return _detect(env.choice("DS4S_CPU_ISA", CPU_ISAS), find_host_compiler())
 
@@ -90,7 +91,7 @@ def flags(isa: str) -> tuple[str, ...]:
 
 
 def cpu_arch() -> str:
-    """The flag that makes a compiler use all of this processor. Our kernels use `flags`, which are the same everywhere."""
+    """The flag that makes a compiler use all of this processor; our own kernels use `flags`."""
     return "-mcpu=native" if processor().machine.startswith("PPC_") else "-march=native"
 
 
@@ -108,7 +109,8 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
     refused: dict[str, str] = {}
     available: list[str] = []
     bf16 = False
-    # AMX leaves AVX-512 to the other dtypes. What is below the first vector set that works is never chosen.
+    # AMX leaves AVX-512 to the other dtypes. Below the first vector set that works nothing is ever
+    # chosen, and so not asked for either.
     wanted = CPU_ISAS if forced is None else ("amx", "avx512") if forced == "amx" else (forced,)
     for isa in wanted:
         if available and available[-1] != "amx":
@@ -123,7 +125,8 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
             available.append(isa)
     if forced in refused:
         raise ToolchainError(
-            f"DS4S_CPU_ISA={forced}: {refused[forced]}; unset it or name one of {', '.join(CPU_ISAS)}"
+            f"DS4S_CPU_ISA={forced}: {refused[forced]}; "
+            f"unset it or name one of {', '.join(CPU_ISAS)}"
         )
     if "portable" not in available:
         available.append("portable")
@@ -140,7 +143,7 @@ def _why_not(level: str, here: Processor, compiler: Tool) -> str:
 
 
 def _compile_problem(level: str, compiler: Tool) -> str:
-    """Why the compiler cannot make code for `level`; empty when it can, or when there is no compiler to ask."""
+    """Why the compiler cannot make code for `level`; empty when it can or when there is none."""
     if level == "portable" or not compiler.ok or compiler.path is None:
         return ""
     source = PROBES[level]
@@ -151,14 +154,14 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:
             ran = run([*command, "-o", "probe.o"], stdin=source, cwd=folder)
         if ran.problem and not _is_about_the_code(ran.output):
-            raise Unfit(
+            raise UnfitError(
                 ran.problem
             )  # no memory, no disk: true today, not a property of the compiler
         return ran.problem
 
     try:
         problem: str = memo.remember("isa-1", key, attempt)
-    except (Unfit, OSError) as error:
+    except (UnfitError, OSError) as error:
         problem = str(error)
     return f"the host compiler cannot make code for it: {problem}" if problem else ""
 
@@ -173,8 +176,9 @@ def _is_about_the_code(output: str) -> bool:
 def _amx_refusal() -> str:
     """Why the system would not let this process use AMX's tiles; empty when it does.
 
-    The tiles' state is large, so Linux grants it per process and on request (Documentation/arch/x86/xstate.rst). The
-    request is what the kernel itself makes before its first tile: asking for less would not tell.
+    The tiles' state is large, so Linux grants it per process and on request
+    (Documentation/arch/x86/xstate.rst). The request is what the kernel itself makes before its
+    first tile: asking for less would not tell.
     """
     if not sys.platform.startswith("linux"):
         return "AMX is used on Linux only"
@@ -200,7 +204,7 @@ def processor() -> Processor:
     try:
         said = memo.remember("cpu-1", f"{platform.platform()}\n{key}", _ask_py_cpuinfo)
         machine, brand, features = said["machine"], said["brand"], frozenset(said["features"])
-    except Exception as error:  # noqa: BLE001  # what it does not know it answers with a bare Exception
+    except Exception as error:  # what it does not know it answers with a bare Exception
         source = f"{PROC_CPUINFO} alone ({type(error).__name__} from py-cpuinfo: {error})"
         machine = platform.machine().upper().replace("AMD64", "X86_64")
         brand, features = listed.get("model name", ""), _names(listed.get("flags", ""))
@@ -229,7 +233,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _first_block() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo, less what changes from one moment or core to the next."""
+    """The first processor of /proc/cpuinfo, less what changes with the moment or the core."""
     block: dict[str, str] = {}
     try:
         with PROC_CPUINFO.open(errors="replace") as stream:

@@ -1,4 +1,4 @@
-"""The sources that a compiler must take before an instruction set is believed; each uses what the kernels use of it."""
+"""Sources that a compiler must take before an instruction set is believed of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The CUTLASS headers: where, which version, or why not.
 
-Places, in this order: `CUTLASS_PATH` (a checkout or its include folder; if it is set, nothing else counts), the
-`nvidia-cutlass` package (looked up, not imported), the conda environment, `/usr/local/include`, `/usr/include`.
+Places, in this order: `CUTLASS_PATH` (a checkout or its include folder; if it is set, nothing else
+counts), the `nvidia-cutlass` package (looked up, not imported), the conda environment,
+`/usr/local/include`, `/usr/include`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from . import env
 from .errors import ToolchainError
 
-# The oldest release these kernels have been compiled with; lower it only after compiling with an older one.
+# The oldest release the kernels have been compiled with. To lower it, compile with an older one.
 OLDEST = (4, 2, 0)
 SYSTEM_INCLUDES = (Path("/usr/local/include"), Path("/usr/include"))
 

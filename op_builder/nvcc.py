@@ -1,6 +1,7 @@
 """nvcc and its toolkit: where, which version, which architectures, or why not.
 
-Places, in this order; the first that holds a whole toolkit is taken, and the others that were named are reported:
+Places, in this order; the first that holds a whole toolkit is taken, and the others that were named
+are reported:
 
 1. `CUDA_HOME`, then `CUDA_PATH`
 2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import env, memo
-from .tool import Candidate, Tool, Unfit, first_fit, on_path, run
+from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
 OLDEST = (11, 8)  # the first that knows sm_90
@@ -47,7 +48,7 @@ def find_nvcc() -> Tool:
 
 
 def installed_cuda_version() -> tuple[int, int]:
-    """(major, minor) of the toolkit that would compile; raises ToolchainError when there is none."""
+    """(major, minor) of the toolkit that would compile; raises ToolchainError without one."""
     nvcc = find_nvcc()
     nvcc.require()  # raises
     return _two(nvcc.version)
@@ -69,7 +70,7 @@ def targets(nvcc: Tool) -> Targets:
 
 
 def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
-    """nvcc lists no suffixed names; `a` exists from 9.0 and CUDA 12.0 on, `f` from 10.0 and CUDA 12.9 on."""
+    """What nvcc takes but does not list: `a` from 9.0 and CUDA 12.0, `f` from 10.0 and 12.9 on."""
     for name in real:
         number = int(name[3:]) if name[3:].isdecimal() else 0
         if number >= 90 and version >= (12, 0):
@@ -98,7 +99,7 @@ def _candidates() -> Iterable[Candidate]:
 
 
 def _wheel_folders() -> Iterable[Path]:
-    """`nvidia` is a namespace package that many wheels share; looking it up runs no code of theirs."""
+    """`nvidia` is a namespace package of many wheels; looking it up runs no code of theirs."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):
@@ -132,10 +133,10 @@ def _examine(candidate: Candidate) -> Tool:
         version: str = said["version"]
         if _two(version) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            raise Unfit(f"{path} is of CUDA {version}; {oldest} is the oldest that serves")
+            raise UnfitError(f"{path} is of CUDA {version}; {oldest} is the oldest that serves")
         root = Path(os.path.realpath(said["top"] or path.parent.parent))
         _require_whole(root, version)
-    except Unfit as unfit:
+    except UnfitError as unfit:
         return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=_INSTALL)
     identity: str = said["identity"]
     return Tool("nvcc", path, version, candidate.where, ok=True, identity=identity, root=root)
@@ -152,11 +153,11 @@ def _is_script(path: Path) -> bool:
 def _ask(path: str) -> dict[str, str]:
     spoken = run([path, "--version"])
     if spoken.problem:
-        raise Unfit(spoken.problem)
+        raise UnfitError(spoken.problem)
     match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.output)
     if match is None:
-        raise Unfit(f"{path} does not tell its version")
-    # A source that exists on every machine; --dryrun prints the variables of nvcc.profile before any command.
+        raise UnfitError(f"{path} does not tell its version")
+    # /dev/null is a source that every machine has; nvcc.profile's variables are printed first.
     rehearsed = run([path, "--dryrun", "-c", "-x", "cu", os.devnull]).output
     top = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
     return {
@@ -167,7 +168,7 @@ def _ask(path: str) -> dict[str, str]:
 
 
 def _require_whole(root: Path, version: str) -> None:
-    """Raises Unfit when a part is missing or of another version: the wheels are installed part by part."""
+    """Raises UnfitError for a part that is missing or of another version: wheels come in parts."""
     include = _roots(root, "include")
     libraries = _roots(root, "lib64", "lib")
     parts = {
@@ -180,11 +181,11 @@ def _require_whole(root: Path, version: str) -> None:
     }
     for part, place in parts.items():
         if place is None:
-            raise Unfit(f"the toolkit in {root} lacks {part}")
+            raise UnfitError(f"the toolkit in {root} lacks {part}")
     headers = _runtime_version(include)
     if headers and headers != _two(version):
         of = ".".join(map(str, headers))
-        raise Unfit(
+        raise UnfitError(
             f"nvcc is of CUDA {version} but the headers in {root} are of {of}: mixed versions"
         )
 

@@ -1,4 +1,4 @@
-"""What is known of a program we need: where it was found and its version, or why there is none and what mends that.
+"""What is known of a program we need: its place and version, or why there is none and the remedy.
 
 Finding never raises and never prints: an unfit or missing program is a `Tool` whose `ok` is False.
 """
@@ -37,8 +37,8 @@ class Tool:
         return self.path
 
 
-class Unfit(Exception):
-    """Why a candidate will not do. Raised while examining, so that no memo keeps a failure that may be mended."""
+class UnfitError(Exception):
+    """Why a candidate will not do: an exception, so that no memo keeps what may be mended."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def first_fit(
     missing: str,
     remedy: str,
 ) -> Tool:
-    """The first candidate that is fit; otherwise the first that is there but unfit; otherwise `missing`."""
+    """The first fit candidate; without one the first that is there; without one `missing`."""
     passed_over: list[str] = []
     unfit: Tool | None = None
     for candidate in candidates:

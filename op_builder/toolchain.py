@@ -1,8 +1,8 @@
 """nvcc, the host compiler and ninja: found where, which version, or why not.
 
-The host compiler is looked for in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`.
-A `CXX` that does not work is an error and not passed over, since naming a compiler is an instruction.
-ninja: the PyPI package's program, then `PATH`. nvcc: see nvcc.py.
+The host compiler is looked for in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`,
+`clang++` on `PATH`. A `CXX` that does not work is an error and not passed over, since naming a
+compiler is an instruction. ninja: the PyPI package's program, then `PATH`. nvcc: see nvcc.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from . import env, memo
 from .nvcc import Targets, cudart_folder, find_nvcc, installed_cuda_version, targets
-from .tool import Candidate, Tool, Unfit, first_fit, on_path, run
+from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
 __all__ = [
     "Targets",
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _INSTALL_COMPILER = (
-    "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, conda install cxx-compiler) "
-    "or set CXX to one"
+    "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
+    "conda install cxx-compiler) or set CXX to one"
 )
 _INSTALL_NINJA = "pip install ninja"
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
 
-# What every CPU kernel asks of a compiler: C++17 with its library, OpenMP's pragmas, a shared library.
+# What every CPU kernel asks of a compiler: C++17 and its library, OpenMP, shared libraries.
 _SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fopenmp")
 _SMOKE_SOURCE = """\
 #include <cmath>
@@ -80,7 +80,7 @@ def command_exists(command: str) -> bool:
 
 
 def _named(words: str) -> list[Candidate]:
-    """The program that a CXX or CC such as `ccache g++ -m64` names; flags and launchers are not ours to use."""
+    """The program that a CXX such as `ccache g++ -m64` names, less launchers and flags."""
     try:
         parts = shlex.split(words)
     except ValueError:
@@ -112,7 +112,7 @@ def _no_compiler() -> str:
 
 
 def _sibling(c_compiler: Path) -> Path | None:
-    """gcc-12 -> g++-12, clang -> clang++, x86_64-conda-linux-gnu-cc -> x86_64-conda-linux-gnu-c++."""
+    """gcc-12 -> g++-12, clang -> clang++, x86_64-linux-gnu-cc -> x86_64-linux-gnu-c++."""
     for c, cxx in (("clang", "clang++"), ("gcc", "g++"), ("cc", "c++"), ("icx", "icpx")):
         name, count = re.subn(rf"(^|-){c}(?=$|-)", rf"\g<1>{cxx}", c_compiler.name)
         if count:
@@ -127,7 +127,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
         identity: str = memo.remember(
             "compiler-1", memo.file_stamp(path), lambda: _try_compiler(str(path))
         )
-    except Unfit as unfit:
+    except UnfitError as unfit:
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=_INSTALL_COMPILER)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
@@ -144,7 +144,7 @@ def _try_compiler(path: str) -> str:
         if not problem and not (Path(folder) / "smoke.so").is_file():
             problem = f"{path} says it compiled a C++ source but wrote nothing"
     if problem:
-        raise Unfit(problem)
+        raise UnfitError(problem)
     machine = run([path, "-dumpmachine"]).output.strip()
     # gcc begins with the name it was called by: c++ and g++ are one compiler and share a cache key.
     line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
@@ -152,7 +152,7 @@ def _try_compiler(path: str) -> str:
 
 
 def _ninja_package() -> Iterable[Candidate]:
-    """The program of the PyPI package, wherever its release puts it; the package is not imported."""
+    """The program of the PyPI package, wherever its release puts it; nothing is imported."""
     try:
         spec = importlib.util.find_spec("ninja")
     except (ImportError, ValueError):

@@ -1,4 +1,5 @@
-"""Architecture lists: every form people write, every refusal, and the meeting of the three lists."""
+"""Architecture lists: every form people write, every refusal, and the meeting of the three
+lists."""
 
 from __future__ import annotations
 

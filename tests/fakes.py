@@ -1,0 +1,79 @@
+"""Make-believe tool folders for the finders' tests: scripts that answer as the real programs do,
+and empty headers.
+
+They are fixtures for *finding* things; whatever compiles is tested with real compilers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+DEFAULT_TARGETS = ("75", "80", "86", "90", "100", "120")
+
+_NVCC = """\
+#!/bin/sh
+case "$1" in
+  --version) echo "nvcc: NVIDIA (R) Cuda compiler driver"
+    echo "Cuda compilation tools, release {release}, V{version}" ;;
+  --dryrun) printf '#$ _HERE_={root}/bin\\n#$ TOP={root}/bin/..\\n' >&2 ;;
+  --list-gpu-code) {codes} ;;
+  --list-gpu-arch) {archs} ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def file(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def toolkit(
+    root: Path, version: str = "13.0.88", targets: tuple[str, ...] = DEFAULT_TARGETS
+) -> Path:
+    """A whole CUDA toolkit as nvcc.py sees one; returns its nvcc."""
+    major, minor = version.split(".")[:2]
+    file(root / "nvvm" / "bin" / "cicc")
+    runtime = f"#define CUDART_VERSION  {int(major) * 1000 + int(minor) * 10}\n"
+    file(root / "include" / "cuda_runtime_api.h", runtime)
+    file(root / "include" / "crt" / "host_config.h")
+    file(root / "include" / "cccl" / "cuda" / "std" / "version")
+    file(root / "lib" / "libcudart_static.a")
+    script = _NVCC.format(
+        release=f"{major}.{minor}",
+        version=version,
+        root=root,
+        codes="; ".join(f"echo sm_{number}" for number in targets),
+        archs="; ".join(f"echo compute_{number}" for number in targets),
+    )
+    return program(root / "bin" / "nvcc", script)
+
+
+def wrapper(path: Path, program_behind: Path) -> Path:
+    return program(path, f'#!/bin/sh\nexec {program_behind} "$@"\n')
+
+
+def import_path(site_packages: Path) -> list[str]:
+    """A `sys.path` with this folder for packages and no other; the standard library stays."""
+    importlib.invalidate_caches()
+    return [str(site_packages), *(place for place in sys.path if "-packages" not in place)]
+
+
+def cutlass(include: Path, version: str = "4.2.0") -> Path:
+    """The two files by which cutlass.py knows the headers; returns the include folder."""
+    major, minor, patch = version.split(".")
+    parts = {"MAJOR": major, "MINOR": minor, "PATCH": patch}
+    text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in parts.items())
+    file(include / "cutlass" / "version.h", text)
+    file(include / "cute" / "tensor.hpp")
+    return include

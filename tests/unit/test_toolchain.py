@@ -1,0 +1,401 @@
+"""Finding nvcc, the host compiler and ninja: the order of places, versions, and every way of not
+being there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from op_builder import nvcc, toolchain
+from op_builder.errors import ToolchainError
+from tests import fakes
+
+CONCERNED = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "CXX", "CC", "NVCC_PREPEND_FLAGS")
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No tool anywhere: each test puts in what it is about. PATH keeps a shell's own programs for
+    the scripts."""
+    for name in CONCERNED:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("DS4S_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(nvcc, "SYSTEM_PREFIX", tmp_path / "usr-local")
+    monkeypatch.setattr(sys, "path", fakes.import_path(tmp_path / "site-packages"))
+    return tmp_path
+
+
+def real_compiler() -> str:
+    found = shutil.which("g++", path=os.defpath) or shutil.which("c++", path=os.defpath)
+    if found is None:
+        pytest.skip("needs a real C++ compiler, and none is in the system's folders")
+    return found
+
+
+# --- nvcc -----------------------------------------------------------------------------------------
+
+
+def test_no_nvcc_says_so_and_what_to_install() -> None:
+    tool = toolchain.find_nvcc()
+    assert not tool.ok
+    assert tool.path is None
+    assert "no CUDA compiler" in tool.reason
+    assert "cuda-toolkit[nvcc" in tool.remedy
+    assert "CUDA_HOME" in tool.remedy
+    with pytest.raises(ToolchainError, match="nvcc: no CUDA compiler was found; pip install"):
+        toolchain.installed_cuda_version()
+
+
+def _cuda_home(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.toolkit(root / "home", "12.1.1")
+    monkeypatch.setenv("CUDA_HOME", str(root / "home"))
+    return "CUDA_HOME"
+
+
+def _cuda_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.toolkit(root / "path", "12.2.1")
+    monkeypatch.setenv("CUDA_PATH", str(root / "path"))
+    return "CUDA_PATH"
+
+
+def _wheel(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.toolkit(root / "site-packages" / "nvidia" / "cu13", "12.3.1")
+    return "PyPI wheel"
+
+
+def _conda(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.toolkit(root / "conda", "12.4.1")
+    (root / "conda" / "conda-meta").mkdir()
+    monkeypatch.setenv("CONDA_PREFIX", str(root / "conda"))
+    return "conda environment"
+
+
+def _on_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.wrapper(root / "bin" / "nvcc", fakes.toolkit(root / "opt", "12.5.1"))
+    return "PATH"
+
+
+def _system(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fakes.toolkit(root / "usr-local" / "cuda-12.6", "12.6.1")
+    return str(root / "usr-local" / "cuda-12.6")
+
+
+# In the documented order of places.
+PLACES: list[Callable[[Path, pytest.MonkeyPatch], str]] = [
+    _cuda_home, _cuda_path, _wheel, _conda, _on_path, _system,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(len(PLACES)), ids=[place.__name__ for place in PLACES])
+def test_places_are_searched_in_the_documented_order(
+    first: int, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = next(place(bare_machine, monkeypatch) for place in PLACES[first:])
+    importlib.invalidate_caches()
+    tool = toolchain.find_nvcc()
+    assert tool.ok, tool.reason
+    assert tool.where_found == expected
+    assert toolchain.installed_cuda_version() == (12, first + 1)
+    assert not tool.passed_over
+
+
+def test_newest_wheel_and_newest_system_toolkit_come_first(bare_machine: Path) -> None:
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-9.2", "9.2.148")
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-12.9", "12.9.41")
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
+    assert toolchain.find_nvcc().version == "13.0.88"
+    for name, version in (("cu13", "13.1.1"), ("cu14", "14.0.1")):
+        fakes.toolkit(bare_machine / "site-packages" / "nvidia" / name, version)
+    importlib.invalidate_caches()
+    assert toolchain.find_nvcc().version == "14.0.1"
+
+
+def test_the_toolkit_behind_a_shell_script_on_path_is_the_real_root(bare_machine: Path) -> None:
+    real = fakes.toolkit(bare_machine / "opt" / "cuda")
+    fakes.wrapper(bare_machine / "bin" / "nvcc", real)
+    tool = toolchain.find_nvcc()
+    assert (tool.ok, tool.path, tool.root) == (True, real, bare_machine / "opt" / "cuda")
+    assert toolchain.cudart_folder(tool) == bare_machine / "opt" / "cuda" / "lib"
+
+
+def test_a_new_toolkit_behind_the_same_script_is_noticed(bare_machine: Path) -> None:
+    for version in ("12.8.1", "13.0.88"):
+        real = fakes.toolkit(bare_machine / version, version)
+        fakes.wrapper(bare_machine / "bin" / "nvcc", real)
+        assert toolchain.find_nvcc().version == version
+
+
+def test_a_cuda_home_without_nvcc_is_passed_over_and_told(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters set CUDA_HOME to folders that hold only the runtime: no reason for a job not to
+    start."""
+    monkeypatch.setenv("CUDA_HOME", str(bare_machine / "runtime-only"))
+    _system(bare_machine, monkeypatch)
+    tool = toolchain.find_nvcc()
+    assert tool.ok
+    assert tool.passed_over == (f"CUDA_HOME: there is no {bare_machine}/runtime-only/bin/nvcc",)
+
+
+MISSING_PARTS = {
+    "nvvm/bin/cicc": "nvidia-nvvm",
+    "include/cuda_runtime_api.h": "nvidia-cuda-runtime",
+    "include/crt/host_config.h": "nvidia-cuda-crt",
+    "lib/libcudart_static.a": "static CUDA runtime",
+    "include/cccl/cuda/std/version": "nvidia-cuda-cccl",
+}
+
+
+@pytest.mark.parametrize("part", MISSING_PARTS)
+def test_a_toolkit_with_a_part_missing_is_unfit(part: str, bare_machine: Path) -> None:
+    fakes.toolkit(bare_machine / "usr-local" / "cuda")
+    (bare_machine / "usr-local" / "cuda" / part).unlink()
+    tool = toolchain.find_nvcc()
+    assert not tool.ok
+    assert MISSING_PARTS[part] in tool.reason
+    assert tool.remedy
+
+
+def test_mixed_versions_are_unfit(bare_machine: Path) -> None:
+    root = bare_machine / "site-packages" / "nvidia" / "cu13"
+    fakes.toolkit(root, "13.0.88")
+    fakes.file(root / "include" / "cuda_runtime_api.h", "#define CUDART_VERSION  13020\n")
+    tool = toolchain.find_nvcc()
+    assert not tool.ok
+    assert "nvcc is of CUDA 13.0.88 but the headers" in tool.reason
+    assert "13.2" in tool.reason
+
+
+def test_an_unfit_toolkit_does_not_hide_a_fit_one(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.program(bare_machine / "bin" / "nvcc", "#!/bin/sh\necho broken >&2\nexit 3\n")
+    _system(bare_machine, monkeypatch)
+    tool = toolchain.find_nvcc()
+    assert tool.ok
+    assert tool.version == "12.6.1"
+    assert len(tool.passed_over) == 1
+    assert "ended with 3: broken" in tool.passed_over[0]
+
+
+def test_a_mended_nvcc_is_believed_again(bare_machine: Path) -> None:
+    """A failure is never remembered: what mends it need not touch the program itself."""
+    fakes.toolkit(bare_machine / "usr-local" / "cuda")
+    cicc = bare_machine / "usr-local" / "cuda" / "nvvm" / "bin" / "cicc"
+    cicc.unlink()
+    assert not toolchain.find_nvcc().ok
+    cicc.touch()
+    assert toolchain.find_nvcc().ok
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("#!/bin/sh\nexit 0\n", "does not tell its version"),
+        ("not a program\n", "Exec format error"),
+        ("#!/no/such/interpreter\n", "cannot be run"),
+    ],
+)
+def test_an_nvcc_that_is_none(text: str, says: str, bare_machine: Path) -> None:
+    fakes.program(bare_machine / "bin" / "nvcc", text)
+    tool = toolchain.find_nvcc()
+    assert not tool.ok
+    assert says in tool.reason
+    assert tool.remedy
+
+
+def test_an_old_cuda_is_refused_with_the_oldest_that_serves(bare_machine: Path) -> None:
+    fakes.toolkit(bare_machine / "usr-local" / "cuda", "10.2.89")
+    tool = toolchain.find_nvcc()
+    assert not tool.ok
+    assert "10.2.89" in tool.reason
+    assert "11.8" in tool.reason
+
+
+def test_targets_hold_the_suffixed_names_that_nvcc_does_not_list(bare_machine: Path) -> None:
+    fakes.toolkit(bare_machine / "usr-local" / "cuda", "13.0.88", ("75", "90", "120"))
+    real = toolchain.targets(toolchain.find_nvcc()).real
+    assert set(real) == {"sm_75", "sm_90", "sm_120", "sm_90a", "sm_120a", "sm_120f"}
+    fakes.toolkit(bare_machine / "usr-local" / "cuda", "11.8.89", ("70", "90"))
+    old = toolchain.targets(toolchain.find_nvcc())
+    assert old.real == ("sm_70", "sm_90")
+    assert old.virtual == ("compute_70", "compute_90")
+
+
+def test_no_nvcc_has_no_targets() -> None:
+    assert toolchain.targets(toolchain.find_nvcc()).real == ()
+
+
+# --- host compiler --------------------------------------------------------------------------------
+
+
+def test_no_compiler_says_so_and_what_to_install() -> None:
+    tool = toolchain.find_host_compiler()
+    assert not tool.ok
+    assert "no C++ compiler was found" in tool.reason
+    assert "apt-get install g++" in tool.remedy
+    assert "CXX" in tool.remedy
+
+
+def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    tool = toolchain.find_host_compiler() if real_compiler() else None
+    assert tool is not None
+    assert tool.ok
+    assert tool.where_found == "PATH"
+    assert tool.version[0].isdigit()
+    assert tool.version in tool.identity
+
+
+@pytest.mark.parametrize("before", ["", "ccache ", "env "])
+@pytest.mark.parametrize("after", ["", " -m64"])
+def test_cxx_may_carry_a_launcher_and_flags(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = real_compiler()
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", f"{before}{compiler}{after}")
+    tool = toolchain.find_host_compiler()
+    assert (tool.ok, tool.where_found, str(tool.path)) == (True, "CXX", compiler)
+
+
+@pytest.mark.parametrize("cxx", ["no-such-compiler", "/no/such/g++", "'unbalanced"])
+def test_a_cxx_that_is_not_there_is_an_error_and_not_passed_over(
+    cxx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", cxx)
+    tool = toolchain.find_host_compiler()
+    assert not tool.ok
+    assert f"CXX={cxx}" in tool.reason
+
+
+@pytest.mark.parametrize(
+    ("cc", "cxx"),
+    [
+        ("gcc", "g++"),
+        ("gcc-12", "g++-12"),
+        ("clang", "clang++"),
+        ("clang-17", "clang++-17"),
+        ("cc", "c++"),
+        ("x86_64-conda-linux-gnu-cc", "x86_64-conda-linux-gnu-c++"),
+        ("icx", "icpx"),
+    ],
+)
+def test_cc_names_its_sibling(
+    cc: str, cxx: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.program(bare_machine / "bin" / cc, "#!/bin/sh\n")
+    fakes.wrapper(bare_machine / "bin" / cxx, Path(real_compiler()))
+    monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
+    monkeypatch.setenv("CC", cc)
+    tool = toolchain.find_host_compiler()
+    assert tool.ok
+    assert tool.where_found == "CC"
+    assert tool.path == bare_machine / "bin" / cxx
+
+
+LAME = {
+    "has no C++ in it": (
+        "#!/bin/sh\n[ $1 = --version ] && echo 12.2.0 && exit 0\necho error: no cc1plus\nexit 1\n",
+        "no cc1plus",
+    ),
+    "writes nothing": ("#!/bin/sh\necho gcc 12.2.0\n", "wrote nothing"),
+    "says nothing": ("#!/bin/sh\n", "wrote nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lame", LAME)
+def test_a_compiler_that_cannot_compile_is_unfit_whatever_it_says(
+    lame: str, bare_machine: Path
+) -> None:
+    text, says = LAME[lame]
+    fakes.program(bare_machine / "bin" / "g++", text)
+    tool = toolchain.find_host_compiler()
+    assert not tool.ok
+    assert says in tool.reason
+    assert tool.remedy
+
+
+def test_a_lame_compiler_does_not_hide_a_good_one(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_compiler()
+    fakes.program(bare_machine / "bin" / "c++", LAME["writes nothing"][0])
+    monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
+    tool = toolchain.find_host_compiler()
+    assert tool.ok
+    assert tool.path != bare_machine / "bin" / "c++"
+    assert len(tool.passed_over) == 1
+
+
+# --- ninja ----------------------------------------------------------------------------------------
+
+NINJA = "#!/bin/sh\necho {version}\n"
+
+
+def test_no_ninja_says_so(monkeypatch: pytest.MonkeyPatch, bare_machine: Path) -> None:
+    tool = toolchain.find_ninja()
+    assert (tool.ok, tool.reason, tool.remedy) == (
+        False,
+        "ninja was not found",
+        "pip install ninja",
+    )
+
+
+@pytest.mark.parametrize("place", ["site-packages/ninja/data/bin/ninja", "bin/ninja"])
+def test_the_packages_ninja_comes_before_path(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = tmp_path / "venv"
+    site = environment / "lib" / "python3.11" / "site-packages"
+    fakes.file(site / "ninja" / "__init__.py", "raise RuntimeError('must not be imported')\n")
+    path = (
+        environment / place
+        if place.startswith("bin")
+        else environment / "lib" / "python3.11" / place
+    )
+    fakes.program(path, NINJA.format(version="1.13.2.git"))
+    fakes.program(tmp_path / "bin" / "ninja", NINJA.format(version="1.10.0"))
+    monkeypatch.setattr(sys, "path", fakes.import_path(site))
+    tool = toolchain.find_ninja()
+    assert (tool.ok, tool.where_found, tool.version, tool.path) == (
+        True,
+        "PyPI package",
+        "1.13.2",
+        path,
+    )
+    shutil.rmtree(site / "ninja")
+    assert toolchain.find_ninja().where_found == "PATH"
+
+
+def test_fedoras_name_for_ninja(bare_machine: Path) -> None:
+    fakes.program(bare_machine / "bin" / "ninja-build", NINJA.format(version="1.11.1"))
+    assert toolchain.find_ninja().version == "1.11.1"
+
+
+def test_command_exists(bare_machine: Path) -> None:
+    fakes.program(bare_machine / "bin" / "something", "#!/bin/sh\n")
+    fakes.file(bare_machine / "bin" / "not-executable")
+    assert toolchain.command_exists("something")
+    assert toolchain.command_exists("nothing|something")
+    assert not toolchain.command_exists("nothing")
+    assert not toolchain.command_exists("not-executable")
+
+
+def test_a_relative_folder_on_path_gives_an_absolute_program(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers run in another folder than the caller's."""
+    fakes.program(bare_machine / "bin" / "ninja", NINJA.format(version="1.12.0"))
+    monkeypatch.chdir(bare_machine)
+    monkeypatch.setenv("PATH", "bin")
+    assert toolchain.find_ninja().path == bare_machine / "bin" / "ninja"
