@@ -17,7 +17,7 @@ from .key import CompileJob
 from .loaded import LoadedKernel
 from .loader import Loader
 
-__all__ = ["CompileJob", "LoadedKernel", "load", "start"]
+__all__ = ["CompileJob", "LoadedKernel", "load", "loaded_kernels", "start"]
 
 _LOADER = Loader(search.roots)
 
@@ -34,6 +34,11 @@ def load(
     or BuildError.
     """
     return _LOADER.load(jobs, verbose=verbose, skip_prebuilt=skip_prebuilt)
+
+
+def loaded_kernels() -> tuple[LoadedKernel, ...]:
+    """Every kernel this process has loaded so far, in the order it got them."""
+    return _LOADER.loaded()
 
 
 def start(jobs: Sequence[CompileJob]) -> None:

@@ -59,6 +59,9 @@ class Loader:
                 raise unit.error
         return [self._loaded[job.ident] for job in jobs]
 
+    def loaded(self) -> tuple[LoadedKernel, ...]:
+        return tuple(self._loaded.values())
+
     def start(self, jobs: Sequence[CompileJob]) -> None:
         _, mine = self._claim(jobs, Order(background=True))
         if mine:
