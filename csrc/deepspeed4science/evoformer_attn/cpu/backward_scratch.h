@@ -1,4 +1,4 @@
-// What one thread of the backward keeps between tiles.
+// What one thread of the backward keeps: packed keys, one block of queries with its strip of scores, sums.
 #pragma once
 
 #include <cstdint>
@@ -9,79 +9,83 @@
 
 namespace ds4s::cpu {
 
-// Keys are cut into at most this many chunks, the unit of work where groups are few. It depends on Lk alone, and the
-// parts of dq are added in the order of the chunks, so results do not depend on the number of threads.
-constexpr int kMaxChunks = 16;
+// What the rows of one chunk of queries add to the gradients of the keys of one (b, n, h). One array of floats, so
+// that chunks are added by adding arrays.
+struct KeySums {
+  float* data;
+  int64_t padded_keys;
+  int channels;
+  int value_channels;
+
+  static int64_t count(int64_t padded_keys, int channels, int value_channels) {
+    return padded_keys * (channels + value_channels + 1);
+  }
+
+  float* dk_t(int64_t key) const { return data + key * channels; }  // [key blocks][channels][kKeys]
+  float* dv_t(int64_t key) const { return data + padded_keys * channels + key * value_channels; }  // likewise
+  float* dbias1(int64_t key) const { return data + padded_keys * (channels + value_channels) + key; }  // [Lk]
+};
 
 template <typename E>
 struct BackwardScratch {
   using Elem = typename E::Elem;
 
-  Elem* queries;       // [Lq][channels]
-  Elem* queries_t;     // [query blocks][channels][kQueries]; the same memory as queries where read by broadcast
-  Elem* douts;         // [Lq][value_channels]: dO
+  Elem* keys_t;        // [key blocks][channels][kKeys], right operand of Q K^T
+  Elem* values_t;      // [key blocks][value_channels][kKeys], right operand of dO V^T
+  Elem* keys;          // [Lk][channels], right operand of dS K
+  float* bias1;        // [Lk]
+  Elem* queries;       // [kQueries][channels]
+  Elem* queries_t;     // [channels][kQueries]; the same memory as queries where read by broadcast
+  Elem* douts;         // [kQueries][value_channels]: dO
   Elem* douts_t;       // as queries_t
-  float* max;          // [Lq]
-  float* log_sum;      // [Lq]
-  float* delta;        // [Lq]
-  Elem* keys_t;        // [channels][kKeys], right operand of Q K^T
-  Elem* values_t;      // [value_channels][kKeys], right operand of dO V^T
-  Elem* keys;          // [kKeys][channels], right operand of dS K
-  float* bias1;        // [kKeys]
-  float* scores;       // [kQueries][kKeys]
-  float* dprobs;       // [kQueries][kKeys]
-  Elem* probs_right;   // [kQueries][kKeys], and so the next two; scores and dprobs themselves where kInPlace
+  float* scores;       // [key blocks][kQueries][kKeys]: the strip, scores and then p
+  float* dprobs;       // [key blocks][kQueries][kKeys]: dP
+  Elem* probs_right;   // [kQueries][kKeys], and so the next two; where kInPlace, tiles of the strip instead
   Elem* dscores_right;
   Elem* dscores_left;
-  float* dkeys_t;      // [channels][kKeys]
-  float* dvalues_t;    // [value_channels][kKeys]
+  float* dq;           // [kQueries][channels]
   float* row;          // [max(channels, value_channels)]
-  float* dbias1;       // [kKeys] of a tile
-  float* dbias1_sum;   // [kKeys] of all tiles
   float* gather;       // [kQueries][kKeys] for a bias2 whose columns are not contiguous
-  float* dq;           // [Lq][channels]: chunk 0, then the sum of all
-  float* dq_part;      // [Lq][channels]: one later chunk
+  KeySums sums;        // chunk 0, then all chunks
+  KeySums part;        // one later chunk
 
   int channels;  // D and Dv padded
   int value_channels;
-  int64_t padded_queries;
+  int64_t padded_keys;
   int64_t bytes;
 
-  // `own_dq`: the thread adds the chunks of dq itself.
-  BackwardScratch(void* base, const BwdParams& p, bool own_dq, int64_t chunks) {
-    constexpr int64_t kTile = int64_t(E::kQueries) * E::kKeys;
+  // `own_sums`: the thread adds the chunks itself.
+  BackwardScratch(void* base, const BwdParams& p, bool own_sums, int64_t chunks) {
     Carver carver(base);
     channels = round_up(p.D, E::kChannelAlign);
     value_channels = round_up(p.Dv, E::kChannelAlign);
-    padded_queries = round_up(p.Lq, E::kQueries);
+    padded_keys = round_up(p.Lk, E::kKeys);
+    const int64_t tile = int64_t(E::kQueries) * E::kKeys;
+    const int64_t strip = int64_t(E::kQueries) * padded_keys;
 
-    queries = carver.take<Elem>(padded_queries * channels);
-    queries_t = E::kPacksTransposedLeft ? carver.take<Elem>(padded_queries * channels) : queries;
-    douts = carver.take<Elem>(padded_queries * value_channels);
-    douts_t = E::kPacksTransposedLeft ? carver.take<Elem>(padded_queries * value_channels) : douts;
-    max = carver.take<float>(padded_queries);
-    log_sum = carver.take<float>(padded_queries);
-    delta = carver.take<float>(padded_queries);
-    keys_t = carver.take<Elem>(int64_t(channels) * E::kKeys);
-    values_t = carver.take<Elem>(int64_t(value_channels) * E::kKeys);
-    keys = carver.take<Elem>(int64_t(channels) * E::kKeys);
-    bias1 = carver.take<float>(E::kKeys);
-    scores = carver.take<float>(kTile);
-    dprobs = carver.take<float>(kTile);
-    probs_right = E::kInPlace ? reinterpret_cast<Elem*>(scores) : carver.take<Elem>(kTile);
-    dscores_right = E::kInPlace ? reinterpret_cast<Elem*>(dprobs) : carver.take<Elem>(kTile);
-    dscores_left = E::kInPlace ? reinterpret_cast<Elem*>(dprobs) : carver.take<Elem>(kTile);
-    dkeys_t = carver.take<float>(int64_t(channels) * E::kKeys);
-    dvalues_t = carver.take<float>(int64_t(value_channels) * E::kKeys);
+    keys_t = carver.take<Elem>(padded_keys * channels);
+    values_t = carver.take<Elem>(padded_keys * value_channels);
+    keys = carver.take<Elem>(padded_keys * channels);
+    bias1 = carver.take<float>(padded_keys);
+    queries = carver.take<Elem>(E::kQueries * channels);
+    queries_t = E::kPacksTransposedLeft ? carver.take<Elem>(E::kQueries * channels) : queries;
+    douts = carver.take<Elem>(E::kQueries * value_channels);
+    douts_t = E::kPacksTransposedLeft ? carver.take<Elem>(E::kQueries * value_channels) : douts;
+    scores = carver.take<float>(strip);
+    dprobs = carver.take<float>(strip);
+    probs_right = E::kInPlace ? nullptr : carver.take<Elem>(tile);
+    dscores_right = E::kInPlace ? nullptr : carver.take<Elem>(tile);
+    dscores_left = E::kInPlace ? nullptr : carver.take<Elem>(tile);
+    dq = carver.take<float>(E::kQueries * channels);
     row = carver.take<float>(channels > value_channels ? channels : value_channels);
-    dbias1 = carver.take<float>(E::kKeys);
-    dbias1_sum = carver.take<float>(E::kKeys);
-    gather = carver.take<float>(gathers_bias2(p) ? kTile : 0);
-    const bool wants_dq = own_dq && p.dq != nullptr;
-    dq = carver.take<float>(wants_dq ? padded_queries * channels : 0);
-    dq_part = carver.take<float>(wants_dq && chunks > 1 ? padded_queries * channels : 0);
+    gather = carver.take<float>(gathers_bias2(p) ? tile : 0);
+    const int64_t count = KeySums::count(padded_keys, channels, value_channels);
+    sums = key_sums(carver.take<float>(own_sums ? count : 0));
+    part = key_sums(carver.take<float>(own_sums && chunks > 1 ? count : 0));
     bytes = carver.bytes();
   }
+
+  KeySums key_sums(float* data) const { return {data, padded_keys, channels, value_channels}; }
 };
 
 }  // namespace ds4s::cpu

@@ -1,4 +1,4 @@
-// One thread's part of the backward: a chunk of keys of one (b, n, h).
+// One thread's part of the backward: a chunk of queries of one (b, n, h).
 #pragma once
 
 #include "../params.h"
@@ -6,13 +6,12 @@
 #include "bias.h"
 #include "engine.h"
 #include "gradient.h"
-#include "softmax.h"
 
 namespace ds4s::cpu {
 
-// Half a unit in the last place of an lse of this size is 1e-6, which P inherits. Rows above it (finite masks of
-// -1e9 on all keys; huge scores) get m and log l anew.
-constexpr float kLargeLse = 16.0f;
+// A row's scores are shifted by its lse. Where that is large (a finite mask of -1e9 on every key; huge scores) one
+// float cannot say lse closely enough, and exp might overflow: such rows are shifted by their maximum, found anew.
+constexpr float kLargeLse = 64.0f;
 
 template <typename scalar_t, typename E>
 class BackwardWorker {
@@ -21,32 +20,32 @@ class BackwardWorker {
   using Vec = typename V::Vec;
   using Elem = typename E::Elem;
 
-  // dbias1_parts: [B, N, H, Lk], or null.
-  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch, float* dbias1_parts)
-      : p_(p), s_(scratch), dbias1_parts_(dbias1_parts) {}
+  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch) : p_(p), s_(scratch) {
+    wants_dscores_ = p.dq != nullptr || p.dk != nullptr || p.dbias1 != nullptr || p.dbias2 != nullptr;
+  }
 
-  // Keys [k0, k1): dk, dv, the part of dbias1 and of dbias2 that are theirs, and their share of dq into `dq`
-  // [Lq][channels].
-  void run(int64_t b, int64_t n, int64_t h, int64_t k0, int64_t k1, float* dq) {
-    if (b != b_ || n != n_ || h != h_) prepare(b, n, h);
-    for (int64_t key = k0; key < k1; key += E::kKeys) {
-      key_block(key, int(k1 - key < E::kKeys ? k1 - key : E::kKeys), p_.dq == nullptr ? nullptr : dq, key == k0);
+  // Queries [q0, q1): dq, their rows of dbias2, and what they add to the gradients of the keys, into `sums`.
+  void run(int64_t b, int64_t n, int64_t h, int64_t q0, int64_t q1, const KeySums& sums) {
+    if (b != b_ || n != n_ || h != h_) pack_keys(b, n, h);
+    for (int64_t key = 0; p_.dbias1 != nullptr && key < s_.padded_keys; ++key) *sums.dbias1(key) = 0.0f;
+    for (int64_t q = q0; q < q1; q += E::kQueries) {
+      query_block(q, int(q1 - q < E::kQueries ? q1 - q : E::kQueries), sums, /*first=*/q == q0);
     }
   }
 
-  // Rows [q0, q0 + rows) of dq[b, n, h] from `chunks` parts of `part_size` floats, added in order.
-  void store_dq(int64_t b, int64_t n, int64_t h, int64_t q0, int rows, const float* parts, int64_t part_size,
-                int64_t chunks) {
-    scalar_t* to = const_cast<scalar_t*>(at(p_.dq, p_.dq_stride, b, n, q0, h));
-    const Vec scale = V::set1(p_.scale);
-    for (int i = 0; i < rows; ++i) {
-      const float* row = parts + (q0 + i) * s_.channels;
-      for (int j = 0; j < s_.channels; j += V::kWidth) {
-        Vec sum = V::load(row + j);
-        for (int64_t c = 1; c < chunks; ++c) sum = V::add(sum, V::load(row + c * part_size + j));
-        V::store(s_.row + j, V::mul(sum, scale));
-      }
-      store_row(to + i * p_.dq_stride[2], s_.row, int(p_.D));
+  // Key block `key` of dk, dv [b, n, h] and of its part of dbias1 from finished sums.
+  void store_keys(int64_t b, int64_t n, int64_t h, int64_t key, const KeySums& sums, float* dbias1_part) {
+    const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
+    if (p_.dk != nullptr) {
+      store_transposed(at(p_.dk, p_.dk_stride, b, n, key, h), p_.dk_stride[2], count, sums.dk_t(key), int(p_.D),
+                       p_.scale);
+    }
+    if (p_.dv != nullptr) {
+      store_transposed(at(p_.dv, p_.dv_stride, b, n, key, h), p_.dv_stride[2], count, sums.dv_t(key), int(p_.Dv),
+                       1.0f);
+    }
+    if (p_.dbias1 != nullptr) {
+      for (int j = 0; j < count; ++j) dbias1_part[key + j] = *sums.dbias1(key + j);
     }
   }
 
@@ -54,158 +53,149 @@ class BackwardWorker {
   static const scalar_t* at(const void* data, const int64_t* stride, int64_t b, int64_t n, int64_t l, int64_t h) {
     return static_cast<const scalar_t*>(data) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
   }
-
-  static void store_row(scalar_t* to, const float* row, int count) {
-    int j = 0;
-    for (; j + V::kWidth <= count; j += V::kWidth) V::store(to + j, V::load(row + j));
-    if (j < count) V::store_first(to + j, V::load(row + j), count - j);
+  static scalar_t* at(void* data, const int64_t* stride, int64_t b, int64_t n, int64_t l, int64_t h) {
+    return static_cast<scalar_t*>(data) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
   }
 
-  // Everything that belongs to the queries of one (b, n, h).
-  void prepare(int64_t b, int64_t n, int64_t h) {
-    b_ = b, n_ = n, h_ = h;
-    const scalar_t* q = at(p_.q, p_.q_stride, b, n, 0, h);
-    const scalar_t* dout = at(p_.do_, p_.do_stride, b, n, 0, h);
-    const scalar_t* out = at(p_.o, p_.o_stride, b, n, 0, h);
-    const int rows = int(p_.Lq);
-    const int padded = int(s_.padded_queries);
-    E::pack_left(s_.queries, s_.channels, q, p_.q_stride[2], rows, padded, int(p_.D));
-    E::pack_left(s_.douts, s_.value_channels, dout, p_.do_stride[2], rows, padded, int(p_.Dv));
-    if constexpr (E::kPacksTransposedLeft) {
-      E::pack_left_transposed(s_.queries_t, s_.channels, s_.queries, padded);
-      E::pack_left_transposed(s_.douts_t, s_.value_channels, s_.douts, padded);
-    }
+  int keys_from(int64_t key) const { return int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys); }
 
-    const float* lse = p_.lse + ((b * p_.N + n) * p_.H + h) * p_.Lq;
-    for (int i = 0; i < rows; ++i) {
-      s_.delta[i] = dot(dout + i * p_.do_stride[2], out + i * p_.o_stride[2], int(p_.Dv));
-      // No visible key: exp(-inf - inf) = 0 everywhere in the row.
-      s_.max[i] = lse[i] == -kInfinity ? kInfinity : lse[i];
-      s_.log_sum[i] = 0.0f;
-    }
-    for (int i = rows; i < padded; ++i) s_.delta[i] = s_.max[i] = s_.log_sum[i] = 0.0f;
-
-    for (int64_t q0 = 0; q0 < p_.Lq; q0 += E::kQueries) {
-      const int count = int(p_.Lq - q0 < E::kQueries ? p_.Lq - q0 : E::kQueries);
-      bool large = false;
-      for (int i = 0; i < count; ++i) large |= is_large(s_.max[q0 + i]);
-      if (large) refine(q0, count);
-    }
-  }
-
-  static bool is_large(float lse) { return (lse > kLargeLse || lse < -kLargeLse) && lse != kInfinity; }
-
-  static float dot(const scalar_t* x, const scalar_t* y, int count) {
-    Vec sum = V::zero();
-    int j = 0;
-    for (; j + V::kWidth <= count; j += V::kWidth) sum = V::fma(V::load(x + j), V::load(y + j), sum);
-    if (j < count) sum = V::fma(V::load_first(x + j, count - j), V::load_first(y + j, count - j), sum);
-    return V::reduce_add(sum);
-  }
-
-  void load_keys(int64_t key, int count) {
-    E::pack_right_transposed(s_.keys_t, at(p_.k, p_.k_stride, b_, n_, key, h_), p_.k_stride[2], count, int(p_.D));
-    load_bias1(s_.bias1, p_, b_, n_, key, count);
-  }
-
-  void multiply_scores(int64_t q0, int rows, int count) {
-    const Left<Elem> queries{s_.queries + q0 * s_.channels, s_.channels, 1};
-    E::template multiply<false>(rows, count, int(p_.D), queries, s_.keys_t, E::kKeys, s_.scores, E::kKeys);
-  }
-
-  // m and log l of rows whose lse is too large to say both in one float, as the forward found them.
-  void refine(int64_t q0, int rows) {
-    state_.reset();
+  void pack_keys(int64_t b, int64_t n, int64_t h) {
+    b_ = b;
+    n_ = n;
+    h_ = h;
+    const scalar_t* k = at(p_.k, p_.k_stride, b, n, 0, h);
+    const scalar_t* v = at(p_.v, p_.v_stride, b, n, 0, h);
     for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
-      load_keys(key, count);
-      multiply_scores(q0, rows, count);
-      const BiasTile bias2 = bias2_tile(p_, b_, h_, q0, key, rows, count, s_.gather, E::kKeys);
-      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, s_.probs_right, rows, count, p_.scale, s_.bias1, bias2,
-                                             state_);
+      const int count = keys_from(key);
+      E::pack_right_transposed(s_.keys_t + key * s_.channels, k + key * p_.k_stride[2], p_.k_stride[2], count,
+                               int(p_.D));
+      if (!wants_dscores_) continue;
+      E::pack_right_transposed(s_.values_t + key * s_.value_channels, v + key * p_.v_stride[2], p_.v_stride[2],
+                               count, int(p_.Dv));
     }
+    if (p_.dq != nullptr) {
+      E::pack_right(s_.keys, s_.channels, k, p_.k_stride[2], int(p_.Lk), round_up(p_.Lk, E::kDepthAlign), int(p_.D));
+    }
+    load_bias1(s_.bias1, p_, b, n, 0, int(p_.Lk));
+  }
+
+  void pack_queries(int64_t q0, int rows) {
+    E::pack_left(s_.queries, s_.channels, at(p_.q, p_.q_stride, b_, n_, q0, h_), p_.q_stride[2], rows, E::kQueries,
+                 int(p_.D));
+    E::pack_left(s_.douts, s_.value_channels, at(p_.do_, p_.do_stride, b_, n_, q0, h_), p_.do_stride[2], rows,
+                 E::kQueries, int(p_.Dv));
+    if constexpr (E::kPacksTransposedLeft) {
+      E::transpose_left(s_.queries_t, s_.queries, s_.channels);
+      E::transpose_left(s_.douts_t, s_.douts, s_.value_channels);
+    }
+  }
+
+  void query_block(int64_t q0, int rows, const KeySums& sums, bool first) {
+    pack_queries(q0, rows);
+    find_shifts(q0, rows);
+    rows_.reset();
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) first_pass(q0, rows, key);
+    rows_.finish(rows);
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) second_pass(q0, rows, key, sums, first);
+    if (p_.dq != nullptr) store_dq(q0, rows);
+  }
+
+  float* strip_tile(float* strip, int64_t key) const { return strip + key * E::kQueries; }
+
+  BiasTile bias2(int64_t q0, int rows, int64_t key, int count) const {
+    return bias2_tile(p_, b_, h_, q0, key, rows, count, s_.gather, E::kKeys);
+  }
+
+  void multiply_scores(int rows, int64_t key, int count) {
+    E::template multiply<false>(rows, count, int(p_.D), Left<Elem>{s_.queries, s_.channels, 1},
+                                s_.keys_t + key * s_.channels, E::kKeys, strip_tile(s_.scores, key), E::kKeys);
+  }
+
+  void find_shifts(int64_t q0, int rows) {
+    const float* lse = p_.lse + ((b_ * p_.N + n_) * p_.H + h_) * p_.Lq + q0;
+    bool large = false;
     for (int i = 0; i < rows; ++i) {
-      if (!is_large(s_.max[q0 + i]) || state_.sum[i] == 0.0f) continue;
-      s_.max[q0 + i] = state_.max[i];
-      s_.log_sum[q0 + i] = __builtin_logf(state_.sum[i]);
+      // No visible key: exp(-inf - inf) = 0 everywhere in the row.
+      rows_.shift[i] = lse[i] == -kInfinity ? kInfinity : lse[i];
+      large |= lse[i] > kLargeLse || (lse[i] < -kLargeLse && lse[i] != -kInfinity);
+    }
+    if (!large) return;
+
+    float highest[E::kQueries];
+    for (int i = 0; i < rows; ++i) highest[i] = -kInfinity;
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+      const int count = keys_from(key);
+      multiply_scores(rows, key, count);
+      const BiasTile tile = bias2(q0, rows, key, count);
+      for (int i = 0; i < rows; ++i) {
+        const float* row = strip_tile(s_.scores, key) + i * E::kKeys;
+        for (int j = 0; j < count; ++j) {
+          float s = p_.scale * row[j] + s_.bias1[key + j];
+          if (tile.kind != kNoBias) s += load_element(tile.data, tile.kind, i * tile.row_stride + j);
+          highest[i] = s > highest[i] ? s : highest[i];
+        }
+      }
+    }
+    // A NaN anywhere in the row is in lse too, and stays.
+    for (int i = 0; i < rows; ++i) {
+      if (lse[i] == lse[i] && highest[i] != -kInfinity) rows_.shift[i] = highest[i];
     }
   }
 
-  void key_block(int64_t key, int count, float* dq, bool first_of_chunk) {
-    const bool wants_dscores = dq != nullptr || p_.dk != nullptr || p_.dbias1 != nullptr || p_.dbias2 != nullptr;
-    load_keys(key, count);
-    if (wants_dscores) {
-      E::pack_right_transposed(s_.values_t, at(p_.v, p_.v_stride, b_, n_, key, h_), p_.v_stride[2], count,
-                               int(p_.Dv));
+  void first_pass(int64_t q0, int rows, int64_t key) {
+    const int count = keys_from(key);
+    float* const dprobs = wants_dscores_ ? strip_tile(s_.dprobs, key) : nullptr;
+    multiply_scores(rows, key, count);
+    if (wants_dscores_) {
+      E::template multiply<false>(rows, count, int(p_.Dv), Left<Elem>{s_.douts, s_.value_channels, 1},
+                                  s_.values_t + key * s_.value_channels, E::kKeys, dprobs, E::kKeys);
     }
-    if (dq != nullptr) {
-      E::pack_right(s_.keys, s_.channels, at(p_.k, p_.k_stride, b_, n_, key, h_), p_.k_stride[2], count,
-                    round_up(count, E::kDepthAlign), int(p_.D));
-    }
-    for (int j = 0; j < E::kKeys; ++j) s_.dbias1_sum[j] = 0.0f;
-
-    for (int64_t q0 = 0; q0 < p_.Lq; q0 += E::kQueries) {
-      const int rows = int(p_.Lq - q0 < E::kQueries ? p_.Lq - q0 : E::kQueries);
-      multiply_scores(q0, rows, count);
-      if (wants_dscores) {
-        const Left<Elem> douts{s_.douts + q0 * s_.value_channels, s_.value_channels, 1};
-        E::template multiply<false>(rows, count, int(p_.Dv), douts, s_.values_t, E::kKeys, s_.dprobs, E::kKeys);
-      }
-      gradient_tile<kPreciseExp<scalar_t>, E>(describe(q0, rows, key, count, wants_dscores));
-      if (p_.dbias1 != nullptr) {
-        for (int j = 0; j < count; ++j) s_.dbias1_sum[j] += s_.dbias1[j];
-      }
-
-      const bool first = q0 == 0;
-      if (p_.dv != nullptr) {
-        accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels, q0), s_.probs_right,
-                   E::kKeys, s_.dvalues_t, E::kKeys);
-      }
-      if (p_.dk != nullptr) {
-        accumulate(first, int(p_.D), count, rows, transposed(s_.queries_t, s_.channels, q0), s_.dscores_right,
-                   E::kKeys, s_.dkeys_t, E::kKeys);
-      }
-      if (dq != nullptr) {
-        const Left<Elem> dscores{s_.dscores_left, E::kKeys, 1};
-        accumulate(first_of_chunk, rows, int(p_.D), count, dscores, s_.keys, s_.channels, dq + q0 * s_.channels,
-                   s_.channels);
-      }
-    }
-
-    if (p_.dk != nullptr) store_transposed(p_.dk, p_.dk_stride, key, count, s_.dkeys_t, int(p_.D), p_.scale);
-    if (p_.dv != nullptr) store_transposed(p_.dv, p_.dv_stride, key, count, s_.dvalues_t, int(p_.Dv), 1.0f);
-    if (p_.dbias1 != nullptr) {
-      float* to = dbias1_parts_ + ((b_ * p_.N + n_) * p_.H + h_) * p_.Lk + key;
-      for (int j = 0; j < count; ++j) to[j] = s_.dbias1_sum[j];
-    }
+    probabilities<kPreciseExp<scalar_t>, E>(strip_tile(s_.scores, key), dprobs, rows, count, p_.scale,
+                                            s_.bias1 + key, bias2(q0, rows, key, count), rows_);
   }
 
-  GradientTile<E> describe(int64_t q0, int rows, int64_t key, int count, bool wants_dscores) {
+  void second_pass(int64_t q0, int rows, int64_t key, const KeySums& sums, bool first) {
+    const int count = keys_from(key);
+    float* const probs = strip_tile(s_.scores, key);
+    float* const dprobs = strip_tile(s_.dprobs, key);
+
     GradientTile<E> tile;
-    tile.scores = s_.scores;
-    tile.dprobs = wants_dscores ? s_.dprobs : nullptr;
-    tile.probs_right = s_.probs_right;
-    tile.dscores_right = s_.dscores_right;
-    tile.dscores_left = s_.dscores_left;
-    tile.bias1 = s_.bias1;
-    tile.bias2 = bias2_tile(p_, b_, h_, q0, key, rows, count, s_.gather, E::kKeys);
-    tile.max = s_.max + q0;
-    tile.log_sum = s_.log_sum + q0;
-    tile.delta = s_.delta + q0;
-    tile.dbias1 = p_.dbias1 == nullptr ? nullptr : s_.dbias1;
+    tile.probs = probs;
+    tile.dprobs = wants_dscores_ ? dprobs : nullptr;
+    if constexpr (E::kInPlace) {
+      tile.probs_right = probs;
+      tile.dscores_right = tile.dscores_left = dprobs;
+    } else {
+      tile.probs_right = s_.probs_right;
+      tile.dscores_right = s_.dscores_right;
+      tile.dscores_left = s_.dscores_left;
+    }
+    tile.dbias1 = p_.dbias1 == nullptr ? nullptr : sums.dbias1(key);
     tile.dbias2 = p_.dbias2 == nullptr ? nullptr : p_.dbias2 + ((b_ * p_.H + h_) * p_.Lq + q0) * p_.Lk + key;
     tile.dbias2_stride = p_.Lk;
     tile.dbias2_first = n_ == 0;
     tile.rows = rows;
     tile.keys = count;
-    tile.scale = p_.scale;
-    return tile;
+    tile.run(rows_);
+
+    if (p_.dv != nullptr) {
+      accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right,
+                 E::kKeys, sums.dv_t(key), E::kKeys);
+    }
+    if (p_.dk != nullptr) {
+      accumulate(first, int(p_.D), count, rows, transposed(s_.queries_t, s_.channels), tile.dscores_right, E::kKeys,
+                 sums.dk_t(key), E::kKeys);
+    }
+    if (p_.dq != nullptr) {
+      accumulate(key == 0, rows, int(p_.D), count, Left<Elem>{tile.dscores_left, E::kKeys, 1},
+                 s_.keys + key * s_.channels, s_.channels, s_.dq, s_.channels);
+    }
   }
 
-  // The block of queries from q0 on, channels as rows.
-  static Left<Elem> transposed(const Elem* packed, int channels, int64_t q0) {
-    if constexpr (E::kPacksTransposedLeft) return {packed + q0 * channels, E::kQueries, 1};
-    return {packed + q0 * channels, 1, channels};
+  // The block of queries with channels as rows.
+  static Left<Elem> transposed(const Elem* packed, int channels) {
+    if constexpr (E::kPacksTransposedLeft) return {packed, E::kQueries, 1};
+    return {packed, 1, channels};
   }
 
   static void accumulate(bool first, int m, int n, int k, const Left<Elem>& a, const Elem* b, int ldb, float* c,
@@ -217,20 +207,30 @@ class BackwardWorker {
     }
   }
 
-  void store_transposed(void* data, const int64_t* stride, int64_t key, int count, const float* from, int channels,
-                        float scale) {
-    scalar_t* to = const_cast<scalar_t*>(at(data, stride, b_, n_, key, h_));
+  void store_dq(int64_t q0, int rows) {
+    scalar_t* to = at(p_.dq, p_.dq_stride, b_, n_, q0, h_);
+    for (int i = 0; i < rows; ++i) store_row(to + i * p_.dq_stride[2], s_.dq + i * s_.channels, int(p_.D), p_.scale);
+  }
+
+  static void store_row(scalar_t* to, const float* row, int count, float scale) {
+    const Vec scales = V::set1(scale);
+    int j = 0;
+    for (; j + V::kWidth <= count; j += V::kWidth) V::store(to + j, V::mul(V::load(row + j), scales));
+    if (j < count) V::store_first(to + j, V::mul(V::load(row + j), scales), count - j);
+  }
+
+  void store_transposed(scalar_t* to, int64_t stride, int count, const float* from, int channels, float scale) {
     for (int i = 0; i < count; ++i) {
-      for (int j = 0; j < channels; ++j) s_.row[j] = scale * from[j * E::kKeys + i];
-      store_row(to + i * stride[2], s_.row, channels);
+      for (int j = 0; j < channels; ++j) s_.row[j] = from[j * E::kKeys + i];
+      store_row(to + i * stride, s_.row, channels, scale);
     }
   }
 
   const BwdParams& p_;
   const BackwardScratch<E> s_;
-  float* const dbias1_parts_;
-  RowState<E::kQueries> state_;
-  int64_t b_ = -1, n_ = -1, h_ = -1;  // whose queries are packed
+  GradientRows<E> rows_;
+  bool wants_dscores_;
+  int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed
 };
 
 }  // namespace ds4s::cpu

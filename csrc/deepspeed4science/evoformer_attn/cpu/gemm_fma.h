@@ -124,7 +124,7 @@ struct FmaEngine {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) sum[r][j] = kAccumulate ? V::load(c + r * ldc + j * V::kWidth) : V::zero();
+      for (int j = 0; j < kVecs; ++j) sum[r][j] = V::zero();
     }
     for (int x = 0; x < k; ++x, a += depth_stride, b += ldb) {
       Vec right[kVecs];
@@ -140,7 +140,11 @@ struct FmaEngine {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) V::store(c + r * ldc + j * V::kWidth, sum[r][j]);
+      for (int j = 0; j < kVecs; ++j) {
+        // C is added last: many short sums round less than one long one.
+        float* const to = c + r * ldc + j * V::kWidth;
+        V::store(to, kAccumulate ? V::add(V::load(to), sum[r][j]) : sum[r][j]);
+      }
     }
   }
 };

@@ -1,4 +1,11 @@
-// One tile of scores through the gradient of the softmax: the element-wise half of the backward.
+// Tiles of scores through the gradient of the softmax: the element-wise half of the backward, in two passes.
+//
+// Row sums need whole rows, so a block of queries keeps a strip of tiles. Pass 1, tile by tile:
+//   p = exp(s - shift),  sum += p,  dot += p dP            (shift: lse, or the row's maximum)
+// and when a row is complete, inverse = 1 / sum, delta = dot / sum. Pass 2:
+//   P = p inverse,  dS = P (dP - delta).
+// Taking sum and delta from p itself costs three operations and makes the rows of dS sum to zero as well as eager's
+// do: delta = rowsum(dO * O) would inherit the rounding of O, and lse rounds P by up to half its own last place.
 #pragma once
 
 #include "bias.h"
@@ -7,133 +14,183 @@
 
 namespace ds4s::cpu {
 
-// A tile of kQueries x kKeys scores on its way to P and dS.
+// What a block of queries knows of each row.
 template <typename E>
-struct GradientTile {
-  const float* scores;              // Q K^T
-  const float* dprobs;              // dP = dO V^T, or null where only P is wanted
-  typename E::Elem* probs_right;    // out: P as right operand
-  typename E::Elem* dscores_right;  // out: dS as right operand
-  typename E::Elem* dscores_left;   // out: dS as left operand (the same memory as dscores_right where kInPlace)
-  const float* bias1;               // [kKeys]
-  BiasTile bias2;
-  const float* max;      // [kQueries] what is subtracted from the scores first: lse, or m
-  const float* log_sum;  // [kQueries] and second: 0, or log l
-  const float* delta;    // [kQueries] rowsum(dO * O)
-  float* dbias1;         // [kKeys] column sums of dS, or null
-  float* dbias2;         // dS is added here (or stored, where first), or null
+struct GradientRows {
+  static constexpr int kRows = E::kQueries;
+  static constexpr int kWidth = E::V::kWidth;
+
+  alignas(64) float shift[kRows];
+  alignas(64) float inverse[kRows];
+  alignas(64) float delta[kRows];
+  alignas(64) float sums[kRows * kWidth];  // one vector a row
+  alignas(64) float dots[kRows * kWidth];
+
+  void reset() {
+    for (int i = 0; i < kRows * kWidth; ++i) sums[i] = dots[i] = 0.0f;
+  }
+
+  void finish(int rows) {
+    using V = typename E::V;
+    for (int i = 0; i < rows; ++i) {
+      const float sum = V::reduce_add(V::load(sums + i * kWidth));
+      inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: no visible key
+      delta[i] = V::reduce_add(V::load(dots + i * kWidth)) * inverse[i];
+    }
+  }
+};
+
+// Pass 1 in place on one tile: scores [rows][kKeys] in, p out. `dprobs` null: only P is wanted.
+template <bool kPrecise, int kKind, typename E>
+inline void probabilities_kind(float* scores, const float* dprobs, int rows, int keys, float scale,
+                               const float* bias1, const BiasTile& bias2, GradientRows<E>& state) {
+  using V = typename E::V;
+  using Vec = typename V::Vec;
+  constexpr int kWidth = V::kWidth;
+  const int whole = keys / kWidth * kWidth;
+  const int tail = keys - whole;
+  const Vec scales = V::set1(scale);
+
+  for (int i = 0; i < rows; ++i) {
+    float* row = scores + i * E::kKeys;
+    const float* dprobs_row = dprobs + i * E::kKeys;
+    const int64_t bias_row = i * bias2.row_stride;
+    const Vec shift = V::set1(state.shift[i]);
+    Vec sum = V::load(state.sums + i * kWidth);
+    Vec dot = V::load(state.dots + i * kWidth);
+    for (int j = 0; j < whole; j += kWidth) {
+      Vec s = V::fma(V::load(row + j), scales, V::load(bias1 + j));
+      s = add_bias2<V, kKind>(s, bias2, bias_row + j);
+      const Vec p = exp<kPrecise, V>(V::sub(s, shift));
+      V::store(row + j, p);
+      sum = V::add(sum, p);
+      if (dprobs != nullptr) dot = V::fma(p, V::load(dprobs_row + j), dot);
+    }
+    if (tail != 0) {
+      Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
+      s = add_bias2_first<V, kKind>(s, bias2, bias_row + whole, tail);
+      const Vec p = V::select(V::first(tail), exp<kPrecise, V>(V::sub(s, shift)), V::zero());
+      V::store(row + whole, p);
+      sum = V::add(sum, p);
+      if (dprobs != nullptr) {
+        // Past the last key dP may be 0 * inf.
+        dot = V::fma(p, V::select(V::first(tail), V::load(dprobs_row + whole), V::zero()), dot);
+      }
+    }
+    V::store(state.sums + i * kWidth, sum);
+    V::store(state.dots + i * kWidth, dot);
+  }
+}
+
+template <bool kPrecise, typename E>
+inline void probabilities(float* scores, const float* dprobs, int rows, int keys, float scale, const float* bias1,
+                          const BiasTile& bias2, GradientRows<E>& state) {
+  switch (bias2.kind) {
+    case kFloat32:
+      return probabilities_kind<kPrecise, kFloat32, E>(scores, dprobs, rows, keys, scale, bias1, bias2, state);
+    case kFloat16:
+      return probabilities_kind<kPrecise, kFloat16, E>(scores, dprobs, rows, keys, scale, bias1, bias2, state);
+    case kBFloat16:
+      return probabilities_kind<kPrecise, kBFloat16, E>(scores, dprobs, rows, keys, scale, bias1, bias2, state);
+    default:
+      return probabilities_kind<kPrecise, kNoBias, E>(scores, dprobs, rows, keys, scale, bias1, bias2, state);
+  }
+}
+
+// Pass 2 on one tile.
+template <typename E>
+class GradientTile {
+  using V = typename E::V;
+  using Vec = typename V::Vec;
+  using Elem = typename E::Elem;
+  static constexpr int kWidth = V::kWidth;
+
+ public:
+  const float* probs;          // p of pass 1
+  const float* dprobs;         // dP, or null where only P is wanted
+  Elem* probs_right;           // out: P as right operand
+  Elem* dscores_right;         // out: dS as right operand
+  Elem* dscores_left;          // out: dS as left operand (the same memory as dscores_right where kInPlace)
+  float* dbias1;               // [kKeys] column sums of dS are added here, or null
+  float* dbias2;               // dS is added here (or stored, where first), or null
   int64_t dbias2_stride;
   bool dbias2_first;
   int rows;
   int keys;
-  float scale;
-};
 
-template <bool kPrecise, int kKind, typename E>
-class GradientRows {
-  using V = typename E::V;
-  using Vec = typename V::Vec;
-  static constexpr int kWidth = V::kWidth;
+  void run(const GradientRows<E>& state) const {
+    const int padded_keys = round_up(keys, E::kDepthAlign > kWidth ? E::kDepthAlign : kWidth);
+    alignas(64) float columns[E::kKeys];  // its own sum for each tile: many short sums round less than a long one
+    for (int j = 0; j < padded_keys; j += kWidth) V::store(columns + j, V::zero());
 
- public:
-  explicit GradientRows(const GradientTile<E>& tile) : t_(tile), scale_(V::set1(tile.scale)) {}
-
-  void run() {
-    const int padded_keys = round_up(t_.keys, E::kDepthAlign > kWidth ? E::kDepthAlign : kWidth);
-    if (t_.dbias1 != nullptr) {
-      for (int j = 0; j < padded_keys; j += kWidth) V::store(t_.dbias1 + j, V::zero());
-    }
-    for (int i = 0; i < t_.rows; i += 2) {
+    for (int i = 0; i < rows; i += 2) {
       int j = 0;
-      for (; j + kWidth <= t_.keys; j += kWidth) column<false>(i, j, kWidth);
-      if (j < t_.keys) {
-        column<true>(i, j, t_.keys - j);
+      for (; j + kWidth <= keys; j += kWidth) column<false>(state, columns, i, j, kWidth);
+      if (j < keys) {
+        column<true>(state, columns, i, j, keys - j);
         j += kWidth;
       }
       for (; j < padded_keys; j += kWidth) put(i, j, V::zero(), V::zero(), V::zero(), V::zero());
     }
-    for (int i = round_up(t_.rows, 2); i < round_up(t_.rows, E::kDepthAlign); i += 2) {
+    for (int i = round_up(rows, 2); i < round_up(rows, E::kDepthAlign); i += 2) {
       for (int j = 0; j < padded_keys; j += kWidth) put(i, j, V::zero(), V::zero(), V::zero(), V::zero());
+    }
+    if (dbias1 == nullptr) return;
+    for (int j = 0; j < padded_keys; j += kWidth) {
+      V::store(dbias1 + j, V::add(V::load(dbias1 + j), V::load(columns + j)));
     }
   }
 
  private:
   // One vector of rows i and i + 1; kTail: only its first `count` lanes are keys.
   template <bool kTail>
-  void column(int i, int j, int count) {
-    const bool both = i + 1 < t_.rows;
-    const Vec p0 = prob<kTail>(i, j, count);
-    const Vec p1 = both ? prob<kTail>(i + 1, j, count) : V::zero();
-    if (t_.dprobs == nullptr) {
-      E::store_right(t_.probs_right, i, j, p0, p1);
+  void column(const GradientRows<E>& state, float* columns, int i, int j, int count) const {
+    const bool both = i + 1 < rows;
+    const Vec p0 = prob(state, i, j);
+    const Vec p1 = both ? prob(state, i + 1, j) : V::zero();
+    if (dprobs == nullptr) {
+      E::store_right(probs_right, i, j, p0, p1);
       return;
     }
-    const Vec ds0 = dscore<kTail>(i, j, count, p0);
-    const Vec ds1 = both ? dscore<kTail>(i + 1, j, count, p1) : V::zero();
+    const Vec ds0 = dscore<kTail>(state, i, j, count, p0);
+    const Vec ds1 = both ? dscore<kTail>(state, i + 1, j, count, p1) : V::zero();
     put(i, j, p0, p1, ds0, ds1);
-    if (t_.dbias1 != nullptr) V::store(t_.dbias1 + j, V::add(V::load(t_.dbias1 + j), V::add(ds0, ds1)));
-    if (t_.dbias2 != nullptr) {
+    if (dbias1 != nullptr) V::store(columns + j, V::add(V::load(columns + j), V::add(ds0, ds1)));
+    if (dbias2 != nullptr) {
       add_dbias2<kTail>(i, j, count, ds0);
       if (both) add_dbias2<kTail>(i + 1, j, count, ds1);
     }
   }
 
-  template <bool kTail>
-  Vec prob(int i, int j, int count) const {
-    const int64_t index = i * t_.bias2.row_stride + j;
-    Vec s = V::fma(V::load(t_.scores + i * E::kKeys + j), scale_, V::load(t_.bias1 + j));
-    if constexpr (kTail) {
-      s = add_bias2_first<V, kKind>(s, t_.bias2, index, count);
-      s = V::select(V::first(count), s, V::set1(-kInfinity));
-    } else {
-      s = add_bias2<V, kKind>(s, t_.bias2, index);
-    }
-    return exp<kPrecise, V>(V::sub(V::sub(s, V::set1(t_.max[i])), V::set1(t_.log_sum[i])));
+  Vec prob(const GradientRows<E>& state, int i, int j) const {
+    return V::mul(V::load(probs + i * E::kKeys + j), V::set1(state.inverse[i]));
   }
 
   template <bool kTail>
-  Vec dscore(int i, int j, int count, Vec p) const {
-    const Vec ds = V::mul(p, V::sub(V::load(t_.dprobs + i * E::kKeys + j), V::set1(t_.delta[i])));
-    // Past the last key dP may be 0 * inf.
+  Vec dscore(const GradientRows<E>& state, int i, int j, int count, Vec p) const {
+    const Vec ds = V::mul(p, V::sub(V::load(dprobs + i * E::kKeys + j), V::set1(state.delta[i])));
     return kTail ? V::select(V::first(count), ds, V::zero()) : ds;
   }
 
   void put(int i, int j, Vec p0, Vec p1, Vec ds0, Vec ds1) const {
-    E::store_right(t_.probs_right, i, j, p0, p1);
-    if (t_.dprobs == nullptr) return;
-    E::store_right(t_.dscores_right, i, j, ds0, ds1);
+    E::store_right(probs_right, i, j, p0, p1);
+    if (dprobs == nullptr) return;
+    E::store_right(dscores_right, i, j, ds0, ds1);
     if constexpr (!E::kInPlace) {
-      E::store_left(t_.dscores_left + i * E::kKeys + j, ds0);
-      E::store_left(t_.dscores_left + (i + 1) * E::kKeys + j, ds1);
+      E::store_left(dscores_left + i * E::kKeys + j, ds0);
+      E::store_left(dscores_left + (i + 1) * E::kKeys + j, ds1);
     }
   }
 
   template <bool kTail>
   void add_dbias2(int i, int j, int count, Vec ds) const {
-    float* to = t_.dbias2 + i * t_.dbias2_stride + j;
+    float* to = dbias2 + i * dbias2_stride + j;
     if constexpr (kTail) {
-      V::store_first(to, t_.dbias2_first ? ds : V::add(V::load_first(to, count), ds), count);
+      V::store_first(to, dbias2_first ? ds : V::add(V::load_first(to, count), ds), count);
     } else {
-      V::store(to, t_.dbias2_first ? ds : V::add(V::load(to), ds));
+      V::store(to, dbias2_first ? ds : V::add(V::load(to), ds));
     }
   }
-
-  const GradientTile<E> t_;
-  const Vec scale_;
 };
-
-template <bool kPrecise, typename E>
-inline void gradient_tile(const GradientTile<E>& tile) {
-  switch (tile.bias2.kind) {
-    case kFloat32:
-      return GradientRows<kPrecise, kFloat32, E>(tile).run();
-    case kFloat16:
-      return GradientRows<kPrecise, kFloat16, E>(tile).run();
-    case kBFloat16:
-      return GradientRows<kPrecise, kBFloat16, E>(tile).run();
-    default:
-      return GradientRows<kPrecise, kNoBias, E>(tile).run();
-  }
-}
 
 }  // namespace ds4s::cpu
