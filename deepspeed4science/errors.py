@@ -3,6 +3,8 @@
 EvoformerError
 ├── InvalidInputError (ValueError)          the caller's tensors or arguments: expected, got, what to do
 ├── NoBackendError (NotImplementedError)    no kernel takes this call: the reasons of every backend
+├── DoubleBackwardError (NotImplementedError)  the gradient was differentiated again
+├── KernelError (RuntimeError)              a kernel was launched and reported a failure
 └── BuildError (RuntimeError)               a kernel could not be made ready
     ├── ToolchainError                      a compiler, ninja or CUTLASS is missing or unfit
     └── CompileError                        the compiler refused the source
@@ -15,8 +17,10 @@ from op_builder.errors import BuildError, CompileError, EvoformerError, Toolchai
 __all__ = [
     "BuildError",
     "CompileError",
+    "DoubleBackwardError",
     "EvoformerError",
     "InvalidInputError",
+    "KernelError",
     "NoBackendError",
     "ToolchainError",
 ]
@@ -28,3 +32,11 @@ class InvalidInputError(EvoformerError, ValueError):
 
 class NoBackendError(EvoformerError, NotImplementedError):
     """No backend takes this call; the message lists each backend's reasons."""
+
+
+class DoubleBackwardError(EvoformerError, NotImplementedError):
+    """The op's gradient was differentiated again; only first derivatives exist."""
+
+
+class KernelError(EvoformerError, RuntimeError):
+    """A kernel was launched and reported a failure; the message names the kernel."""

@@ -1,0 +1,29 @@
+"""Shared by all tests: fresh random inputs every run, with the seed printed."""
+
+import random
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=None, help="repeat the inputs of an earlier run")
+
+
+@pytest.fixture(scope="session")
+def session_seed(request):
+    given = request.config.getoption("--seed")
+    return random.SystemRandom().randrange(2**31) if given is None else given
+
+
+def pytest_report_header(config):
+    given = config.getoption("--seed")
+    return f"inputs: {'seed ' + str(given) if given is not None else 'fresh seed, printed with every failure'}"
+
+
+@pytest.fixture
+def seed(session_seed):
+    """Seeds torch and prints what to repeat; pytest shows it when the test fails."""
+    print(f"repeat with --seed {session_seed}")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(session_seed)
+    return session_seed

@@ -1,0 +1,115 @@
+"""The error law: every tensor of ours against float64, allowed little more than PyTorch eager in the same dtype.
+
+    err(ours) <= 1.25 * err(eager) + 1 ulp of the output,   err = ||x - ref|| / ||ref||
+
+Positions of NaN and infinities are compared first and then left out.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.reference import evoformer_attention
+
+NAMES = ("O", "dQ", "dK", "dV", "dbias1", "dbias2")
+
+
+def relative_error(x, reference):
+    x, reference = x.double(), reference.double()
+    finite = reference.isfinite() & x.isfinite()
+    norm = reference[finite].norm()
+    difference = (x - reference)[finite].norm()
+    return float(difference if norm == 0 else difference / norm)
+
+
+def same_non_finite(x, reference):
+    x, reference = x.double(), reference.double()
+    return bool(
+        (
+            (x.isnan() == reference.isnan())
+            & ((x == torch.inf) == (reference == torch.inf))
+            & ((x == -torch.inf) == (reference == -torch.inf))
+        ).all()
+    )
+
+
+def violations(ours, eager, reference, ulp):
+    """The names of tensors that break the law, with their figures; empty when all is well."""
+    broken = []
+    for name, x, e, ref in zip(NAMES, ours, eager, reference, strict=True):
+        if ref is None:
+            if x is not None:
+                broken.append(f"{name}: a gradient nobody asked for")
+            continue
+        if x is None or x.shape != ref.shape:
+            broken.append(
+                f"{name}: expected {list(ref.shape)}, got {None if x is None else list(x.shape)}"
+            )
+            continue
+        if not same_non_finite(x, ref):
+            broken.append(f"{name}: NaN or infinities in other places than the reference's")
+            continue
+        error, allowed = relative_error(x, ref), 1.25 * relative_error(e, ref) + ulp
+        if not error <= allowed:
+            broken.append(f"{name}: {error:.3g} > {allowed:.3g}")
+    return broken
+
+
+@dataclass
+class Inputs:
+    """Leaves of one call; `needs` says which of q, k, v, bias1, bias2 require a gradient."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias1: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
+    do: torch.Tensor | None = None
+    needs: tuple[bool, ...] = field(default=(True,) * 5)
+
+    def tensors(self):
+        return (self.q, self.k, self.v, self.bias1, self.bias2)
+
+
+def run(function, inputs, dtype=None):
+    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`; None where no gradient is wanted.
+
+    With `dtype` all tensors are cast first. Without it they keep their strides: only a leaf is made of each.
+    """
+    leaves = []
+    for tensor, need in zip(inputs.tensors(), inputs.needs, strict=True):
+        if tensor is not None:
+            tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+            tensor = tensor.requires_grad_(need)
+        leaves.append(tensor)
+    o = function(*leaves)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    gradients = iter(())
+    if wanted:
+        do = inputs.do if inputs.do is not None else torch.randn_like(o)
+        gradients = iter(torch.autograd.grad(o, wanted, do.to(o.dtype)))
+    return (
+        o.detach(),
+        *(next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves),
+    )
+
+
+def ours(q, k, v, bias1, bias2):
+    return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+
+
+def check(inputs, function=ours):
+    """Raise unless `function` keeps the law on `inputs`."""
+    if inputs.do is None:
+        inputs.do = torch.randn(
+            *inputs.q.shape[:-1], inputs.v.shape[-1], device=inputs.q.device
+        ).to(inputs.q.dtype)
+    result = run(function, inputs)
+    for x, tensor in zip(result, (inputs.q, *inputs.tensors()), strict=True):
+        assert x is None or x.dtype == tensor.dtype, "a gradient in another dtype than its input"
+    eager = run(evoformer_attention, inputs, inputs.q.dtype)
+    reference = run(evoformer_attention, inputs, torch.float64)
+    broken = violations(result, eager, reference, torch.finfo(inputs.q.dtype).eps)
+    assert not broken, "; ".join(broken)
+    return result
