@@ -237,7 +237,7 @@ def _verify(built: Built) -> None:
     it.
     """
     try:
-        library = elf.read(built.library)
+        library = built.contents
     except (OSError, ValueError) as error:
         raise BuildError(
             f"{built.job.name}: the compiler reported success, but its library is unusable "

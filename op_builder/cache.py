@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -42,9 +43,15 @@ class Built:
     headers: tuple[Header, ...]
     seconds: float
 
+    @functools.cached_property
+    def contents(self) -> elf.Library:
+        """Raises ValueError when the library is not one."""
+        return elf.read(self.library)
+
     @property
     def key(self) -> str:
-        return content_key(self.job, self.headers)
+        found = self.contents
+        return content_key(self.job, self.headers, found.machine, found.glibc)
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,6 @@ def _unchanged(header: Header, job: CompileJob, hashes: Hashes) -> bool:
 def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
     job = built.job
     data = built.library.read_bytes()
-    library = elf.read(built.library)
     system = os.uname()
     meta: dict[str, Any] = {
         "layout": LAYOUT,
@@ -205,8 +211,8 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
         "link_flags": list(job.link_flags),
         "identity": _listed(job.identity),
         "headers": [list(asdict(header).values()) for header in built.headers],
-        "machine": library.machine,
-        "glibc": list(library.glibc),
+        "machine": built.contents.machine,
+        "glibc": list(built.contents.glibc),
         "size": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "seconds": round(built.seconds, 3),

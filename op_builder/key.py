@@ -6,7 +6,7 @@ same sources compiled with the same compiler have the same key on every machine 
 It has two parts:
 
     12 digits of what is asked for: name, source, flags
-    20 digits of that and the compiler's identity and the headers
+    20 digits of that, the compiler's identity, the headers, and the machine and glibc it runs on
 
 The first part is known before anything is compiled and finds the candidates on disk; the second
 needs the list of headers, which the compiler itself writes down while compiling
@@ -83,9 +83,16 @@ class Header:
         return self.name.rpartition("/include/")[2] if self.root == SYSTEM else self.name
 
 
-def content_key(job: CompileJob, headers: Iterable[Header]) -> str:
+def content_key(
+    job: CompileJob, headers: Iterable[Header], machine: int, glibc: tuple[int, int]
+) -> str:
+    """The key of a library that turned out to be for `machine` and to need `glibc`.
+
+    Two hosts may share a cache and a compiler's version and still make libraries that only one of
+    them can load.
+    """
     read = sorted((header.root, header.portable_name, header.sha256) for header in headers)
-    return job.asked + _digest(job.asked, sorted(job.identity), read, size=20)
+    return job.asked + _digest(job.asked, sorted(job.identity), read, machine, glibc, size=20)
 
 
 class Hashes:
