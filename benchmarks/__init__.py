@@ -1,0 +1,3 @@
+"""Speed, memory and start-up measurements of the op beside its peers. `python -m benchmarks
+--help`.
+"""

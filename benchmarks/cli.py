@@ -1,0 +1,173 @@
+"""`python -m benchmarks run | startup | show | plot`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import table
+from benchmarks.environment import describe, short_machine_name
+from benchmarks.peers import all_peers
+from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
+from benchmarks.shapes import GROUPS, WORKLOADS, select
+from benchmarks.startup import measure_overhead, measure_startups
+
+SCHEMA = 1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    return int(arguments.command(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    run = commands.add_parser("run", help="time peers on workloads")
+    run.add_argument(
+        "--shapes", default="cpu", help=f"ids or groups, with commas; groups: {', '.join(GROUPS)}"
+    )
+    run.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16, fp16, with commas")
+    run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
+    run.add_argument("--peers", default="ours,eager,sdpa", help="with commas; `list` shows them")
+    run.add_argument(
+        "--seconds", type=float, default=8.0, help="time for one workload, dtype and direction"
+    )
+    run.add_argument("--bias1-grad", action="store_true", help="ask for the mask's gradient too")
+    run.add_argument(
+        "--check", action="store_true", help="also the error of every output against float32"
+    )
+    run.add_argument("--seed", type=int, default=0)
+    run.set_defaults(command=_run)
+
+    startup = commands.add_parser(
+        "startup", help="host overhead of a call; first call compiled and from the cache"
+    )
+    startup.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
+    startup.set_defaults(command=_startup)
+
+    for command in (run, startup):
+        command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+        command.add_argument(
+            "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
+        )
+        command.add_argument("--what", help="the last part of that file's name")
+        command.add_argument("--commit", help="for a copy of the tree without .git")
+
+    listing = commands.add_parser("list", help="peers and workloads, with their sources")
+    listing.set_defaults(command=_list)
+    for name, command_function in (("show", _show), ("plot", _plot)):
+        command = commands.add_parser(name, help=f"{name} a result file")
+        command.add_argument("file", type=Path)
+        command.set_defaults(command=command_function)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    factories = all_peers()
+    names = arguments.peers.split(",")
+    directions = arguments.direction.split(",")
+    if unknown := [n for n in names if n not in factories] + [
+        d for d in directions if d not in DIRECTIONS
+    ]:
+        print(
+            f"not known: {', '.join(unknown)}; peers: {', '.join(factories)}; "
+            f"directions: {', '.join(DIRECTIONS)}"
+        )
+        return 2
+    peers = [factories[name]() for name in names]
+    options = Options(
+        directions, arguments.seconds, arguments.bias1_grad, arguments.check, arguments.seed
+    )
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    result = {}
+    for workload in select(arguments.shapes.split(",")):
+        for dtype in arguments.dtype.split(","):
+            new, left_out = run_workload(
+                workload, peers, dtype=DTYPES[dtype], device=device, options=options
+            )
+            rows += new
+            skipped += left_out
+            result = _result(
+                arguments,
+                "run",
+                settings={**asdict(options), "peers": names},
+                results=[asdict(row) for row in rows],
+                skipped=[asdict(entry) for entry in skipped],
+            )
+            _save(arguments, result)  # after each: a run that is cut short keeps what it has
+            print(f"{workload.id} {dtype} done", file=sys.stderr)
+    print(table.as_text(result))
+    return 0
+
+
+def _startup(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    dtype = DTYPES[arguments.dtype]
+    overheads = measure_overhead(dtype=dtype, device=device)
+    startups = measure_startups(dtype=str(dtype).removeprefix("torch."), device=arguments.device)
+    result = _result(
+        arguments,
+        "startup",
+        settings={"dtype": arguments.dtype},
+        overhead=[asdict(entry) for entry in overheads],
+        startup=asdict(startups),
+    )
+    _save(arguments, result)
+    for entry in overheads:
+        print(
+            f"{entry.peer:<8} {entry.median_us:8.1f} us a call "
+            f"(p20 {entry.p20_us:.1f}, p80 {entry.p80_us:.1f})"
+        )
+    for name, seconds in asdict(startups).items():
+        print(f"{name:<24} {seconds:8.3f} s beyond import torch")
+    return 0
+
+
+def _result(arguments: argparse.Namespace, kind: str, **content: object) -> dict[str, object]:
+    environment = describe(torch.device(arguments.device), commit=arguments.commit)
+    return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
+
+
+def _save(arguments: argparse.Namespace, result: dict[str, object]) -> None:
+    if arguments.json is None:
+        return
+    path: Path = arguments.json
+    if path.suffix != ".json":
+        environment = describe(torch.device(arguments.device), commit=arguments.commit)
+        what = arguments.what or result["kind"]
+        path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _list(_: argparse.Namespace) -> int:
+    print("peers: " + ", ".join(all_peers()))
+    for name, members in GROUPS.items():
+        print(f"group {name}: {', '.join(members)}")
+    for workload in WORKLOADS:
+        biases = " ".join(["bias1"] * workload.bias1 + ["bias2"] * workload.bias2)
+        shape = "x".join(map(str, workload.shape))
+        print(f"{workload.id:<14} {shape:<18} {biases:<12} {workload.source}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    print(table.as_text(json.loads(arguments.file.read_text())))
+    return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    target = arguments.file.with_suffix(".svg")
+    target.write_text(table.as_svg(json.loads(arguments.file.read_text())))
+    print(target)
+    return 0

@@ -1,0 +1,203 @@
+"""Run peers on workloads and collect one row for each peer, workload and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.inputs import Inputs, make_inputs
+from benchmarks.peers import Eager, Leaves, Peer, Setting
+from benchmarks.shapes import Workload
+from benchmarks.timing import measure
+from deepspeed4science.demo.checks import relative_error
+from deepspeed4science.demo.measure import Timing, peak_extra_bytes
+
+DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
+# The reference of --check is eager in float32: this many bytes of scores at most.
+MAX_CHECK_BYTES = 24 * 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    workload: str
+    shape: tuple[int, ...]  # B, N, L, H, D
+    dtype: str
+    direction: str
+    peer: str
+    timing: Timing
+    tflops: float
+    peak_extra_bytes: int | None
+    errors: dict[str, float] = field(
+        default_factory=dict
+    )  # "O": relative error against eager in float32
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A peer that could not run a workload, and why."""
+
+    workload: str
+    dtype: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure."""
+
+    directions: Sequence[str]
+    budget_s: float = 10.0
+    with_bias1_gradient: bool = False
+    with_errors: bool = False
+    seed: int = 0
+
+
+class _Ready:
+    """A peer with its tensors in place."""
+
+    def __init__(self, peer: Peer, inputs: Inputs, workload: Workload, options: Options) -> None:
+        self.peer = peer
+        self._workload = workload
+        self.leaves: Leaves = peer.adapt(inputs)
+        wanted = ["q", "k", "v"] + ["bias2"] * (inputs.bias2 is not None)
+        wanted += ["bias1"] * (options.with_bias1_gradient and inputs.bias1 is not None)
+        self.trained: dict[str, torch.Tensor] = {}
+        for name in wanted:
+            tensor = self.leaves.get(name)
+            if tensor is not None:
+                self.leaves[name] = self.trained[name] = tensor.detach().requires_grad_()
+        # Compiles what has to be compiled, and shows the layout of the output's gradient.
+        self._o: torch.Tensor | None = peer.forward(self.leaves)
+        self._grad_output = torch.empty_like(self._o).normal_()
+        self.gradients()
+        if "bwd" not in options.directions:
+            self.drop_graph()
+
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        assert self._o is not None  # drop_graph comes after the last backward
+        return torch.autograd.grad(
+            self._o, list(self.trained.values()), self._grad_output, retain_graph=True
+        )
+
+    def call(self, direction: str) -> Callable[[], object]:
+        if direction == "fwd":
+            return self._forward
+        return self.gradients if direction == "bwd" else self._both
+
+    def drop_graph(self) -> None:
+        """Forget the forward pass that `bwd` reuses; its saved tensors would count as memory in
+        use.
+        """
+        self._o = None
+
+    def _forward(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.peer.forward(self.leaves)
+
+    def _both(self) -> tuple[torch.Tensor, ...]:
+        o = self.peer.forward(self.leaves)
+        return torch.autograd.grad(o, list(self.trained.values()), self._grad_output)
+
+
+def run_workload(
+    workload: Workload,
+    peers: Iterable[Peer],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: Options,
+) -> tuple[list[Row], list[Skipped]]:
+    """Time every peer that can, interleaved, in every direction."""
+    inputs = make_inputs(workload, dtype=dtype, device=device, seed=options.seed)
+    dtype_name = str(dtype).removeprefix("torch.")
+    ready: dict[str, _Ready] = {}
+    skipped: list[Skipped] = []
+    for peer in peers:
+        reason = peer.not_available(Setting(workload, dtype, device, _free_bytes(device)))
+        if reason is None:
+            try:
+                ready[peer.name] = _Ready(peer, inputs, workload, options)
+                continue
+            except Exception as error:  # a peer may fail in any way; the others still run
+                reason = f"{type(error).__name__}: {str(error)[:300]}"
+        skipped.append(Skipped(workload.id, dtype_name, peer.name, reason))
+
+    errors = _errors(workload, inputs, ready, options) if options.with_errors else {}
+    timings = {
+        direction: measure(
+            {name: r.call(direction) for name, r in ready.items()},
+            device,
+            budget_s=options.budget_s,
+        )
+        for direction in options.directions
+        if ready
+    }
+    for entry in ready.values():
+        entry.drop_graph()
+    rows = []
+    for direction, by_peer in timings.items():
+        flop = _flop(workload, direction)
+        for name, timing in by_peer.items():
+            # The backward alone has no memory of its own to speak of without its forward.
+            call = None if direction == "bwd" else ready[name].call(direction)
+            rows.append(
+                Row(
+                    workload=workload.id,
+                    shape=workload.shape,
+                    dtype=dtype_name,
+                    direction=direction,
+                    peer=name,
+                    timing=timing,
+                    tflops=flop / timing.median_ms / 1e9,
+                    peak_extra_bytes=None if call is None else peak_extra_bytes(call, device),
+                    errors=errors.get(name, {}),
+                )
+            )
+    return rows, skipped
+
+
+def _flop(workload: Workload, direction: str) -> int:
+    forward, backward = workload.forward_flop, workload.backward_flop
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[direction]
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024
+
+
+def _errors(
+    workload: Workload,
+    inputs: Inputs,
+    ready: dict[str, _Ready],
+    options: Options,
+) -> dict[str, dict[str, float]]:
+    """Relative error of every peer's O against eager in float32 on the same inputs: they do compute
+    the same thing.
+    """
+    if 4 * 4 * workload.num_scores > MAX_CHECK_BYTES:
+        return {}
+    names = ("q", "k", "v", "bias1", "bias2")
+    wide: Leaves = {
+        n: None if getattr(inputs, n) is None else getattr(inputs, n).float() for n in names
+    }
+    with torch.no_grad():
+        reference = Eager().forward(wide)
+        return {
+            name: {
+                "O": relative_error(
+                    entry.peer.restore(entry.peer.forward(entry.leaves), workload), reference
+                )
+            }
+            for name, entry in ready.items()
+            if entry.peer.exact
+        }

@@ -1,0 +1,93 @@
+"""Host overhead of a call, and what a first call costs: compiled, and loaded from the cache."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import Eager, Ours, Peer, Sdpa
+from deepspeed4science.demo.measure import synchronize
+from deepspeed4science.demo.startup import Startup, measure_startup
+
+TINY = (1, 1, 8, 1, 16)  # B, N, L, H, D: next to no arithmetic
+CALLS_PER_SAMPLE = 200  # few enough that a GPU's launch queue does not fill
+NUM_SAMPLES = 25
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Host time of one forward call on a tiny input, no gradient wanted, both biases given."""
+
+    peer: str
+    median_us: float
+    p20_us: float
+    p80_us: float
+
+
+@dataclass(frozen=True)
+class StartupResult:
+    """Seconds in new processes, beyond `import torch`."""
+
+    first_call_s: float  # empty cache, forward only
+    first_training_call_s: float  # empty cache, forward and backward
+    cached_call_s: float  # the same, median of several, kernels in the cache
+    cached_training_call_s: float
+
+
+def measure_overhead(*, dtype: torch.dtype, device: torch.device) -> list[Overhead]:
+    """Ours, eager and SDPA in turn, again and again."""
+    B, N, L, H, _ = TINY  # noqa: N806 - the contract's symbols
+    leaves = {name: torch.randn(TINY, device=device, dtype=dtype) for name in ("q", "k", "v")}
+    leaves["bias1"] = torch.zeros(B, N, 1, 1, L, device=device, dtype=dtype)
+    leaves["bias2"] = torch.zeros(B, 1, H, L, L, device=device, dtype=dtype)
+    heads_first = {
+        name: tensor.flatten(0, 1).transpose(1, 2) if name in ("q", "k", "v") else tensor
+        for name, tensor in leaves.items()
+    }
+    peers: tuple[Peer, ...] = (Ours(), Eager(), Sdpa())
+    samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    with torch.no_grad():
+        for sample in range(NUM_SAMPLES + 2):
+            for peer in peers:
+                tensors = heads_first if peer.name == "sdpa" else leaves
+                synchronize(device)
+                start = time.perf_counter()
+                for _ in range(CALLS_PER_SAMPLE):
+                    peer.forward(tensors)
+                elapsed = time.perf_counter() - start
+                if sample >= 2:
+                    samples[peer.name].append(1e6 * elapsed / CALLS_PER_SAMPLE)
+    return [_overhead(name, sorted(values)) for name, values in samples.items()]
+
+
+def _overhead(peer: str, ordered: list[float]) -> Overhead:
+    last = len(ordered) - 1
+    return Overhead(
+        peer, statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+    )
+
+
+def measure_startups(*, dtype: str, device: str, num_runs: int = 5) -> StartupResult:
+    """A compile into an empty folder, then loads from that folder, each in a new process."""
+
+    def beyond_torch(folder: Path, *, train: bool) -> Startup:
+        return measure_startup(device=device, dtype=dtype, train=train, cache_dir=folder)
+
+    with tempfile.TemporaryDirectory() as infer, tempfile.TemporaryDirectory() as train:
+        first = beyond_torch(Path(infer), train=False)
+        first_training = beyond_torch(Path(train), train=True)
+        cached = [beyond_torch(Path(infer), train=False).beyond_torch_s for _ in range(num_runs)]
+        cached_training = [
+            beyond_torch(Path(train), train=True).beyond_torch_s for _ in range(num_runs)
+        ]
+    return StartupResult(
+        first_call_s=first.beyond_torch_s,
+        first_training_call_s=first_training.beyond_torch_s,
+        cached_call_s=statistics.median(cached),
+        cached_training_call_s=statistics.median(cached_training),
+    )

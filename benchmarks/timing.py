@@ -1,0 +1,83 @@
+"""Interleaved timing with cold caches: every peer once, then every peer again, and the median of
+each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from deepspeed4science.demo.measure import Timing
+
+CPU_FLUSH_BYTES = (
+    128 * 2**20
+)  # far above a core's second-level cache and our share of a server's third level
+MIN_RUNS, MAX_RUNS = 5, 100
+NUM_WARMUPS = 3
+
+
+class CpuClock:
+    """Wall clock; before each call a large buffer passes through the caches."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.zeros(CPU_FLUSH_BYTES // 4)
+
+    def time_ms(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """One call of each."""
+        elapsed = {}
+        for name, call in calls.items():
+            self._buffer.add_(1.0)
+            start = time.perf_counter()
+            call()
+            elapsed[name] = 1e3 * (time.perf_counter() - start)
+        return elapsed
+
+
+class CudaClock:
+    """Events around each call; before it a buffer larger than L2 is written, which also hides the
+    launch time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._device = device
+        self._buffer = torch.empty(4 * l2_bytes, dtype=torch.int8, device=device)
+
+    def time_ms(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """One call of each."""
+        events = {}
+        with torch.cuda.device(self._device):
+            for name, call in calls.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._buffer.zero_()
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()  # a large result must be free again before the next call
+                events[name] = start.elapsed_time(end)
+        return events
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    budget_s: float,
+) -> dict[str, Timing]:
+    """Median, p20 and p80 of every call; the number of runs follows from the budget, at least 5 and
+    at most 100.
+    """
+    clock = CudaClock(device) if device.type == "cuda" else CpuClock()
+    for _ in range(NUM_WARMUPS - 1):
+        clock.time_ms(calls)
+    start = time.perf_counter()
+    clock.time_ms(calls)
+    one_round_s = time.perf_counter() - start
+    num_runs = int(min(MAX_RUNS, max(MIN_RUNS, budget_s / one_round_s)))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(num_runs):
+        for name, elapsed in clock.time_ms(calls).items():
+            samples[name].append(elapsed)
+    return {name: Timing.of(values) for name, values in samples.items()}

@@ -1,0 +1,127 @@
+"""The benchmark measures what it says: shapes have sources, peers compute the same thing, files
+read back.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import cli, table  # noqa: E402
+from benchmarks.inputs import make_inputs  # noqa: E402
+from benchmarks.peers import Eager, Peer, Sdpa, Setting, all_peers  # noqa: E402
+from benchmarks.run import Options, run_workload  # noqa: E402
+from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select  # noqa: E402
+
+CPU = torch.device("cpu")
+SMALL = Workload("small", 1, 3, 24, 2, 16, "a test")
+COLUMN = Workload("column", 2, 3, 24, 2, 16, "a test", bias2=False)
+
+
+class TwiceEager(Eager):
+    """Wrong on purpose."""
+
+    name = "twice"
+
+    def forward(self, leaves):
+        return 2 * super().forward(leaves)
+
+
+class Broken(Eager):
+    name = "broken"
+
+    def forward(self, leaves):
+        raise RuntimeError("no such kernel")
+
+
+def run(peers: list[Peer], workload: Workload = SMALL, **options):
+    settings = Options(directions=("fwd", "bwd", "fwd+bwd"), budget_s=0.01, **options)
+    return run_workload(workload, peers, dtype=torch.float32, device=CPU, options=settings)
+
+
+def test_every_workload_has_an_id_a_source_and_is_selectable():
+    assert len({w.id for w in WORKLOADS}) == len(WORKLOADS)
+    for workload in WORKLOADS:
+        assert workload.source
+        assert select([workload.id]) == (workload,)
+    for name in GROUPS:
+        assert select([name])
+
+
+def test_selection_keeps_order_and_drops_repeats():
+    assert [w.id for w in select(["tri389", "odd"])] == ["tri389", "tri392"]
+    with pytest.raises(ValueError, match="no workload or group is called 'tri7'"):
+        select(["tri7"])
+
+
+def test_flop_count_of_the_record():
+    """4 B N H L L D forward and 2.5 times that backward."""
+    record = select(["cpu64x384"])[0]
+    assert record.forward_flop == 4 * 64 * 384 * 384 * 4 * 32
+    assert record.backward_flop == 2.5 * record.forward_flop
+
+
+@pytest.mark.parametrize("workload", [SMALL, COLUMN], ids=lambda w: w.id)
+def test_peers_compute_the_same_thing(workload, seed):
+    """SDPA with the biases in its mask against the definition, masks and all."""
+    rows, skipped = run([Eager(), Sdpa()], workload, with_errors=True, seed=seed)
+    assert not skipped
+    assert {row.peer for row in rows} == {"eager", "sdpa"}
+    assert all(row.errors["O"] < 1e-6 for row in rows)
+
+
+def test_a_wrong_peer_is_seen(seed):
+    rows, _ = run([TwiceEager()], with_errors=True, seed=seed)
+    assert rows[0].errors["O"] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_peer_that_fails_is_recorded_and_the_others_run():
+    rows, skipped = run([Broken(), Eager()])
+    assert [(s.peer, s.reason) for s in skipped] == [("broken", "RuntimeError: no such kernel")]
+    assert {row.peer for row in rows} == {"eager"}
+
+
+def test_masks_never_hide_every_key():
+    inputs = make_inputs(SMALL, dtype=torch.float16, device=CPU, seed=0)
+    assert inputs.bias1 is not None
+    assert inputs.bias1.isfinite().all()
+    assert inputs.visible.any(-1).all()
+
+
+def test_gpu_peers_say_why_they_cannot_run_here():
+    setting = Setting(SMALL, torch.bfloat16, CPU, 2**40)
+    for name, factory in all_peers().items():
+        reason = factory().not_available(setting)
+        assert (reason is None) == (name in ("ours", "eager", "sdpa")), name
+
+
+def test_a_peer_that_stores_every_score_declines_when_memory_is_short():
+    reason = Eager().not_available(Setting(select(["tri5120"])[0], torch.bfloat16, CPU, 2**30))
+    assert reason is not None
+    assert "GiB" in reason
+
+
+def test_result_file_reads_back_as_table_and_plot(tmp_path, capsys, monkeypatch):
+    """`run` writes a file that `show` and `plot` read, with the machine and the commit in it."""
+    monkeypatch.setattr("benchmarks.cli.select", lambda names: (SMALL,))
+    argv = ["run", "--peers", "eager,sdpa,flex", "--dtype", "fp32", "--seconds", "0.01"]
+    assert cli.main([*argv, "--json", str(tmp_path), "--what", "test", "--commit", "abc"]) == 0
+    (path,) = tmp_path.glob("*-test.json")
+    result = json.loads(path.read_text())
+    assert result["environment"]["commit"] == "abc"
+    assert result["environment"]["num_threads"] == torch.get_num_threads()
+    assert len(result["results"]) == 4  # two peers, forward and forward + backward
+    capsys.readouterr()
+    assert cli.main(["show", str(path)]) == 0
+    assert "runs on CUDA only" in capsys.readouterr().out
+    assert cli.main(["plot", str(path)]) == 0
+    assert path.with_suffix(".svg").read_text().startswith("<svg")
+    assert table.group(result["results"])
+
+
+def test_unknown_peer_is_refused(capsys):
+    assert cli.main(["run", "--peers", "nobody"]) == 2
+    assert "nobody" in capsys.readouterr().out
