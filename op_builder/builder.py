@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
+from . import status
 from .errors import BuildError
 from .key import CompileJob
 from .loaded import LoadedKernel
+from .status import OpStatus
 
 logger = logging.getLogger(__name__)
 
 KernelT = TypeVar("KernelT")
+
+# Every kernel that a builder has loaded in this process: asking again costs a look into this.
+_ready: dict[object, LoadedKernel] = {}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class OpBuilder(ABC, Generic[KernelT]):
     """
 
     NAME: ClassVar[str]
+    DEVICE: ClassVar[str]  # "cpu" or "cuda": what the op runs on
     BUILD_VAR: ClassVar[str]  # the variable that asks for this op while installing
 
     def absolute_name(self) -> str:
@@ -101,6 +107,10 @@ class OpBuilder(ABC, Generic[KernelT]):
                 logger.warning("%s: %s", self.NAME, obstacle)
         return not obstacles
 
+    def status(self) -> OpStatus:
+        """How ready the op is here: compiled, compilable, or not and why. Compiles nothing."""
+        return status.of(self)
+
     @abstractmethod
     def default_kernels(self) -> list[KernelT]:
         """What a first call on this machine would need in float32."""
@@ -144,7 +154,7 @@ class OpBuilder(ABC, Generic[KernelT]):
     def jit_load(
         self, verbose: bool = True, kernels: Sequence[KernelT] | None = None
     ) -> LoadedOp[KernelT]:
-        """As `load`, but what was compiled at install is not considered."""
+        """As `load`, without what was compiled at install (unless it is loaded already)."""
         return self._load(verbose, kernels, skip_prebuilt=True)
 
     def prefetch(self, kernels: Sequence[KernelT]) -> None:
@@ -158,8 +168,11 @@ class OpBuilder(ABC, Generic[KernelT]):
     def _load(
         self, verbose: bool, kernels: Sequence[KernelT] | None, *, skip_prebuilt: bool
     ) -> LoadedOp[KernelT]:
-        from . import jit
-
         wanted = list(self.default_kernels() if kernels is None else kernels)
-        loaded = jit.load(self.jobs(wanted), verbose=verbose, skip_prebuilt=skip_prebuilt)
-        return LoadedOp(dict(zip(wanted, loaded, strict=True)))
+        missing = [kernel for kernel in wanted if kernel not in _ready]
+        if missing:
+            from . import jit
+
+            loaded = jit.load(self.jobs(missing), verbose=verbose, skip_prebuilt=skip_prebuilt)
+            _ready.update(zip(missing, loaded, strict=True))
+        return LoadedOp({kernel: _ready[kernel] for kernel in wanted})

@@ -17,6 +17,8 @@ _MEMORY_BYTES = 1 << 30
 
 
 class CPUOpBuilder(OpBuilder[CpuKernel]):
+    DEVICE = "cpu"
+
     def sources(self) -> list[str]:
         return [f"{kernel.name}.cpp" for kernel in self.prebuilt_kernels()]
 
