@@ -1,0 +1,162 @@
+"""CONTRACT: the op behaves like one of PyTorch's own under compile, export, opcheck, autocast and higher derivatives."""
+
+import pytest
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention, EvoformerFusedAttention
+from deepspeed4science.errors import DoubleBackwardError
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric.cases import DEVICES, Case
+from tests.numeric.law import relative_error
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
+CASE = Case("native", B=1, N=2, Lq=24, H=2, D=16)
+ALL = [True] * 5
+
+
+def leaves(device, dtype=torch.float32):
+    return [t.requires_grad_() for t in CASE.inputs(dtype, device).tensors()]
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize("biases", ["both", "none"])
+def test_opcheck_forward(biases, with_lse, device):
+    q, k, v, bias1, bias2 = leaves(device)
+    if biases == "none":
+        bias1 = bias2 = None
+    op = torch.ops.deepspeed4science.evoformer_attn.default
+    torch.library.opcheck(op, (q, k, v, bias1, bias2, with_lse))
+
+
+@pytest.mark.parametrize("wanted", [ALL, [True, False, False, False, True]], ids=["all", "some"])
+def test_opcheck_backward(wanted, device):
+    tensors = [t.detach() for t in leaves(device)]
+    ops = torch.ops.deepspeed4science
+    o, lse = ops.evoformer_attn(*tensors, True)
+    q, k, v, bias1, bias2 = tensors
+    arguments = (torch.randn_like(o), q, k, v, o, lse, bias1, bias2, wanted)
+    torch.library.opcheck(ops.evoformer_attn_backward.default, arguments)
+
+
+def test_compile_fullgraph(device):
+    """No graph break; values and gradients are those of the eager op."""
+
+    def step(q, k, v, bias1, bias2):
+        return DS4Sci_EvoformerAttention(q * 2, k, v, [bias1, bias2]).sin()
+
+    tensors = leaves(device)
+    compiled = torch.compile(step, fullgraph=True)
+    expected, got = step(*tensors), compiled(*tensors)
+    torch.testing.assert_close(got, expected)
+    do = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, tensors, do), torch.autograd.grad(expected, tensors, do)
+    )
+
+
+def test_compile_of_other_ranks_and_dynamic_lengths(device):
+    compiled = torch.compile(
+        lambda q, bias2: DS4Sci_EvoformerAttention(q, q, q, (None, bias2)),
+        fullgraph=True,
+        dynamic=True,
+    )
+    for length in (5, 9, 31):
+        q = torch.randn(3, length, 2, 8, device=device)
+        bias2 = torch.randn(2, length, length, device=device)
+        torch.testing.assert_close(
+            compiled(q, bias2), DS4Sci_EvoformerAttention(q, q, q, (None, bias2))
+        )
+
+
+def test_export(device):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, bias1, bias2):
+            return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+
+    tensors = tuple(t.detach() for t in leaves(device))
+    program = torch.export.export(Module(), tensors)
+    assert any("evoformer_attn" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*tensors), Module()(*tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast(dtype, device):
+    """float32 tensors are computed in autocast's dtype; a float32 mask of -1e9 keeps its value."""
+    q, k, v, bias1, bias2 = leaves(device)
+    with torch.no_grad():
+        bias1[..., 3:] = -1e9
+    with torch.autocast(device, dtype=dtype):
+        o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+    assert o.dtype == dtype
+    gradients = torch.autograd.grad(o.float().sum(), (q, k, v, bias1, bias2))
+    assert all(g.dtype == torch.float32 for g in gradients)
+    reference = evoformer_attention(*(t.detach().double() for t in (q, k, v, bias1, bias2)))
+    assert relative_error(o, reference) < 8 * torch.finfo(dtype).eps
+    mixed = q.to(dtype)
+    with torch.autocast(device, dtype=dtype):
+        assert DS4Sci_EvoformerAttention(mixed, k, v).dtype == dtype
+
+
+def test_double_backward_is_refused(device):
+    q, k, v, bias1, bias2 = leaves(device)
+    o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="reference"):
+        dq.sum().backward()
+
+
+def test_checkpoint_recomputes(device):
+    tensors = leaves(device)
+
+    def attention(q, k, v, bias1, bias2):
+        return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+
+    plain = torch.autograd.grad(attention(*tensors).sum(), tensors)
+    checkpointed = torch.utils.checkpoint.checkpoint(attention, *tensors, use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(checkpointed.sum(), tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_called_without_lse_backward_recomputes_it(device):
+    tensors = leaves(device)
+    o, lse = torch.ops.deepspeed4science.evoformer_attn(*tensors, False)
+    assert lse.numel() == 0
+    expected = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    do = torch.randn_like(o)
+    for a, b in zip(
+        torch.autograd.grad(o, tensors, do), torch.autograd.grad(expected, tensors, do), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_both_public_names_agree(device):
+    tensors = [t.detach() for t in leaves(device)]
+    assert torch.equal(
+        EvoformerFusedAttention.apply(*tensors),
+        DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:]),
+    )
+
+
+def test_inference_mode(device):
+    tensors = [t.detach() for t in leaves(device)]
+    with torch.inference_mode():
+        o = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    assert o.isfinite().all()
+
+
+def test_number_of_threads_does_not_change_results(device):
+    if device != "cpu":
+        pytest.skip("threads are the CPU backend's")
+    inputs = Case("threads", B=2, N=7, Lq=150, H=3).inputs(torch.float32, device)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            tensors = [t.detach().requires_grad_() for t in inputs.tensors()]
+            o = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+            results.append((o, *torch.autograd.grad(o.sum(), tensors)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
