@@ -44,7 +44,6 @@ struct BackwardScratch {
   Elem* dscores_right;
   Elem* dscores_left;
   float* dq;           // [kQueries][channels]
-  float* row;          // [max(channels, value_channels)]
   float* gather;       // [kQueries][kKeys] for a bias2 whose columns are not contiguous
   KeySums sums;        // chunk 0, then all chunks
   KeySums part;        // one later chunk
@@ -77,7 +76,6 @@ struct BackwardScratch {
     dscores_right = E::kInPlace ? nullptr : carver.take<Elem>(tile);
     dscores_left = E::kInPlace ? nullptr : carver.take<Elem>(tile);
     dq = carver.take<float>(E::kQueries * channels);
-    row = carver.take<float>(channels > value_channels ? channels : value_channels);
     gather = carver.take<float>(gathers_bias2(p) ? tile : 0);
     const int64_t count = KeySums::count(padded_keys, channels, value_channels);
     sums = key_sums(carver.take<float>(own_sums ? count : 0));

@@ -219,10 +219,19 @@ class BackwardWorker {
     if (j < count) V::store_first(to + j, V::mul(V::load(row + j), scales), count - j);
   }
 
-  void store_transposed(scalar_t* to, int64_t stride, int count, const float* from, int channels, float scale) {
-    for (int i = 0; i < count; ++i) {
-      for (int j = 0; j < channels; ++j) s_.row[j] = from[j * E::kKeys + i];
-      store_row(to + i * stride, s_.row, channels, scale);
+  // [channels][kKeys] to `count` rows.
+  static void store_transposed(scalar_t* to, int64_t stride, int count, const float* from, int channels,
+                               float scale) {
+    for (int i = 0; i < count; i += V::kWidth) {
+      for (int j = 0; j < channels; j += V::kWidth) {
+        Vec square[V::kWidth];
+        for (int r = 0; r < V::kWidth; ++r) square[r] = V::load(from + (j + r) * E::kKeys + i);
+        V::transpose(square);
+        const int left = channels - j < V::kWidth ? channels - j : V::kWidth;
+        for (int r = 0; r < V::kWidth && i + r < count; ++r) {
+          V::store_first(to + (i + r) * stride + j, V::mul(square[r], V::set1(scale)), left);
+        }
+      }
     }
   }
 

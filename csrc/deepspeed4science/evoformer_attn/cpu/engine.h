@@ -10,6 +10,12 @@
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "isa_avx512.h"
+#if defined(__AVX512BF16__)
+#include "gemm_pair.h"
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#include "isa_amx.h"
+#endif
+#endif
 #endif
 
 namespace ds4s::cpu {
@@ -18,6 +24,19 @@ template <typename scalar_t, typename Isa>
 struct EngineFor {
   using type = FmaEngine<Isa>;
 };
+
+#if defined(__AVX512BF16__)
+template <>
+struct EngineFor<bfloat16_t, Avx512> {
+  using type = PairEngine<DotMultiplier>;
+};
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+template <>
+struct EngineFor<bfloat16_t, Amx> {
+  using type = PairEngine<AmxMultiplier>;
+};
+#endif
+#endif
 
 // Sixteen-bit inputs do not need the last digits of exp.
 template <typename scalar_t>

@@ -39,6 +39,7 @@ inline void pack_float_rows(float* out, int ld, const T* in, int64_t stride, int
 template <typename V_>
 struct FmaEngine {
   using V = V_;
+  using Vec = typename V::Vec;
   using Elem = float;
 
   // 48 is a multiple of every ISA's kTileRows and of three vectors; at D = 32 two tiles of 48 x 96 floats and the
@@ -72,16 +73,20 @@ struct FmaEngine {
     pack_float_rows<V>(out, ld, in, stride, rows, rows_padded, cols);
   }
 
-  // The transpose [cols][kKeys] of at most kKeys rows, zeros past `rows`.
+  // The transpose [cols][kKeys] of at most kKeys rows, zeros past `rows` up to a vector.
   template <typename T>
   static void pack_right_transposed(float* out, const T* in, int64_t stride, int rows, int cols) {
-    for (int i = 0; i < rows; ++i) {
-      const T* row = in + i * stride;
-      for (int j = 0; j < cols; ++j) out[j * kKeys + i] = to_float(row[j]);
-    }
-    const int padded = round_up(rows, V::kWidth);
-    for (int j = 0; j < cols; ++j) {
-      for (int i = rows; i < padded; ++i) out[j * kKeys + i] = 0.0f;
+    for (int i = 0; i < rows; i += V::kWidth) {
+      for (int j = 0; j < cols; j += V::kWidth) {
+        Vec square[V::kWidth];
+        for (int r = 0; r < V::kWidth; ++r) {
+          const T* row = in + (i + r) * stride + j;
+          const int left = i + r < rows ? cols - j : 0;
+          square[r] = left >= V::kWidth ? V::load(row) : left > 0 ? V::load_first(row, left) : V::zero();
+        }
+        V::transpose(square);
+        for (int r = 0; r < V::kWidth; ++r) V::store(out + int64_t(j + r) * kKeys + i, square[r]);
+      }
     }
   }
 
@@ -106,8 +111,6 @@ struct FmaEngine {
   }
 
  private:
-  using Vec = typename V::Vec;
-
   template <int kVecs, bool kAccumulate>
   static void strip(int m, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     for (int i = 0; i < m; i += V::kTileRows) {

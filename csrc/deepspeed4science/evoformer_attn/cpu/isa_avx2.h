@@ -53,6 +53,26 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
   }
 
+  // The transpose of eight vectors: pairs of 32, of 64, then of 128 bits change places.
+  static void transpose(Vec (&x)[8]) {
+    Vec y[8];
+    for (int i = 0; i < 8; i += 2) {
+      y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    Vec z[8];
+    for (int i = 0; i < 8; i += 4) {
+      z[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+      z[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+      z[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+      z[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm256_permute2f128_ps(z[i], z[4 + i], 0x20);
+      x[4 + i] = _mm256_permute2f128_ps(z[i], z[4 + i], 0x31);
+    }
+  }
+
   // x * 2^n where z >= cutoff, NaN where z is NaN, else 0. n holds integers from -126 on where z >= cutoff.
   static Vec scale_above(Vec x, Vec n, Vec z, Vec cutoff) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);

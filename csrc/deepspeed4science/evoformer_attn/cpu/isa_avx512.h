@@ -57,12 +57,48 @@ struct Avx512 {
   static float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
   static float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 
+  // The transpose of sixteen vectors: pairs of 32, of 64, then of 128 bits change places.
+  static void transpose(Vec (&x)[16]) {
+    Vec y[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    Vec z[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      z[i] = unpacklo_pairs(y[i], y[i + 2]);
+      z[i + 1] = unpackhi_pairs(y[i], y[i + 2]);
+      z[i + 2] = unpacklo_pairs(y[i + 1], y[i + 3]);
+      z[i + 3] = unpackhi_pairs(y[i + 1], y[i + 3]);
+    }
+    // z[4 g + c] holds columns c, c + 4, c + 8, c + 12 of rows 4 g .. 4 g + 3, a quarter each.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const Vec low_even = _mm512_shuffle_f32x4(z[c], z[4 + c], 0x88);
+      const Vec low_odd = _mm512_shuffle_f32x4(z[c], z[4 + c], 0xdd);
+      const Vec high_even = _mm512_shuffle_f32x4(z[8 + c], z[12 + c], 0x88);
+      const Vec high_odd = _mm512_shuffle_f32x4(z[8 + c], z[12 + c], 0xdd);
+      x[c] = _mm512_shuffle_f32x4(low_even, high_even, 0x88);
+      x[8 + c] = _mm512_shuffle_f32x4(low_even, high_even, 0xdd);
+      x[4 + c] = _mm512_shuffle_f32x4(low_odd, high_odd, 0x88);
+      x[12 + c] = _mm512_shuffle_f32x4(low_odd, high_odd, 0xdd);
+    }
+  }
+
   // x * 2^n where z >= cutoff or z is NaN, else 0. n holds integers.
   static Vec scale_above(Vec x, Vec n, Vec z, Vec cutoff) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(z, cutoff, _CMP_NLT_UQ), x, n);
   }
 
  private:
+  static Vec unpacklo_pairs(Vec a, Vec b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  static Vec unpackhi_pairs(Vec a, Vec b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
   static Vec widen(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }

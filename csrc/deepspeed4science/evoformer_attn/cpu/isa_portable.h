@@ -63,6 +63,17 @@ struct Portable {
   }
   static float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
+  static void transpose(Vec (&x)[4]) {
+    const Vec a{x[0][0], x[1][0], x[2][0], x[3][0]};
+    const Vec b{x[0][1], x[1][1], x[2][1], x[3][1]};
+    const Vec c{x[0][2], x[1][2], x[2][2], x[3][2]};
+    const Vec d{x[0][3], x[1][3], x[2][3], x[3][3]};
+    x[0] = a;
+    x[1] = b;
+    x[2] = c;
+    x[3] = d;
+  }
+
   // x * 2^n where z >= cutoff, NaN where z is NaN, else 0. n holds integers from -126 on where z >= cutoff.
   static Vec scale_above(Vec x, Vec n, Vec z, Vec cutoff) {
     const Mask keep = z >= cutoff;
