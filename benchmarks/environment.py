@@ -53,7 +53,7 @@ def describe(device: torch.device, *, commit: str | None = None) -> Environment:
         if on_gpu
         else None,
         cuda=torch.version.cuda if on_gpu else None,
-        cudnn=torch.backends.cudnn.version() if on_gpu else None,
+        cudnn=torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]
     )
 
 

@@ -8,7 +8,6 @@ mask that SDPA accepts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,9 +138,9 @@ def _qkv(leaves: Leaves) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(leaves[name] for name in ("q", "k", "v"))  # type: ignore[return-value]  # present
 
 
-def all_peers() -> dict[str, Callable[[], Peer]]:
-    """Every peer by name; those of the GPU are imported only when they are asked for."""
-    from benchmarks import peers_cuda
+def all_peers() -> dict[str, type[Peer]]:
+    """Every peer by name."""
+    from benchmarks import peers_cuda  # which builds on this module
 
-    classes = (Ours, Eager, Sdpa, *peers_cuda.PEERS)
+    classes: tuple[type[Peer], ...] = (Ours, Eager, Sdpa, *peers_cuda.PEERS)
     return {cls.name: cls for cls in classes}

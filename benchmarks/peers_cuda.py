@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 
@@ -39,7 +40,7 @@ class Flex(Peer):
     name = "flex"
 
     def __init__(self) -> None:
-        self._compiled = None
+        self._compiled: Callable[..., torch.Tensor] | None = None
 
     def not_available(self, setting: Setting) -> str | None:
         return _not_on_gpu(setting) or _missing("torch.nn.attention.flex_attention")
@@ -136,7 +137,9 @@ class DeepSpeed(Peer):
     def forward(self, leaves: Leaves) -> torch.Tensor:
         from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 
-        return DS4Sci_EvoformerAttention(*_qkv(leaves), [leaves["bias1"], leaves["bias2"]])
+        biases = [leaves["bias1"], leaves["bias2"]]
+        o: torch.Tensor = DS4Sci_EvoformerAttention(*_qkv(leaves), biases)
+        return o
 
 
 class CuEquivariance(Peer):
@@ -171,7 +174,8 @@ class CuEquivariance(Peer):
     def forward(self, leaves: Leaves) -> torch.Tensor:
         from cuequivariance_ops_torch import triangle_attention
 
-        return triangle_attention(*_qkv(leaves), leaves["bias2"], mask=leaves["mask"])
+        o: torch.Tensor = triangle_attention(*_qkv(leaves), leaves["bias2"], mask=leaves["mask"])
+        return o
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         return o.transpose(2, 3)
@@ -201,7 +205,8 @@ class Trifast(Peer):
     def forward(self, leaves: Leaves) -> torch.Tensor:
         from trifast import triangle_attention
 
-        return triangle_attention(*_qkv(leaves), leaves["bias2"], leaves["mask"])
+        o: torch.Tensor = triangle_attention(*_qkv(leaves), leaves["bias2"], leaves["mask"])
+        return o
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         return o.permute(0, 2, 3, 1, 4)

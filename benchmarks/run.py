@@ -74,9 +74,19 @@ class _Ready:
         # Compiles what has to be compiled, and shows the layout of the output's gradient.
         self._o: torch.Tensor | None = peer.forward(self.leaves)
         self._grad_output = torch.empty_like(self._o).normal_()
-        self.gradients()
-        if "bwd" not in options.directions:
+        self.backward_failure = self._try_backward(options)
+        if "bwd" not in options.directions or self.backward_failure:
             self.drop_graph()
+
+    def _try_backward(self, options: Options) -> str | None:
+        """Why there is no backward; a peer whose backward does not compile still has a forward."""
+        if list(options.directions) == ["fwd"]:
+            return None
+        try:
+            self.gradients()
+        except Exception as error:  # a peer may fail in any way
+            return _in_one_line(error)
+        return None
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
         assert self._o is not None  # drop_graph comes after the last backward
@@ -124,19 +134,23 @@ def run_workload(
                 ready[peer.name] = _Ready(peer, inputs, workload, options)
                 continue
             except Exception as error:  # a peer may fail in any way; the others still run
-                reason = f"{type(error).__name__}: {str(error)[:300]}"
+                reason = _in_one_line(error)
         skipped.append(Skipped(workload.id, dtype_name, peer.name, reason))
+    for name, entry in ready.items():
+        if entry.backward_failure:
+            reason = f"no backward: {entry.backward_failure}"
+            skipped.append(Skipped(workload.id, dtype_name, name, reason))
 
     errors = _errors(workload, inputs, ready, options) if options.with_errors else {}
-    timings = {
-        direction: measure(
-            {name: r.call(direction) for name, r in ready.items()},
-            device,
-            budget_s=options.budget_s,
-        )
-        for direction in options.directions
-        if ready
-    }
+    timings = {}
+    for direction in options.directions:
+        calls = {
+            name: entry.call(direction)
+            for name, entry in ready.items()
+            if direction == "fwd" or not entry.backward_failure
+        }
+        if calls:
+            timings[direction] = measure(calls, device, budget_s=options.budget_s)
     for entry in ready.values():
         entry.drop_graph()
     rows = []
@@ -159,6 +173,10 @@ def run_workload(
                 )
             )
     return rows, skipped
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _flop(workload: Workload, direction: str) -> int:

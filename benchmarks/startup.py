@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.inputs import make_inputs
 from benchmarks.peers import Eager, Ours, Peer, Sdpa
+from benchmarks.shapes import Workload
 from deepspeed4science.demo.measure import synchronize
 from deepspeed4science.demo.startup import Startup, measure_startup
 
-TINY = (1, 1, 8, 1, 16)  # B, N, L, H, D: next to no arithmetic
+TINY = Workload("tiny", 1, 1, 8, 1, 16, "next to no arithmetic")
 CALLS_PER_SAMPLE = 200  # few enough that a GPU's launch queue does not fill
 NUM_SAMPLES = 25
 
@@ -41,20 +43,14 @@ class StartupResult:
 
 def measure_overhead(*, dtype: torch.dtype, device: torch.device) -> list[Overhead]:
     """Ours, eager and SDPA in turn, again and again."""
-    B, N, L, H, _ = TINY  # noqa: N806 - the contract's symbols
-    leaves = {name: torch.randn(TINY, device=device, dtype=dtype) for name in ("q", "k", "v")}
-    leaves["bias1"] = torch.zeros(B, N, 1, 1, L, device=device, dtype=dtype)
-    leaves["bias2"] = torch.zeros(B, 1, H, L, L, device=device, dtype=dtype)
-    heads_first = {
-        name: tensor.flatten(0, 1).transpose(1, 2) if name in ("q", "k", "v") else tensor
-        for name, tensor in leaves.items()
-    }
+    inputs = make_inputs(TINY, dtype=dtype, device=device, seed=0)
     peers: tuple[Peer, ...] = (Ours(), Eager(), Sdpa())
+    leaves = {peer.name: peer.adapt(inputs) for peer in peers}
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
     with torch.no_grad():
         for sample in range(NUM_SAMPLES + 2):
             for peer in peers:
-                tensors = heads_first if peer.name == "sdpa" else leaves
+                tensors = leaves[peer.name]
                 synchronize(device)
                 start = time.perf_counter()
                 for _ in range(CALLS_PER_SAMPLE):

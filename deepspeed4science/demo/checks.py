@@ -41,8 +41,7 @@ def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
     if not same_places or not torch.equal(x[ref.isinf()], ref[ref.isinf()]):
         return float("inf")
     x, ref = x[finite], ref[finite]
-    size = ref.norm().item()
-    difference = (x - ref).norm().item()
+    size, difference = float(ref.norm()), float((x - ref).norm())
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / size

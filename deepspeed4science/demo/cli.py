@@ -19,9 +19,7 @@ from deepspeed4science.demo.measure import Timing, peak_extra_bytes, time_interl
 from deepspeed4science.demo.picture import UBIQUITIN_STRUCTURE, draw_attention, query_attention
 from deepspeed4science.demo.startup import measure_startup
 
-PICTURE_NOTE = (
-    "average of 8 heads, untrained fixed weights: what the alignment alone suggests, not a prediction"
-)
+PICTURE_NOTE = "8 heads averaged, untrained weights: the alignment alone, not a prediction"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -68,11 +68,12 @@ class _Weights:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=self._generator) / rows**0.5
+        return torch.randn(rows, columns, generator=self._generator) * float(rows) ** -0.5
 
 
 def _normalise(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+    normal: torch.Tensor = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    return normal
 
 
 def embed(alignment: Alignment, *, seed: int = 0) -> Representations:
@@ -137,7 +138,7 @@ def attention_cases(
             query + 3**0.5 * key
         ) / 2  # half alike: residues lean towards their like, as in trained heads
         q, k, v = (x @ w for w in (query, key, value))
-        q, k, v = (t.unflatten(-1, (count, HEAD_DIM)).unsqueeze(0) for t in (q, k, v))
+        q, k, v = (t.view(1, *t.shape[:-1], count, HEAD_DIM) for t in (q, k, v))
         return finish(q), finish(k), finish(v)
 
     def mask(present: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def query_attention(op: Attention, case: AttentionCase) -> torch.Tensor:
     _, _, length, heads, width = q.shape
     identity = torch.eye(length, -(-length // width) * width, dtype=q.dtype, device=q.device)
     parts = []
-    for columns in identity.split(width, dim=1):
+    for columns in torch.split(identity, width, dim=1):
         v = columns[None, None, :, None, :].expand(1, 1, length, heads, width)
         with torch.no_grad():
             parts.append(op(q, k, v, [bias1, bias2])[0, 0].float().mean(dim=1))

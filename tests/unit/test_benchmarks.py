@@ -37,6 +37,20 @@ class Broken(Eager):
         raise RuntimeError("no such kernel")
 
 
+class OnlyForward(Eager):
+    name = "only-forward"
+
+    def forward(self, leaves):
+        o = super().forward(leaves)
+        if o.requires_grad:
+            o.register_hook(self._refuse)
+        return o
+
+    @staticmethod
+    def _refuse(gradient):
+        raise NotImplementedError("no backward of this shape")
+
+
 def run(peers: list[Peer], workload: Workload = SMALL, **options):
     settings = Options(directions=("fwd", "bwd", "fwd+bwd"), budget_s=0.01, **options)
     return run_workload(workload, peers, dtype=torch.float32, device=CPU, options=settings)
@@ -82,6 +96,12 @@ def test_a_peer_that_fails_is_recorded_and_the_others_run():
     rows, skipped = run([Broken(), Eager()])
     assert [(s.peer, s.reason) for s in skipped] == [("broken", "RuntimeError: no such kernel")]
     assert {row.peer for row in rows} == {"eager"}
+
+
+def test_a_peer_without_a_backward_keeps_its_forward():
+    rows, skipped = run([OnlyForward()])
+    assert [row.direction for row in rows] == ["fwd"]
+    assert "no backward of this shape" in skipped[0].reason
 
 
 def test_masks_never_hide_every_key():
