@@ -1,0 +1,36 @@
+"""`python -m deepspeed4science COMMAND`: each command's own `--help` says more."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str  # its `main(argv)` returns the exit code
+    meaning: str
+
+
+COMMANDS = {
+    "report": Command("deepspeed4science.report", "what runs here, and what mends the rest"),
+    "demo": Command("deepspeed4science.demo", "a real protein family through all four attentions"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        wanted = name in ("-h", "--help")
+        lines = [f"  {key:<8} {command.meaning}" for key, command in COMMANDS.items()]
+        usage = "\n".join(["usage: python -m deepspeed4science COMMAND [OPTIONS]", "", *lines])
+        print(usage, file=sys.stdout if wanted else sys.stderr)
+        return 0 if wanted else 2
+    module = importlib.import_module(COMMANDS[name].module)
+    return int(module.main(list(argv[1:])) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

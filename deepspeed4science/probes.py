@@ -1,0 +1,298 @@
+"""The questions that the report asks of a machine, each under guard: a failure is a value.
+
+PyTorch is asked in a process of its own. A broken installation may raise, crash or hang there, and
+no CUDA context is created here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deepspeed4science.report import (
+    CacheRow,
+    CpuRow,
+    GpuRow,
+    OpRow,
+    Report,
+    SoftwareRow,
+    judge,
+)
+from deepspeed4science.torch_probe import TorchAnswer, TorchProbe
+
+if TYPE_CHECKING:
+    from op_builder.cutlass import Cutlass
+    from op_builder.tool import Tool
+
+Answer = TypeVar("Answer")
+
+_SMALL_DISK_BYTES = 64 << 20  # a build folder of the largest kernels needs less
+
+
+class Probes:
+    """Asks, and keeps what went wrong or deserves a word for the end of the report."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def ask(self, what: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return question()
+        except Exception as error:
+            self.warn(f"{what} could not be found out: {type(error).__name__}: {error}")
+            return otherwise
+
+    def warn(self, warning: str) -> None:
+        flat = " ".join(warning.split())
+        if flat not in self.warnings:
+            self.warnings.append(flat)
+
+
+def collect() -> Report:
+    probes = Probes()
+    torch_probe = TorchProbe()  # runs while the other questions are asked
+    software = [
+        probes.ask(name, partial(find, probes), _unknown(name))
+        for name, find in (
+            ("nvcc", _nvcc),
+            ("host compiler", _host_compiler),
+            ("ninja", _ninja),
+            ("CUTLASS", _cutlass),
+            ("py-cpuinfo", _py_cpuinfo),
+        )
+    ]
+    cpu = probes.ask("the processor", _cpu, CpuRow("", {}))
+    cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
+    probes.ask("TORCH_CUDA_ARCH_LIST", _check_arch_list, None)
+    torch = torch_probe.answer()
+    for warning in torch.warnings:
+        probes.warn(f"torch: {warning}")
+    gpus = tuple(
+        probes.ask(
+            "a GPU's template family",
+            partial(_gpu, gpu),
+            GpuRow(gpu["name"], "unknown", "unknown"),
+        )
+        for gpu in torch.gpus
+    )
+    no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
+    no_ops: tuple[OpRow, ...] = ()
+    ops = probes.ask("the ops", partial(_ops, probes, no_gpu), no_ops)
+    usable, verdict = judge(torch.ok, gpus, ops)
+    return Report(
+        version=probes.ask("our version", _version, "unknown"),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        ops=ops,
+        software=(*_torch_rows(torch), *software),
+        gpus=gpus,
+        no_gpu=no_gpu,
+        cpu=cpu,
+        cache=cache,
+        usable=usable,
+        verdict=verdict,
+        warnings=tuple(probes.warnings),
+    )
+
+
+def _version() -> str:
+    from deepspeed4science import __version__
+
+    return __version__
+
+
+_ONLY_CUDA = "only CUDA ops need it"
+
+
+def _unknown(name: str) -> SoftwareRow:
+    return SoftwareRow(name, False, reason="see the warnings")
+
+
+def _torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:
+    cuda = torch.cuda or "none"
+    where = "" if torch.cuda else "this PyTorch is built for the CPU only"
+    return (
+        SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
+        *([SoftwareRow("CUDA of torch", True, cuda, where)] if torch.ok else []),
+        *([SoftwareRow("CUDA driver", True, torch.driver)] if torch.driver else []),
+    )
+
+
+def _nvcc(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_nvcc(), probes, absent=_ONLY_CUDA)
+
+
+def _host_compiler(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_host_compiler(), probes)
+
+
+def _ninja(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_ninja(), probes)
+
+
+def _tool_row(tool: Tool, probes: Probes, absent: str = "") -> SoftwareRow:
+    _warn_passed_over(tool.name, tool, probes)
+    where = f"{tool.path} ({tool.where_found})" if tool.path else absent
+    return SoftwareRow(tool.name, tool.ok, tool.version, where, tool.reason, tool.remedy)
+
+
+def _cutlass(probes: Probes) -> SoftwareRow:
+    from op_builder.cutlass import find_cutlass
+
+    found = find_cutlass()
+    _warn_passed_over("CUTLASS", found, probes)
+    where = f"{found.include_dir} ({found.where_found})" if found.include_dir else _ONLY_CUDA
+    return SoftwareRow("CUTLASS", found.ok, found.version, where, found.reason, found.remedy)
+
+
+def _warn_passed_over(name: str, found: Tool | Cutlass, probes: Probes) -> None:
+    """Only when another one is used instead; otherwise the row itself gives the reason."""
+    for place in found.passed_over:
+        if found.ok:
+            probes.warn(f"{name}: passed over {place}")
+
+
+def _py_cpuinfo(_probes: Probes) -> SoftwareRow:
+    from importlib import metadata
+
+    try:
+        return SoftwareRow("py-cpuinfo", True, metadata.version("py-cpuinfo"))
+    except metadata.PackageNotFoundError:
+        return SoftwareRow(
+            "py-cpuinfo",
+            False,
+            reason="it is not installed; the system's own list of the processor's features serves",
+            remedy="pip install py-cpuinfo",
+        )
+
+
+def _cpu() -> CpuRow:
+    from op_builder import cpu_isa
+
+    name = cpu_isa.processor().brand
+    try:
+        found = cpu_isa.detect()
+    except RuntimeError as error:  # DS4S_CPU_ISA asks for what cannot be had; the op's row says so
+        return CpuRow(name, {}, str(error))
+    notes = [f"not {isa}: {why}" for isa, why in found.refused]
+    isas = {dtype: found.best(dtype) for dtype in ("fp32", "fp16", "bf16")}
+    return CpuRow(name, isas, "; ".join(notes))
+
+
+def _cache(probes: Probes) -> CacheRow:
+    from op_builder import paths
+
+    root = paths.cache_root()
+    size, kernels = 0, 0
+    for folder, _, files in os.walk(root):
+        for file in files:
+            path = Path(folder, file)
+            size += path.lstat().st_size if path.exists() else 0
+            kernels += path.suffix == ".so" and path.parent.parent.name == "units"
+    existing = next((place for place in (root, *root.parents) if place.is_dir()), Path("/"))
+    note = ""
+    if not _can_write(existing):
+        note = "it cannot be written: every process compiles again what no read-only cache holds"
+        probes.warn(
+            f"the cache {root} cannot be written; set DS4S_CACHE_DIR to a folder that can be"
+        )
+    elif shutil.disk_usage(existing).free < _SMALL_DISK_BYTES:
+        probes.warn(f"the disk of the cache {root} is nearly full; free some space")
+    for shared in paths.readonly_roots():
+        if not shared.is_dir():
+            probes.warn(f"DS4S_CACHE_PATH names {shared}, which is not a folder")
+    return CacheRow(str(root), kernels, size, note)
+
+
+def _can_write(folder: Path) -> bool:
+    """Tried and not asked: permissions say nothing of read-only mounts, quotas and root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _check_arch_list() -> None:
+    from op_builder import arch, env
+
+    arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
+
+
+def _gpu(gpu: dict[str, Any]) -> GpuRow:
+    from op_builder import arch, env
+
+    major, minor = gpu["capability"]
+    forced = env.text("DS4S_CUDA_FAMILY")
+    family = f"{forced} (DS4S_CUDA_FAMILY)" if forced else arch.family((major, minor))
+    return GpuRow(gpu["name"], f"{major}.{minor}", family or "none: 7.0 is the oldest served")
+
+
+def _no_gpu(torch: TorchAnswer) -> str:
+    """Why PyTorch sees none; nvidia-smi is asked only then."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+        present = answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else ""
+    except (OSError, subprocess.SubprocessError):
+        present = ""
+    if not torch.ok:
+        return "PyTorch could not be asked" + (f"; the driver has {present}" if present else "")
+    if present and not torch.cuda:
+        return f"the driver has {present}, but this PyTorch is built for the CPU only"
+    if present:
+        return f"the driver has {present}, but PyTorch cannot use it"
+    return "neither PyTorch nor the driver sees one"
+
+
+def _ops(probes: Probes, no_gpu: str) -> tuple[OpRow, ...]:
+    from op_builder import ALL_OPS
+
+    return tuple(
+        probes.ask(
+            name,
+            partial(_op, name, builder, no_gpu, probes),
+            OpRow(name, _device(builder), "not", "", "see the warnings"),
+        )
+        for name, builder in ALL_OPS.items()
+    )
+
+
+def _device(builder: Any) -> str:
+    """A builder that does not say is taken for a CUDA one: too good news is worse than too bad."""
+    return str(getattr(builder, "DEVICE", "cuda"))
+
+
+def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
+    device = _device(builder)
+    status = builder.status()
+    whys = [(obstacle.reason, obstacle.remedy) for obstacle in status.obstacles]
+    detail = f"{status.num_ready} of {status.num_kernels} kernels compiled"
+    if device == "cuda" and no_gpu:
+        remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"
+        whys = [(f"no GPU: {no_gpu}", remedy), *whys]
+    elif status.usable:
+        for reason, remedy in whys:
+            probes.warn(f"{name}: no other kernel can be compiled: {reason}; {remedy}")
+        return OpRow(name, device, status.state, detail)
+    reasons = "; ".join(reason for reason, _ in whys) or "its builder gives no reason"
+    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in whys if remedy))
+    return OpRow(name, device, "not", "", reasons, remedies)

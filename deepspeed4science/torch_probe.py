@@ -1,0 +1,144 @@
+"""PyTorch's version, CUDA and GPUs, asked in a process of its own: it may raise, crash or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+OLDEST = (2, 10)
+TIMEOUT_S = 60.0  # a first import from a network file system may take most of it
+
+_MARK = "deepspeed4science-torch-probe "
+_INSTALL = "pip install 'torch>=2.10'"
+
+# Prints one line behind the mark, whatever else the import prints. cuDriverGetVersion may be called
+# before cuInit and creates no context.
+_PROGRAM = """\
+import ctypes, json, sys, warnings
+sys.path[:] = json.loads(sys.argv[1])
+said = {"gpus": [], "driver": ""}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", UserWarning)
+    try:
+        import torch
+        said["version"] = str(torch.__version__)
+        said["where"] = str(torch.__file__)
+        said["cuda"] = str(torch.version.cuda or "")
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                said["gpus"].append({
+                    "name": torch.cuda.get_device_name(index),
+                    "capability": list(torch.cuda.get_device_capability(index)),
+                })
+    except BaseException as error:
+        said["error"] = type(error).__name__ + ": " + str(error)
+        said["missing"] = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    if said.get("cuda"):
+        try:
+            number = ctypes.c_int()
+            if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
+                said["driver"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        except OSError:
+            pass
+said["warnings"] = [str(one.message) for one in caught if "cuda" in str(one.message).lower()]
+print("\\n" + sys.argv[2] + json.dumps(said), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class TorchAnswer:
+    ok: bool
+    version: str = ""
+    where: str = ""
+    cuda: str = ""  # the CUDA that this PyTorch is built for; empty for a CPU build
+    driver: str = ""  # the newest CUDA that the driver serves
+    gpus: tuple[dict[str, Any], ...] = ()  # {"name": str, "capability": [major, minor]}
+    reason: str = ""
+    remedy: str = ""
+    warnings: tuple[str, ...] = field(default=())
+
+
+class TorchProbe:
+    """Begins to ask when constructed; `answer` waits for it and never raises."""
+
+    def __init__(self) -> None:
+        self._problem = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            # A file and not a pipe: nothing blocks while nobody reads.
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in answer)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), _MARK],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+            )
+        except (OSError, ValueError, TypeError) as error:
+            self._problem = f"it could not be asked: {error}"
+
+    def answer(self) -> TorchAnswer:
+        if self._process is None:
+            return _broken(self._problem)
+        try:
+            self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return _broken(f"importing it did not end within {TIMEOUT_S:.0f} s")
+        self._output.seek(0)
+        text = self._output.read().decode(errors="replace")
+        self._output.close()
+        for line in reversed(text.splitlines()):
+            if line.startswith(_MARK):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    return _understood(json.loads(line[len(_MARK) :]))
+        return _broken(f"importing it ended the process{_how(self._process.returncode)}")
+
+
+def _understood(said: dict[str, Any]) -> TorchAnswer:
+    warnings = tuple(said["warnings"])
+    if said.get("missing"):
+        return TorchAnswer(False, reason="it is not installed", remedy=_INSTALL)
+    if "error" in said and "version" not in said:
+        return _broken(f"importing it fails: {_first_line(said['error'])}")
+    version, where, cuda = said["version"], said["where"], said["cuda"]
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    old = f"it is {version}; {'.'.join(map(str, OLDEST))} is the oldest that serves"
+    if "error" in said:
+        warnings = (*warnings, f"asking for GPUs failed: {_first_line(said['error'])}")
+    ok = numbers >= OLDEST
+    return TorchAnswer(
+        ok=ok,
+        version=version,
+        where=where,
+        cuda=cuda,
+        driver=said["driver"],
+        gpus=tuple(said["gpus"]),
+        reason="" if ok else old,
+        remedy="" if ok else _INSTALL,
+        warnings=tuple(_first_line(warning) for warning in warnings),
+    )
+
+
+def _broken(reason: str) -> TorchAnswer:
+    remedy = 'python -c "import torch" shows all of it; pip install --force-reinstall torch'
+    return TorchAnswer(False, reason=reason, remedy=remedy)
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:300]
+
+
+def _how(returncode: int) -> str:
+    if returncode >= 0:
+        return f" with exit code {returncode}"
+    try:
+        return f" by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f" by signal {-returncode}"
