@@ -188,11 +188,13 @@ class Build:
         name = built.job.name
         try:
             entry = cache.publish(self._root, built)
-            return LoadedKernel(entry.library, name, "built")
+            try:
+                return LoadedKernel(entry.library, name, "built")
+            except ValueError as error:
+                cache.discard(entry)
+                raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
         except OSError as error:
             why = error
-        except ValueError as error:
-            raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
         try:
             kernel = LoadedKernel(built.library, name, "built")
         except (OSError, ValueError) as error:

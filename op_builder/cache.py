@@ -160,6 +160,11 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
     return True
 
 
+def discard(entry: Entry) -> None:
+    """Take back what was published and turned out to be wrong from the beginning."""
+    shutil.rmtree(entry.folder, ignore_errors=True)
+
+
 def _candidates(root: Path, job: CompileJob) -> Iterator[Path]:
     return _folders(root, f"{job.name}-{job.asked}")
 

@@ -1,0 +1,59 @@
+"""Folders for the loader's tests: an ordinary one, and file systems that refuse to be written."""
+
+import os
+import subprocess
+
+import pytest
+
+from .toys import Workshop
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    return Workshop.make(tmp_path / "workshop")
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path):
+    """A function that mounts a small file system of its own; needs the right to mount."""
+    mounted = []
+
+    def mount(folder, size):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"a file system of our own cannot be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def make_readonly(mount_tmpfs):
+    """A function that makes a filled folder read-only, for root as well."""
+    changed = []
+
+    def make(folder):
+        if os.geteuid() != 0:
+            for path in (folder, *folder.rglob("*")):
+                if path.is_dir():
+                    path.chmod(0o555)
+                    changed.append(path)
+            return
+        bind = ["mount", "--bind", str(folder), str(folder)]
+        done = subprocess.run(bind, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"nothing can be mounted read-only here: {done.stderr.strip()}")
+        changed.append(folder)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+
+    yield make
+    for path in changed:
+        if os.geteuid() != 0:
+            path.chmod(0o755)
+        else:
+            subprocess.run(["umount", "-l", str(path)], check=True)

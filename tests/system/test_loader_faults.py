@@ -1,0 +1,292 @@
+"""What goes wrong on real machines, really done: damaged entries, unwritable disks, failing tools."""
+
+import json
+import shutil
+import struct
+
+import pytest
+
+FAILS = "\ntry:\n    load()\nexcept {error} as error:\n    report(error=str(error))\n"
+
+
+def test_second_process_finds_the_first_ones_build(workshop):
+    """Compiled once, then loaded from the cache without running a compiler."""
+    first, second = workshop.run(), workshop.run()
+    assert (first.origin, second.origin) == ("built", "cache")
+    assert first.report["answer"] == second.report["answer"] == [42]
+    assert first.report["path"] == second.report["path"]
+    assert workshop.num_compilations() == 1
+    assert "compiling toy" in first.messages
+    assert second.messages == ""
+
+
+def _truncate(library, meta):
+    library.write_bytes(library.read_bytes()[:1000])
+
+
+def _empty(library, meta):
+    library.write_bytes(b"")
+
+
+def _lose(library, meta):
+    library.unlink()
+
+
+def _flip_one_byte(library, meta):
+    data = bytearray(library.read_bytes())
+    data[len(data) // 2] ^= 1
+    library.write_bytes(data)
+
+
+def _other_machine(library, meta):
+    data = bytearray(library.read_bytes())
+    data[18:20] = struct.pack("<H", 183 if data[18] == 62 else 62)  # AArch64 for x86-64
+    library.write_bytes(data)
+
+
+def _cut_meta(library, meta):
+    meta.write_text(meta.read_text()[:100])
+
+
+def _lose_meta(library, meta):
+    meta.unlink()
+
+
+DAMAGES = [_truncate, _empty, _lose, _flip_one_byte, _other_machine, _cut_meta, _lose_meta]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_damaged_entry_is_set_aside_and_rebuilt_once(workshop, damage):
+    """Never a crash, never a wrong library: one warning, one rebuild, then all is well again."""
+    workshop.run()
+    (entry,) = workshop.entries
+    damage(entry / "toy.so", entry / "meta.json")
+    second, third = workshop.run(), workshop.run()
+    assert (second.origin, third.origin) == ("built", "cache")
+    assert second.report["answer"] == third.report["answer"] == [42]
+    assert workshop.num_compilations() == 2
+    assert "moved to" in second.messages
+    assert (workshop.cache / "aside" / entry.name).is_dir()
+    assert third.messages == ""
+
+
+def test_library_that_needs_a_newer_glibc_is_a_miss(workshop):
+    """A cache shared with a newer system: compiled again, and the other's entry is left alone."""
+    workshop.run()
+    (entry,) = workshop.entries
+    meta = json.loads((entry / "meta.json").read_text())
+    (entry / "meta.json").write_text(json.dumps(meta | {"glibc": [99, 1]}))
+    newer = entry.rename(entry.with_name(entry.name[:-4] + "beef"))  # as its own key would differ
+    assert workshop.run().origin == "built"
+    assert newer.is_dir()
+    assert not (workshop.cache / "aside").exists()
+
+
+def test_readonly_cache_uses_a_private_copy(workshop, make_readonly):
+    """A cache that cannot be written costs a compilation and one warning, not the job."""
+    workshop.cache.mkdir()
+    make_readonly(workshop.cache)
+    for _ in range(2):
+        outcome = workshop.run("report(**load('toy', 'other'))")
+        assert outcome.report["answer"] == [42, 42]
+        assert outcome.messages.count("cannot be kept") == 1
+        assert "DS4S_CACHE_DIR" in outcome.messages
+    assert list(workshop.build_root.iterdir()) == []
+
+
+def test_readonly_cache_that_has_the_kernel_is_used(workshop, make_readonly):
+    workshop.run()
+    make_readonly(workshop.cache)
+    outcome = workshop.run()
+    assert (outcome.origin, outcome.messages) == ("cache", "")
+
+
+def test_damaged_entry_in_a_readonly_cache_is_passed_over(workshop, make_readonly):
+    workshop.run()
+    _truncate(workshop.entries[0] / "toy.so", None)
+    make_readonly(workshop.cache)
+    outcome = workshop.run()
+    assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
+    assert "cannot be kept" in outcome.messages
+
+
+def test_full_disk_under_the_cache_uses_a_private_copy(workshop, mount_tmpfs):
+    """ENOSPC in the middle of publishing leaves nothing behind."""
+    mount_tmpfs(workshop.cache, "64k")
+    filler = workshop.cache / "filler"
+    filler.write_bytes(b"0" * 52 * 1024)
+    outcome = workshop.run()
+    assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
+    assert "No space left on device" in outcome.messages
+    assert workshop.entries == []
+    filler.unlink()
+    assert workshop.run().origin == "built"
+    assert workshop.run().origin == "cache"
+
+
+def test_full_temporary_folder_is_told(workshop, mount_tmpfs):
+    mount_tmpfs(workshop.build_root, "16k")
+    try:
+        (workshop.build_root / "filler").write_bytes(b"0" * 64 * 1024)
+    except OSError:
+        pass  # full, as wanted
+    outcome = workshop.run(FAILS.format(error="BuildError"))
+    assert "No space left on device" in outcome.report["error"]
+    assert "TMPDIR" in outcome.report["error"]
+
+
+def test_cache_path_below_a_file(workshop):
+    """A cache folder that cannot exist is like one that cannot be written."""
+    workshop.cache.write_text("a file, not a folder")
+    outcome = workshop.run()
+    assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
+    assert "cannot be kept" in outcome.messages
+
+
+def test_compile_error_shows_the_compilers_first_error(workshop):
+    """The error a person needs: first error with its lines, command, whole log, and a hint."""
+    workshop.include.joinpath("toy.h").write_text('const int kBroken = "text";\n#define TOY_STATUS 0\n')
+    error = workshop.run(FAILS.format(error="CompileError")).report["error"]
+    assert "compiling toy failed" in error
+    assert "> " in error and "kBroken" in error and "toy.h:1" in error
+    assert str(workshop.compiler) in error
+    log = error.partition("log: ")[2].splitlines()[0]
+    assert "kBroken" in open(log).read()
+    assert "hint: " in error
+    workshop.write_header(40)
+    assert workshop.run().origin == "built"
+
+
+def test_missing_header_is_named(workshop):
+    workshop.include.joinpath("toy.h").unlink()
+    error = workshop.run(FAILS.format(error="CompileError")).report["error"]
+    assert "toy.h: No such file" in error
+    assert "hint: a header is missing" in error
+
+
+def test_other_units_survive_one_that_fails(workshop):
+    """One refused source does not throw away what compiled beside it."""
+    script = """
+jobs = [toy("good"), toy("bad", source="not C++")]
+try:
+    jit.load(jobs)
+except CompileError as error:
+    report(error=str(error), good=load("good")["origin"])
+"""
+    outcome = workshop.run(script)
+    assert "compiling bad failed" in outcome.report["error"]
+    assert outcome.report["good"] == ["built"]
+    assert workshop.run("report(**load('good'))").origin == "cache"
+
+
+def test_compiler_killed_for_memory_gets_the_hint(workshop):
+    workshop.set_compiler("kill -9 $$")
+    error = workshop.run(FAILS.format(error="CompileError")).report["error"]
+    assert "hint: the machine ran out of memory" in error
+    assert "MAX_JOBS=1" in error
+
+
+def test_compiler_that_vanished_is_told(workshop):
+    workshop.compiler.unlink()
+    error = workshop.run(FAILS.format(error="CompileError")).report["error"]
+    assert str(workshop.compiler) in error
+    assert "hint: a program is missing" in error
+
+
+def test_no_compiler_at_all(workshop):
+    """Without a compiler the reason and the remedy are told; a cached library is still used."""
+    without = """
+job = toy(compiler=None, identity=(), problem="host compiler: not found; install g++")
+try:
+    kernel, = jit.load([job])
+    report(origin=[kernel.origin])
+except ToolchainError as error:
+    report(error=str(error))
+"""
+    assert workshop.run(without).report == {"error": "host compiler: not found; install g++"}
+    workshop.run()
+    assert workshop.run(without).origin == "cache"
+
+
+def test_compiler_that_succeeds_with_rubbish(workshop):
+    """Exit status 0 is not believed: what cannot be loaded is never published."""
+    workshop.set_compiler(
+        'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"; touch toy.d; exit 0'
+    )
+    error = workshop.run(FAILS.format(error="BuildError")).report["error"]
+    assert "toy" in error
+    assert workshop.entries == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("ds4s_run", "ds4s_ran", "ds4s_run"),
+        ("return 1;", "return 2;", "expected toy with ABI version 1, got toy with 2"),
+        ('return "{name}"', 'return "tot"', "expected toy with ABI version 1, got tot with 1"),
+    ],
+    ids=["export", "abi", "name"],
+)
+def test_library_that_is_not_what_was_asked_for(workshop, before, after, words):
+    from .toys import SOURCE
+
+    source = SOURCE.replace(before, after).format(name="toy")
+    assert source != SOURCE.format(name="toy")
+    script = f"""
+try:
+    jit.load([toy(source={source!r})])
+except BuildError as error:
+    report(error=str(error))
+"""
+    assert words in workshop.run(script).report["error"]
+    assert workshop.entries == []
+
+
+def test_missing_ninja(workshop):
+    script = """
+from op_builder import build
+from op_builder.tool import Tool
+import op_builder.toolchain as toolchain
+toolchain.find_ninja = lambda: Tool("ninja", reason="ninja was not found", remedy="pip install ninja")
+try:
+    load()
+except ToolchainError as error:
+    report(error=str(error))
+"""
+    error = workshop.run(script).report["error"]
+    assert "ninja was not found; pip install ninja" in error
+
+
+def test_leftovers_of_killed_processes_are_removed(workshop):
+    """Folders that a SIGKILL left in the cache and in the temporary folder go with the next build."""
+    script = """
+import os, signal
+from op_builder import cache, workdir
+real = os.rename
+def die(source, target):
+    if "units" in str(target):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(source, target)
+os.rename = die
+load()
+"""
+    process = workshop.spawn(script)
+    process.communicate(timeout=60)
+    assert process.returncode == -9
+    assert [path.name.startswith(".unfinished") for path in workshop.entries] == [True]
+    assert len(list(workshop.build_root.iterdir())) == 1
+    assert workshop.run().origin == "built"
+    assert [path.name.startswith("toy-") for path in workshop.entries] == [True]
+    assert list(workshop.build_root.iterdir()) == []
+
+
+def test_entry_copied_by_hand_is_found(workshop, tmp_path):
+    """A cache is a folder like any other: baked into an image, it is read and never written."""
+    workshop.run()
+    shutil.copytree(workshop.cache, tmp_path / "image")
+    outcome = workshop.run(
+        DS4S_CACHE_PATH=f"{tmp_path}/absent:{tmp_path}/image", DS4S_CACHE_DIR=str(tmp_path / "new")
+    )
+    assert outcome.origin == "cache"
+    assert outcome.report["path"][0].startswith(f"{tmp_path}/image/")
+    assert not (tmp_path / "new" / "units").exists()

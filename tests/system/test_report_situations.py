@@ -1,0 +1,472 @@
+"""`ds_report` in every situation it must survive: it always prints, and tells the truth.
+
+Each test runs the report in a process of its own whose packages, PATH and home are laid out for the
+situation. Most use a make-believe torch, which imports at once; compilers are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fakes
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "----- as json -----"
+
+# Runs the report twice in one process, and insists on the same exit code.
+PROGRAM = f"""\
+import sys
+{{prelude}}
+from deepspeed4science.report import main
+code = main([])
+print({MARK!r})
+assert main(["--json"]) == code
+sys.exit(code)
+"""
+
+FAKE_TORCH = """\
+from types import SimpleNamespace as _N
+__version__ = {version!r}
+version = _N(cuda={cuda!r})
+_gpus = {gpus!r}
+cuda = _N(
+    is_available=lambda: bool(_gpus),
+    device_count=lambda: len(_gpus),
+    get_device_name=lambda index: _gpus[index][0],
+    get_device_capability=lambda index: _gpus[index][1],
+)
+"""
+
+# A CUDA op as the report sees one, in the state that a test wants.
+FAKE_CUDA_OP = """\
+import op_builder
+from op_builder.builder import Obstacle
+from op_builder.status import OpStatus
+class CudaOp:
+    DEVICE = "cuda"
+    def status(self):
+        return OpStatus({state!r}, 0, 8, {obstacles})
+op_builder.ALL_OPS["evoformer_attn"] = CudaOp()
+"""
+H200 = [("NVIDIA H200", (9, 0))]
+
+
+@dataclass
+class Machine:
+    """What the report's process gets to see. `folder` is this test's own."""
+
+    folder: Path
+    torch: str | None = FAKE_TORCH.format(version="2.13.0+cpu", cuda=None, gpus=[])
+    packages: tuple[str, ...] = ("ninja", "cpuinfo", "cutlass_library")
+    programs: tuple[str, ...] = ("g++", "as", "ld")
+    variables: dict[str, str] = field(default_factory=dict)
+    prelude: str = ""
+
+    def report(self) -> Outcome:
+        environment = {
+            "PATH": str(self._bin()),
+            "HOME": str(self.folder),
+            "DS4S_CACHE_DIR": str(self.folder / "cache"),
+            **self.variables,
+        }
+        ran = subprocess.run(
+            # -S: no site-packages but the folder of this machine
+            [sys.executable, "-S", "-c", self._program()],
+            env={name: value for name, value in environment.items() if value},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        text, mark, as_json = ran.stdout.partition(MARK)
+        assert mark, f"the report did not print:\n{ran.stdout}\n{ran.stderr}"
+        assert not ran.stderr, ran.stderr
+        return Outcome(ran.returncode, text, json.loads(as_json))
+
+    def _program(self) -> str:
+        places = f"sys.path[:0] = [{str(ROOT)!r}, {str(self._site())!r}]\n"
+        no_toolkit = (
+            "import op_builder.nvcc, op_builder.cutlass\nfrom pathlib import Path\n"
+            f"op_builder.nvcc.SYSTEM_PREFIX = Path({str(self.folder / 'usr-local')!r})\n"
+            "op_builder.cutlass.SYSTEM_INCLUDES = ()\n"
+        )
+        return PROGRAM.format(prelude=places + no_toolkit + self.prelude)
+
+    def _bin(self) -> Path:
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        for name in self.programs:
+            real = shutil.which(name)
+            if real is None:
+                pytest.skip(f"needs {name}")
+            fakes.wrapper(folder / name, Path(real))
+        return folder
+
+    def _site(self) -> Path:
+        site = self.folder / "site-packages"
+        site.mkdir(exist_ok=True)
+        if self.torch is not None:
+            fakes.file(site / "torch" / "__init__.py", self.torch)
+        if "ninja" in self.packages:
+            fakes.file(site / "ninja" / "__init__.py")
+            fakes.program(site / "ninja" / "data" / "bin" / "ninja", "#!/bin/sh\necho 1.13.2\n")
+        if "cpuinfo" in self.packages:
+            text = (
+                "def get_cpu_info():\n    return {'arch': 'X86_64', 'brand_raw': 'A', 'flags': []}"
+            )
+            fakes.file(site / "cpuinfo.py", text)
+            fakes.file(
+                site / "py_cpuinfo-9.0.0.dist-info" / "METADATA",
+                "Metadata-Version: 2.1\nName: py-cpuinfo\nVersion: 9.0.0\n",
+            )
+        if "cutlass_library" in self.packages:
+            fakes.file(site / "cutlass_library" / "__init__.py")
+            fakes.cutlass(site / "cutlass_library" / "source" / "include")
+        return site
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    text: str
+    json: dict[str, Any]
+
+    def op(self, name: str = "evoformer_attn_cpu") -> dict[str, str]:
+        return next(row for row in self.json["ops"] if row["name"] == name)
+
+    def software(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.json["software"] if row["name"] == name)
+
+    def line(self, start: str) -> str:
+        return next(line for line in self.text.splitlines() if line.startswith(start))
+
+    def check(self) -> None:
+        """What holds in every situation."""
+        assert self.code == (0 if self.json["usable"] else 1)
+        text = self.text.replace("\n", " ")
+        for leaf in _leaves(self.json):
+            assert leaf in text, f"{leaf!r} is in the JSON but not in the table"
+        for row in (*self.json["ops"], *self.json["software"]):
+            refused = row["state"] == "not" if "state" in row else not row["ok"]
+            mark = "[NO]" if refused else "[OKAY]"
+            assert mark in self.line(f"{row['name']} "), row
+            if refused:
+                assert row["reason"], row
+        table, _, _ = self.text.partition("\nWarnings:\n")
+        for warning in self.json["warnings"]:
+            assert warning not in table
+
+
+def _leaves(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for one in value.values() for leaf in _leaves(one)]
+    if isinstance(value, list):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [str(value)] if isinstance(value, (str, int)) and not isinstance(value, bool) else []
+
+
+def report(machine: Machine) -> Outcome:
+    outcome = machine.report()
+    outcome.check()
+    return outcome
+
+
+def test_a_machine_with_all_that_the_cpu_op_needs(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path))
+    assert (seen.code, seen.op()["state"]) == (0, "buildable")
+    assert seen.json["verdict"] == "usable on the CPU"
+    assert set(seen.json["cpu"]["isa"]) == {"fp32", "fp16", "bf16"}
+    assert not seen.json["warnings"]
+
+
+# --- something is missing ------------------------------------------------------------------------
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, programs=()))
+    assert (seen.code, seen.op()["state"]) == (1, "not")
+    assert "no C++ compiler was found" in seen.op()["reason"]
+    assert "apt-get install g++" in seen.op()["remedy"]
+    assert not seen.software("host compiler")["ok"]
+
+
+def test_a_compiler_named_in_cxx_that_is_not_there(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={"CXX": "g++-99"}))
+    assert seen.code == 1
+    assert "CXX=g++-99 names no program" in seen.op()["reason"]
+
+
+def test_no_ninja(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, packages=("cpuinfo",)))
+    assert (seen.code, seen.op()["state"]) == (1, "not")
+    assert (seen.op()["reason"], seen.op()["remedy"]) == (
+        "ninja: ninja was not found",
+        "pip install ninja",
+    )
+
+
+def test_no_cutlass_does_not_concern_the_cpu(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, packages=("ninja", "cpuinfo")))
+    assert seen.code == 0
+    assert "pip install --no-deps nvidia-cutlass" in seen.software("CUTLASS")["remedy"]
+
+
+def test_no_py_cpuinfo(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, packages=("ninja",)))
+    assert seen.code == 0
+    assert seen.software("py-cpuinfo")["remedy"] == "pip install py-cpuinfo"
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, torch=None))
+    assert seen.code == 1
+    assert seen.software("torch")["reason"] == "it is not installed"
+    assert "pip install" in seen.software("torch")["remedy"]
+    assert seen.op()["state"] == "buildable"  # what is wrong is not the op
+
+
+BROKEN_TORCHES = {
+    "library missing": ("raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13: cannot"),
+    "dependency missing": ("import no_such_module", "No module named 'no_such_module'"),
+    "damaged file": ("def", "SyntaxError"),
+    "exits": ("raise SystemExit(7)", "SystemExit: 7"),
+    "really exits": ("import os; os._exit(7)", "ended the process with exit code 7"),
+    "crashes": ("import os; os.abort()", "by SIGABRT"),
+    "hangs": ("import threading; threading.Event().wait()", "did not end within 1 s"),
+    "noisy and broken": ("print('x' * 200000); raise ValueError('noise')", "ValueError: noise"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_TORCHES)
+def test_broken_torch(how: str, tmp_path: Path) -> None:
+    text, says = BROKEN_TORCHES[how]
+    impatient = "import deepspeed4science.torch_probe as p\np.TIMEOUT_S = 1.0\n"
+    prelude = impatient if how == "hangs" else ""
+    seen = report(Machine(tmp_path, torch=text + "\n", prelude=prelude))
+    assert seen.code == 1
+    assert says in seen.software("torch")["reason"]
+    assert seen.software("torch")["remedy"]
+
+
+def test_torch_too_old(tmp_path: Path) -> None:
+    old = FAKE_TORCH.format(version="2.9.1", cuda=None, gpus=[])
+    seen = report(Machine(tmp_path, torch=old))
+    assert seen.code == 1
+    assert "2.9.1; 2.10 is the oldest" in seen.software("torch")["reason"]
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    home = "/proc/self"  # not even root can write there
+    seen = report(Machine(tmp_path, variables={"HOME": home, "DS4S_CACHE_DIR": ""}))
+    assert (seen.code, seen.op()["state"]) == (0, "buildable")
+    assert seen.json["cache"]["folder"].startswith(home)
+    assert "cannot be written" in seen.json["cache"]["note"]
+    assert "set DS4S_CACHE_DIR" in seen.json["warnings"][0]
+
+
+def test_no_home_at_all(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={"HOME": "nowhere", "DS4S_CACHE_DIR": ""}))
+    assert seen.code == 0
+
+
+def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
+    fakes.file(tmp_path / "cache")
+    assert report(Machine(tmp_path)).code == 0
+
+
+def test_a_kernel_in_the_cache(tmp_path: Path) -> None:
+    """Really compiled, by another process."""
+    build = (
+        "from op_builder import EvoformerAttnCPUBuilder as B\n"
+        "b = B()\nb.load(verbose=False, kernels=[b.kernel(direction='fwd', dtype='fp32')])\n"
+    )
+    environment = {
+        **os.environ,
+        "DS4S_CPU_ISA": "portable",
+        "DS4S_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    subprocess.run([sys.executable, "-c", build], env=environment, check=True, timeout=300)
+    machine = Machine(tmp_path, variables={"DS4S_CPU_ISA": "portable"})
+    seen = report(machine)
+    assert (seen.code, seen.op()["state"]) == (0, "cached")
+    assert seen.op()["detail"] == "1 of 6 kernels compiled"
+    assert seen.json["cache"]["kernels"] == 1
+    assert seen.json["cache"]["size_bytes"] > 10_000
+    # Without a compiler that kernel can still be used, and the report says what cannot.
+    machine.programs = ()
+    shutil.rmtree(tmp_path / "bin")
+    seen = report(machine)
+    assert (seen.code, seen.op()["state"]) == (0, "cached")
+    assert "no other kernel can be compiled: host compiler" in seen.json["warnings"][0]
+    # A damaged library is no kernel.
+    library = next((tmp_path / "cache" / "units").glob("*/*.so"))
+    library.write_bytes(library.read_bytes()[:-1])
+    assert report(machine).op()["state"] == "not"
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+def cuda_op(state: str, reason: str = "", remedy: str = "") -> str:
+    obstacles = f"(Obstacle({reason!r}, {remedy!r}),)" if reason else "()"
+    return FAKE_CUDA_OP.format(state=state, obstacles=obstacles)
+
+
+def cuda_torch(gpus: list[tuple[str, tuple[int, int]]]) -> str:
+    return FAKE_TORCH.format(version="2.11.0+cu130", cuda="13.0", gpus=gpus)
+
+
+@pytest.mark.parametrize("state", ["prebuilt", "cached", "buildable", "not"])
+@pytest.mark.parametrize("torch", ["for the CPU", "for CUDA"])
+def test_without_a_gpu_a_cuda_op_is_never_okay(state: str, torch: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, prelude=cuda_op(state))
+    if torch == "for CUDA":
+        machine.torch = cuda_torch([])
+    seen = report(machine)
+    assert seen.op("evoformer_attn")["state"] == "not"
+    assert "no GPU" in seen.op("evoformer_attn")["reason"]
+    assert "[OKAY]" not in seen.line("evoformer_attn ")
+    assert seen.code == 0  # the CPU op decides
+
+
+@pytest.mark.parametrize("state", ["prebuilt", "cached", "buildable"])
+def test_a_gpu_and_its_op(state: str, tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, torch=cuda_torch(H200), prelude=cuda_op(state)))
+    assert (seen.code, seen.json["verdict"]) == (0, "usable on the GPU")
+    assert seen.op("evoformer_attn")["state"] == state
+    assert seen.json["gpus"] == [{"name": "NVIDIA H200", "capability": "9.0", "family": "sm80"}]
+
+
+def test_a_gpu_whose_op_cannot_be_had_is_not_usable(tmp_path: Path) -> None:
+    op = cuda_op("not", "nvcc: no CUDA compiler was found", "pip install nvcc")
+    seen = report(Machine(tmp_path, torch=cuda_torch(H200), prelude=op))
+    assert (seen.code, seen.op()["state"]) == (1, "buildable")
+    assert seen.op("evoformer_attn")["reason"] == "nvcc: no CUDA compiler was found"
+    assert seen.op("evoformer_attn")["remedy"] == "pip install nvcc"
+
+
+FAMILIES = {(6, 1): "none", (7, 0): "sm70", (7, 5): "sm75", (8, 6): "sm80", (12, 0): "sm80"}
+
+
+def test_each_gpu_has_its_row(tmp_path: Path) -> None:
+    gpus = [(f"GPU {major}.{minor}", (major, minor)) for major, minor in FAMILIES]
+    seen = report(Machine(tmp_path, torch=cuda_torch(gpus), prelude=cuda_op("cached")))
+    assert [gpu["family"].split(":")[0] for gpu in seen.json["gpus"]] == list(FAMILIES.values())
+
+
+def test_a_gpu_that_only_the_driver_sees(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, prelude=cuda_op("cached"))
+    fakes.program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho NVIDIA A100\n")
+    seen = report(machine)
+    assert seen.json["no_gpu"] == (
+        "the driver has NVIDIA A100, but this PyTorch is built for the CPU only"
+    )
+    assert "NVIDIA A100" in seen.op("evoformer_attn")["reason"]
+
+
+# --- settings and our own faults -----------------------------------------------------------------
+
+
+def test_a_forced_instruction_set_that_cannot_be_had(tmp_path: Path) -> None:
+    seen = report(
+        Machine(tmp_path, variables={"DS4S_CPU_ISA": "amx"})
+    )  # its torch-free CPU is bare
+    assert (seen.code, seen.op()["state"]) == (1, "not")
+    assert "DS4S_CPU_ISA=amx" in seen.op()["reason"]
+    assert "unset it" in seen.op()["reason"]
+
+
+def test_an_architecture_list_that_nobody_can_read(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={"TORCH_CUDA_ARCH_LIST": "8.0;sm_90"}))
+    assert seen.code == 0
+    assert "'sm_90'; write 9.0" in seen.json["warnings"][0]
+
+
+def test_a_cuda_home_that_holds_nothing_is_a_warning(tmp_path: Path) -> None:
+    nvcc = fakes.toolkit(tmp_path / "opt")
+    machine = Machine(tmp_path, variables={"CUDA_HOME": "/no/such/cuda"})
+    fakes.wrapper(tmp_path / "bin" / "nvcc", nvcc)
+    seen = report(machine)
+    assert seen.software("nvcc")["version"] == "13.0.88"
+    assert "CUDA_HOME: there is no /no/such/cuda/bin/nvcc" in seen.json["warnings"][0]
+
+
+def test_an_op_that_raises(tmp_path: Path) -> None:
+    bad = cuda_op("cached").replace("return OpStatus", "raise KeyError('oops') #")
+    seen = report(Machine(tmp_path, torch=cuda_torch(H200), prelude=bad))
+    assert seen.code == 1
+    assert seen.op("evoformer_attn")["reason"] == "see the warnings"
+    assert "KeyError: 'oops'" in seen.json["warnings"][0]
+
+
+def test_our_own_package_damaged(tmp_path: Path) -> None:
+    gone = "sys.modules.update({n: None for n in sys.modules if n.startswith('op_builder')})\n"
+    seen = report(Machine(tmp_path, prelude=gone))
+    assert seen.code == 1
+    assert "op_builder" in seen.json["warnings"][0]
+
+
+# --- how it prints -------------------------------------------------------------------------------
+
+
+def test_a_terminal_without_the_letters_of_a_path(tmp_path: Path) -> None:
+    folder = tmp_path / "Versuch-\u00e4\u00f6\u03b1"
+    folder.mkdir()
+    variables = {"PYTHONIOENCODING": "ascii", "DS4S_CACHE_DIR": str(folder)}
+    machine = Machine(tmp_path, variables=variables)
+    seen = machine.report()  # JSON holds the letters, this table cannot
+    assert seen.code == 0
+    assert "Versuch-\\xe4" in seen.text
+
+
+def test_a_reader_who_goes_away(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    command = f"{sys.executable} -m deepspeed4science report | true; exit ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{machine._site()}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_with_the_real_torch_it_takes_less_than_three_seconds_once_warm() -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "deepspeed4science", "report", "--json"]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+        seconds.append(time.perf_counter() - began)
+        assert json.loads(ran.stdout)["software"][0]["ok"]
+    assert min(seconds[1:]) < 3.0, seconds
+
+
+def test_commands_of_the_module() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "deepspeed4science", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert run().returncode == 2
+    assert "report" in run().stderr
+    assert run("--help").returncode == 0
+    assert "demo" in run("--help").stdout
+    assert run("no-such-command").returncode == 2
