@@ -21,30 +21,28 @@ def group(rows: Iterable[RowData]) -> dict[tuple[str, str, str], list[RowData]]:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """One line for each measurement; the last column is how many times longer a peer takes than
-    ours.
-    """
+    """One line for each measurement; "vs ours" is how many times longer a peer takes than ours."""
     lines = [
         f"{'workload':<14}{'dtype':<10}{'direction':<10}{'peer':<16}"
         f"{'median':>10}{'p20':>10}{'p80':>10}  "
     ]
-    lines[0] += f"{'TFLOP/s':>8}{'extra MiB':>11}{'vs ours':>9}"
+    lines[0] += f"{'TFLOP/s':>8}{'extra MiB':>11}{'error of O':>12}{'vs ours':>9}"
     for (workload, dtype, direction), rows in group(result["results"]).items():
         ours = next((r["timing"]["median_ms"] for r in rows if r["peer"] == "ours"), None)
         for row in rows:
             time = row["timing"]
-            memory = row["peak_extra_bytes"]
+            memory, error = row["peak_extra_bytes"], row["errors"].get("O")
             lines.append(
                 f"{workload:<14}{dtype:<10}{direction:<10}{row['peer']:<16}"
                 f"{time['median_ms']:>10.3f}{time['p20_ms']:>10.3f}{time['p80_ms']:>10.3f}  "
                 f"{row['tflops']:>8.3g}"
                 f"{'' if memory is None else format(memory / 2**20, '.1f'):>11}"
+                f"{'' if error is None else format(error, '.1e'):>12}"
                 f"{'' if ours is None else format(time['median_ms'] / ours, '.2f') + 'x':>9}"
             )
     for skipped in result["skipped"]:
-        lines.append(
-            f"{skipped['workload']:<14}{skipped['dtype']:<10}{'-':<10}{skipped['peer']:<16}{skipped['reason']}"
-        )
+        where = f"{skipped['workload']:<14}{skipped['dtype']:<10}{'-':<10}"
+        lines.append(f"{where}{skipped['peer']:<16}{skipped['reason']}")
     return "\n".join(lines)
 
 

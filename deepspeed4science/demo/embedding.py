@@ -7,6 +7,7 @@ algorithms 7, 8, 10, 13, 14), the channel widths c_m and c_z are a quarter of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class _Weights:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=self._generator) * float(rows) ** -0.5
+        return torch.randn(rows, columns, generator=self._generator) / math.sqrt(rows)
 
 
 def _normalise(x: torch.Tensor) -> torch.Tensor:
