@@ -1,0 +1,111 @@
+"""The report's verdict and its two forms, on made-up answers; tests/system asks real machines."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed4science import report, torch_probe
+from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow
+
+CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compiled")
+CPU_NOT = OpRow("evoformer_attn_cpu", "cpu", "not", "", "no compiler", "install g++")
+CUDA_OK = OpRow("evoformer_attn", "cuda", "cached", "2 of 8 kernels compiled")
+CUDA_NOT = OpRow("evoformer_attn", "cuda", "not", "", "no nvcc", "pip install nvcc")
+GPU = GpuRow("NVIDIA H200", "9.0", "sm80")
+
+
+@pytest.mark.parametrize(
+    ("torch_works", "gpus", "ops", "usable"),
+    [
+        (True, [], [CPU_OK], True),
+        (True, [], [CPU_OK, CUDA_NOT], True),
+        (True, [], [CPU_NOT, CUDA_NOT], False),
+        (True, [], [], False),
+        (True, [GPU], [CPU_OK, CUDA_OK], True),
+        (True, [GPU], [CPU_NOT, CUDA_OK], True),
+        (True, [GPU], [CPU_OK, CUDA_NOT], False),  # jobs are sent there for the GPU
+        (True, [GPU], [CPU_OK], True),  # no CUDA op exists: nothing on this machine is missing
+        (False, [], [CPU_OK], False),
+        (False, [GPU], [CPU_OK, CUDA_OK], False),
+    ],
+)
+def test_verdict(torch_works: bool, gpus: list[GpuRow], ops: list[OpRow], usable: bool) -> None:
+    verdict, words = report.judge(torch_works, gpus, ops)
+    assert verdict == usable
+    assert words.startswith("usable" if usable else "not usable")
+
+
+def made_up(**changes: object) -> Report:
+    answers = {
+        "version": "0.1.0",
+        "system": "Linux x86_64",
+        "python": "3.11.7",
+        "ops": (CUDA_NOT, CPU_OK),
+        "software": (
+            SoftwareRow("torch", True, "2.13.0", "/site/torch"),
+            SoftwareRow("nvcc", False, reason="none found", remedy="pip install nvcc"),
+        ),
+        "gpus": (GPU,),
+        "no_gpu": "",
+        "cpu": CpuRow("Some Processor", {"fp32": "avx512", "bf16": "amx"}, "a note"),
+        "cache": CacheRow("/cache", 3, 12345, "another note"),
+        "usable": False,
+        "verdict": "not usable: there is a GPU, but not evoformer_attn",
+        "warnings": ("first warning", "second warning"),
+    }
+    return Report(**{**answers, **changes})  # type: ignore[arg-type]
+
+
+def test_table_and_json_say_the_same() -> None:
+    text, data = report.render(made_up()), json.loads(report.to_json(made_up()))
+    assert set(data) == set(Report.__dataclass_fields__)
+    for part in ("no nvcc", "pip install nvcc", "NVIDIA H200", "9.0", "sm80", "fp32 avx512", "amx"):
+        assert part in text
+        assert part.split()[-1] in json.dumps(data)
+    assert "/cache: 3 kernels, 0.0 MiB (12345 bytes)" in text
+
+
+def test_warnings_come_last_and_each_on_its_line() -> None:
+    lines = report.render(made_up()).splitlines()
+    assert lines[-3:] == ["Warnings:", "  - first warning", "  - second warning"]
+    assert "Warnings" not in report.render(made_up(warnings=()))
+
+
+def test_a_no_is_followed_by_reason_and_remedy() -> None:
+    lines = report.render(made_up()).splitlines()
+    row = next(index for index, line in enumerate(lines) if line.startswith("evoformer_attn "))
+    assert "[NO]" in lines[row]
+    assert lines[row + 1 : row + 3] == ["    reason: no nvcc", "    remedy: pip install nvcc"]
+
+
+def test_without_a_gpu_the_reason_stands_in_its_place() -> None:
+    text = report.render(made_up(gpus=(), no_gpu="the driver sees none"))
+    assert "GPU    none: the driver sees none" in text
+
+
+@pytest.mark.parametrize("module", ["report", "torch_probe", "__main__"])
+def test_only_the_standard_library_is_imported_at_import(module: str) -> None:
+    """Otherwise what is broken could keep the report from being printed."""
+    source = (Path(report.__file__).parent / f"{module}.py").read_text()
+    for node in ast.parse(source).body:
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.partition(".")[0] in sys.stdlib_module_names, name
+
+
+@pytest.mark.parametrize("interpreter", [None, "", "/no/such/python"])
+def test_no_interpreter_to_ask_torch_with(
+    interpreter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a program that embeds Python."""
+    monkeypatch.setattr(sys, "executable", interpreter)
+    answer = torch_probe.TorchProbe().answer()
+    assert not answer.ok
+    assert answer.reason
+    assert answer.remedy
