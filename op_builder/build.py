@@ -43,9 +43,14 @@ class Unit:
     order: Order = Order()
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    compiling: bool = False
+    together: threading.Event | None = None  # set once all that are compiled at once begin
+    last_seconds: float | None = None  # what compiling it took last time
     seconds: float | None = None  # set when it was compiled here
     messages: list[str] = field(default_factory=list)
+
+    @property
+    def compiling(self) -> bool:
+        return self.together is not None and self.together.is_set()
 
 
 class Build:
@@ -151,6 +156,7 @@ class Build:
         folder = workdir.create()
         by_ident = {unit.job.ident: unit for unit in units}
         private: list[Path] = []
+        together = threading.Event()
 
         def on_built(built: Built) -> None:
             unit = by_ident[built.job.ident]
@@ -164,7 +170,9 @@ class Build:
                 self._finish(unit, error)
 
         for unit in units:
-            unit.compiling = True
+            unit.last_seconds = last_seconds(self._root, unit.job.name)
+            unit.together = together
+        together.set()
         try:
             self._ninja_run = NinjaRun(folder, [unit.job for unit in units], _ninja())
             self._check_cancelled()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from . import env, progress, search
 from .build import Build, Order, Unit
-from .cache import last_seconds
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 from .search import Root
@@ -160,10 +159,12 @@ class Loader:
                 for message in unit.messages[told.get(name, 0) :]:
                     display.note(message)
                 told[name] = len(unit.messages)
-                if unit.compiling and name not in begun:
-                    begun.add(name)
-                    before = last_seconds(self._roots()[-1].path, name)
-                    display.begin([progress.Unit(name, before)])
+            fresh = [unit for unit in units if unit.compiling and unit.job.name not in begun]
+            if fresh:
+                display.begin([progress.Unit(unit.job.name, unit.last_seconds) for unit in fresh])
+                begun.update(unit.job.name for unit in fresh)
+            for unit in units:
+                name = unit.job.name
                 if unit.seconds is not None and unit.done.is_set() and name not in finished:
                     finished.add(name)
                     display.finished(name, unit.seconds)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from .toys import finish, gate, open_gate, read_until
+from .toys import finish, gate, open_gate, read_until, until
 
 NUM_PROCESSES = 8
 
@@ -246,14 +246,6 @@ report(answers=[json.loads(worker.communicate()[0])["answer"] for worker in work
 """
     assert workshop.run(script).report["answers"] == [[42]] * 3
     assert workshop.num_compilations() == 1
-
-
-def until(condition):
-    """Turn until something another process does is done; a minute is a failure."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "did not happen within a minute"
-        os.sched_yield()
 
 
 def alive(pid):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +94,7 @@ class Workshop:
         staged.write_text(
             "#!/bin/sh\n"
             'case " $* " in *" -c "*)\n'
-            f"  echo $$ >> {self.root}/compilations\n"
+            f"  echo $$ >> {shlex.quote(str(self.root / 'compilations'))}\n"
             f"  {before or ':'}\n"
             ";; esac\n"
             f'exec {real} "$@"\n'
@@ -167,7 +169,7 @@ def finish(process: subprocess.Popen, timeout: float = 60) -> Outcome:
 def gate(path: Path) -> str:
     """Shell commands that stand still until `open_gate`; the script's process is in `compilations`."""
     os.mkfifo(path)
-    return f"read line < {path}"
+    return f"read line < {shlex.quote(str(path))}"
 
 
 def open_gate(path: Path, times: int = 1) -> None:
@@ -188,3 +190,12 @@ def read_until(stream, words: str) -> str:
         if words in line:
             return seen
     raise AssertionError(f"never said {words!r}, but: {seen}")
+
+
+def until(condition):
+    """Turn until something another process does is done; a minute is a failure."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "did not happen within a minute"
+        os.sched_yield()
+

@@ -1,0 +1,226 @@
+"""The key is content: what changes it, and what must not."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .toys import REPOSITORY, SOURCE, Workshop
+
+
+def only_entry(workshop):
+    (entry,) = workshop.entries
+    return entry
+
+
+def test_changed_header_is_a_new_key(workshop):
+    """Whatever the file's time says: the content decides, in both directions."""
+    workshop.run()
+    header = workshop.include / "toy.h"
+    before, times = header.read_text(), header.stat()
+    workshop.write_header(50)
+    os.utime(header, ns=(times.st_atime_ns, times.st_mtime_ns))  # as rsync or a checkout may leave it
+    second = workshop.run()
+    assert (second.origin, second.report["answer"]) == ("built", [52])
+    assert len(workshop.entries) == 2
+    header.write_text(before)
+    third = workshop.run()
+    assert (third.origin, third.report["answer"]) == ("cache", [42])
+
+
+def test_header_behind_a_header_counts(workshop):
+    (workshop.include / "inner.h").write_text("#define TOY_STATUS 40\n")
+    (workshop.include / "toy.h").write_text('#include "inner.h"\n')
+    assert workshop.run().report["answer"] == [42]
+    (workshop.include / "inner.h").write_text("#define TOY_STATUS 60\n")
+    assert workshop.run().report["answer"] == [62]
+
+
+def test_touched_header_is_no_new_key(workshop):
+    workshop.run()
+    (workshop.include / "toy.h").touch()
+    assert workshop.run().origin == "cache"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        'flags=("-O2", "-fPIC")',
+        'link_flags=("-Wl,-O1",)',
+        'identity=(("compiler", "toy 1.1"),)',
+        'source=toy().source + "// more\\n"',
+    ],
+    ids=["flags", "link flags", "compiler", "source"],
+)
+def test_what_the_key_is_made_of(workshop, change):
+    workshop.run()
+    script = f"kernel, = jit.load([toy({change})])\nreport(origin=[kernel.origin])"
+    assert workshop.run(script).origin == "built"
+    assert len(workshop.entries) == 2
+
+
+def test_same_content_elsewhere_is_the_same_key_and_the_same_bytes(tmp_path):
+    """Other folders for headers, cache and compilation, another working directory, another compiler path."""
+    shops = [Workshop.make(tmp_path / name) for name in ("here", "a longer path/with blanks, there")]
+    for shop in shops:
+        # A library that knew its folder would show it through __FILE__ and assert's message.
+        (shop.include / "toy.h").write_text(
+            "#define TOY_STATUS 40\ninline const char* where() { return __FILE__; }\n"
+        )
+    source = SOURCE.replace('return "toy";', "return where();").format(name="toy")
+    script = f"import os; os.chdir('/')\nk, = jit.load([toy(source={source!r})])\n"
+    script += "report(origin=[k.origin], where=k.status_string(0))"
+    outcomes = [shop.run(script) for shop in shops]
+    assert [outcome.origin for outcome in outcomes] == ["built", "built"]
+    here, there = (only_entry(shop) for shop in shops)
+    assert here.name == there.name
+    digests = [hashlib.sha256((e / "toy.so").read_bytes()).hexdigest() for e in (here, there)]
+    assert digests[0] == digests[1]
+    assert outcomes[0].report["where"] == outcomes[1].report["where"] == "./toy.h"
+
+
+def test_headers_are_found_under_another_folder(workshop, tmp_path):
+    """An entry made with the headers in one folder serves those who have the same ones in another."""
+    workshop.run()
+    shutil.move(workshop.include, tmp_path / "moved")
+    script = f"""
+from pathlib import Path
+kernel, = jit.load([toy(include_dirs=(Path({str(tmp_path / "moved")!r}),))])
+report(origin=[kernel.origin])
+"""
+    assert workshop.run(script).origin == "cache"
+
+
+def test_entry_holds_all_that_went_into_it(workshop):
+    """Enough to see, without the machine that made it, what it is and how it came to be."""
+    workshop.run()
+    entry = only_entry(workshop)
+    assert sorted(path.name for path in entry.iterdir()) == ["log", "meta.json", "toy.cpp", "toy.so"]
+    meta = json.loads((entry / "meta.json").read_text())
+    assert entry.name == f"toy-{meta['key']}"
+    assert [0, "toy.h"] in [header[:2] for header in meta["headers"]]
+    assert meta["identity"] == [["compiler", "toy 1.0"]]
+    assert meta["flags"] == ["-O1", "-fPIC"]
+    assert meta["size"] == (entry / "toy.so").stat().st_size
+    assert meta["sha256"] == hashlib.sha256((entry / "toy.so").read_bytes()).hexdigest()
+    assert meta["seconds"] > 0
+    assert (entry / "toy.cpp").read_text() == SOURCE.format(name="toy")
+
+
+def test_prebuilt_is_found_first_whatever_compiled_it(workshop, tmp_path):
+    """A folder in the cache's layout, made by another compiler's version, serves without a compiler."""
+    script = """
+from pathlib import Path
+from op_builder import paths, prebuild
+folder = Path(os.environ["TOY_PREBUILT"])
+prebuild.build_into(folder, [toy()], verbose=False)
+report(names=sorted(path.name for path in folder.iterdir()))
+"""
+    place = str(tmp_path / "prebuilt")
+    assert workshop.run(script, TOY_PREBUILT=place).report["names"] == ["units"]
+    assert not workshop.cache.exists()
+    script = """
+from pathlib import Path
+from op_builder import paths
+paths.prebuilt_root = lambda: Path(os.environ["TOY_PREBUILT"])
+kernel, = jit.load([toy(compiler=None, identity=(("compiler", "none"),))])
+skipped, = jit.load([toy(identity=(("compiler", "other"),))], skip_prebuilt=True)
+report(origin=[kernel.origin, skipped.origin])
+"""
+    assert workshop.run(script, TOY_PREBUILT=place).report["origin"] == ["prebuilt", "built"]
+    workshop.write_header(70)  # what was compiled at install no longer fits the headers
+    script = script.replace("compiler=None, ", "")
+    assert workshop.run(script, TOY_PREBUILT=place).report["origin"][0] == "built"
+
+
+def test_import_is_cheap_and_quiet():
+    """Importing op_builder needs no torch, starts no program, prints nothing, and takes a moment."""
+    script = """
+import sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+import op_builder
+seconds = time.perf_counter() - start
+new = set(sys.modules) - before
+assert not new & {"torch", "numpy", "cpuinfo", "ninja"}, new
+assert not hasattr(op_builder, "__deepspeed__")
+sys.stderr.write(str(seconds))
+"""
+
+    def run():
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
+
+    run()
+    outcomes = [run() for _ in range(5)]
+    assert [outcome.stdout for outcome in outcomes] == [""] * 5
+    assert min(float(outcome.stderr) for outcome in outcomes) < 0.06
+
+
+def test_import_runs_nothing():
+    script = """
+import os, subprocess, sys, threading
+def refuse(*arguments, **keywords): raise AssertionError("import must not do this")
+subprocess.Popen.__init__ = os.fork = os.mkdir = threading.Thread.start = refuse
+import op_builder
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
+
+
+def test_warm_load_is_quick_and_runs_no_program(workshop):
+    """Two cached units in under 20 ms beyond the imports."""
+    workshop.run("report(**load('toy', 'other'))")
+    script = """
+import subprocess, time
+def refuse(*arguments, **keywords): raise AssertionError("a warm load must not run a program")
+subprocess.Popen.__init__ = refuse
+start = time.perf_counter()
+answers = load("toy", "other")
+first = time.perf_counter() - start
+start = time.perf_counter()
+load("toy", "other")
+report(first=first, again=time.perf_counter() - start, **answers)
+"""
+    outcomes = [workshop.run(script) for _ in range(3)]
+    assert [outcome.origin for outcome in outcomes] == ["cache"] * 3
+    assert min(outcome.report["first"] for outcome in outcomes) < 0.02
+    assert min(outcome.report["again"] for outcome in outcomes) < 0.001
+
+
+def test_no_name_of_this_machine_in_a_real_unit(tmp_path):
+    """The kernels themselves: compiled in two places, the same bytes under the same key."""
+    pytest.importorskip("cpuinfo")
+    script = """
+import sys
+from op_builder import EvoformerAttnCPUBuilder
+from op_builder.instantiations import CpuKernel
+builder = EvoformerAttnCPUBuilder()
+kernel = CpuKernel("fwd", "fp32", "portable")
+sys.stdout.write(str(builder.load(verbose=False, kernels=[kernel]).kernel(kernel).path))
+"""
+    libraries = []
+    for name in ("one", "two"):
+        copy = tmp_path / name / "checkout"
+        for part in ("op_builder", "csrc"):
+            shutil.copytree(REPOSITORY / part, copy / part)
+        environment = Workshop(tmp_path / name).environment(PYTHONPATH=str(copy))
+        (tmp_path / name / "tmp").mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        libraries.append(Path(done.stdout))
+    assert libraries[0] != libraries[1]
+    assert libraries[0].parent.name == libraries[1].parent.name
+    assert libraries[0].read_bytes() == libraries[1].read_bytes()

@@ -1,0 +1,93 @@
+"""What a person sees while kernels compile: a bar on a terminal, lines elsewhere, nothing on stdout."""
+
+import os
+import pty
+
+from .toys import finish, gate, open_gate, until
+
+LOAD = "report(**load())"
+
+
+def on_terminal(workshop, script, **changes):
+    """Run with stderr on a terminal; what was drawn there, and the report."""
+    ours, theirs = pty.openpty()
+    process = workshop.spawn(script, stderr=theirs, **changes)
+    os.close(theirs)
+    drawn = b""
+    try:
+        while block := os.read(ours, 4096):
+            drawn += block
+    except OSError:  # EIO: the last writer has gone
+        pass
+    os.close(ours)
+    return drawn.decode(), finish(process)
+
+
+def test_lines_where_there_is_no_terminal(workshop):
+    """Shown even when the program has not set up logging: minutes of silence look like a hang."""
+    messages = workshop.run(LOAD).messages.splitlines()
+    assert messages[0] == "compiling toy ..."
+    assert messages[1].startswith("compiled toy in ")
+    assert len(messages) == 2
+
+
+def test_last_time_is_remembered(workshop):
+    workshop.run(LOAD)
+    workshop.write_header(50)
+    messages = workshop.run(LOAD).messages.splitlines()
+    assert messages[0].startswith("compiling toy (took 0.")
+    assert messages[0].endswith(" s last time) ...")
+
+
+def test_bar_on_a_terminal(workshop):
+    """One line, redrawn, that says what compiles and how long it took last time; it ends with a newline."""
+    workshop.run(LOAD)
+    workshop.write_header(50)
+    drawn, outcome = on_terminal(workshop, "report(**load('toy', 'other'))", COLUMNS="100")
+    assert outcome.report["answer"] == [52, 52]
+    assert "0/2" in drawn and "2/2" in drawn
+    assert "compiling toy (took 0." in drawn
+    assert drawn.count("\n") == 1 and drawn.endswith("\n")
+    assert all(len(line) < 100 for line in drawn.split("\r"))
+
+
+def test_bar_moves_while_the_compiler_is_silent(workshop):
+    """Somebody who looks at it sees that the clock still runs."""
+    door = workshop.root / "door"
+    workshop.set_compiler(gate(door))
+    ours, theirs = pty.openpty()
+    process = workshop.spawn(LOAD, stderr=theirs)
+    os.close(theirs)
+    until(lambda: workshop.num_compilations() == 1)
+    seen = set()
+    while len(seen) < 4:
+        seen.update(os.read(ours, 4096).decode().split("\r"))
+    open_gate(door)
+    os.close(ours)
+    process.stdin.close()
+    process.stdout.read()
+    process.wait(timeout=20)
+
+
+def test_quiet(workshop):
+    """verbose=False says nothing, nor does DS4S_VERBOSE=0; DS4S_VERBOSE=1 overrules the caller."""
+    assert workshop.run("report(**load(verbose=False))").messages == ""
+    workshop.write_header(50)
+    assert workshop.run(LOAD, DS4S_VERBOSE="0").messages == ""
+    workshop.write_header(60)
+    shown = workshop.run("report(**load(verbose=False))", DS4S_VERBOSE="1").messages
+    assert "compiling toy" in shown
+
+
+def test_lines_go_to_logging_where_it_is_set_up(workshop):
+    script = "import logging\nlogging.basicConfig(level=logging.INFO, format='LOG %(message)s')\n"
+    messages = workshop.run(script + LOAD).messages.splitlines()
+    assert messages[0] == "LOG compiling toy ..."
+    workshop.write_header(50)
+    script = "import logging\nlogging.basicConfig(level=logging.ERROR)\n"
+    assert workshop.run(script + LOAD).messages == ""
+
+
+def test_no_stderr(workshop):
+    """A daemon without stderr is no reason to fail."""
+    assert workshop.run("sys.stderr = None\n" + LOAD).report["answer"] == [42]
