@@ -52,6 +52,30 @@ CUTLASS_DEVICE uint32_t pack(float x, float y) {
   return d;
 }
 
+// The reverse, exact.
+template <typename T>
+CUTLASS_DEVICE float2 unpack(uint32_t d) {
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    return make_float2(__uint_as_float(d << 16), __uint_as_float(d & 0xffff0000u));
+  } else {
+    float2 f;
+    asm("{.reg .f16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(d));
+    return f;
+  }
+}
+
+// Two neighbours as floats.
+template <typename T>
+CUTLASS_DEVICE float2 load_pair(const T* x) {
+  return unpack<T>(*reinterpret_cast<const uint32_t*>(x));
+}
+CUTLASS_DEVICE float2 load_pair(const float* x) { return make_float2(x[0], x[1]); }
+
+// Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
+CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {

@@ -29,53 +29,84 @@ struct Tile {
   }
 };
 
-// Copies rows [0, rows) x columns [0, cols) of a matrix in global memory into a tile and fills the rest with zeros.
-// Each thread keeps one column chunk and steps through the rows.
+// Walks down a matrix in global memory and copies its rows, kRows at a time, into tiles; what lies outside the matrix
+// becomes zeros. Each thread keeps one column chunk and steps through the rows.
 template <typename T, typename TileT, int kThreads, bool kAligned, bool kAsync>
 struct TileLoader {
   static constexpr int kVec = TileT::kVec;
   static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
   static constexpr int kPasses = (TileT::kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr bool kEven = TileT::kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
   static_assert(kRowsPerPass > 0, "a block has at least one thread for each chunk of a row");
 
-  int row;  // of the first pass; past the tile for the threads left over
-  int col;
+  const T* g;      // this thread's chunk of the next tile's first pass
+  int64_t stride;  // elements between rows
+  int row;         // of the first pass; past the tile for threads left over
+  int valid;       // elements of the chunk that exist: none when <= 0
+  int s;           // offset in the tile
 
-  CUTLASS_DEVICE explicit TileLoader(int thread) {
+  // gMatrix: element (0, 0); cols: columns that exist.
+  CUTLASS_DEVICE TileLoader(const T* gMatrix, int64_t stride_, int cols, int thread) : stride(stride_) {
     row = thread / TileT::kChunks;
-    col = (thread - row * TileT::kChunks) * kVec;
+    int col = (thread - row * TileT::kChunks) * kVec;
+    valid = cols - col;
     if (row >= kRowsPerPass) row = TileT::kRows;
+    g = gMatrix + int64_t(row) * stride + col;
+    s = TileT::offset(row, col);
   }
 
-  // gTile: element (0, 0); stride: elements between rows.
-  CUTLASS_DEVICE void load(T* sTile, const T* gTile, int64_t stride, int rows, int cols) const {
-    const T* g = gTile + int64_t(row) * stride + col;
-    T* s = sTile + TileT::offset(row, col);
+  // The next tile; rows: how many of its rows exist.
+  CUTLASS_DEVICE void load(T* sTile, int rows) const {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       int r = row + pass * kRowsPerPass;
-      if (r < TileT::kRows) {
-        const T* src = g + int64_t(pass * kRowsPerPass) * stride;
-        T* dst = kRowsPerPass % 8 == 0 ? s + TileT::offset(pass * kRowsPerPass) : sTile + TileT::offset(r, col);
-        copy_chunk(dst, src, r < rows ? cols - col : 0);
+      if (kEven || r < TileT::kRows) {
+        int skew = kRowsPerPass % 8 == 0 ? TileT::offset(pass * kRowsPerPass)
+                                         : TileT::offset(r) - TileT::offset(row);
+        copy_chunk(sTile + s + skew, g + pass * kRowsPerPass * stride, r < rows ? valid : 0);
       }
     }
   }
+  CUTLASS_DEVICE void advance() { g += TileT::kRows * stride; }
 
  private:
-  // valid: how many elements of the chunk exist (may be negative or more than a chunk holds).
-  CUTLASS_DEVICE static void copy_chunk(T* dst, const T* src, int valid) {
+  CUTLASS_DEVICE static void copy_chunk(T* dst, const T* src, int count) {
     if constexpr (kAligned && kAsync) {
-      ptx::cp_async_16(dst, src, valid > 0);
+      ptx::cp_async_16(dst, src, count > 0);
     } else if constexpr (kAligned) {
       uint4 x = make_uint4(0, 0, 0, 0);
-      if (valid > 0) x = *reinterpret_cast<const uint4*>(src);
+      if (count > 0) x = *reinterpret_cast<const uint4*>(src);
       *reinterpret_cast<uint4*>(dst) = x;
     } else {
       cutlass::AlignedArray<T, kVec> x;
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < kVec; ++e) x[e] = e < valid ? src[e] : T(0);
+      for (int e = 0; e < kVec; ++e) x[e] = e < count ? src[e] : T(0);
       *reinterpret_cast<cutlass::AlignedArray<T, kVec>*>(dst) = x;
+    }
+  }
+};
+
+// Writes rows [0, rows) x columns [0, cols) of a tile to a matrix in global memory, 16 bytes a thread.
+template <typename T, typename TileT, int kThreads, bool kAligned>
+struct TileStorer {
+  CUTLASS_DEVICE static void store(T* gTile, int64_t stride, const T* sTile, int thread, int rows, int cols) {
+    constexpr int kChunks = TileT::kRows * TileT::kChunks;
+    CUTLASS_PRAGMA_UNROLL
+    for (int first = 0; first < kChunks; first += kThreads) {
+      int chunk = first + thread;
+      int row = chunk / TileT::kChunks;
+      int col = (chunk - row * TileT::kChunks) * TileT::kVec;
+      if (row >= TileT::kRows || row >= rows || col >= cols) continue;
+      const T* src = sTile + TileT::offset(row, col);
+      T* dst = gTile + int64_t(row) * stride + col;
+      if constexpr (kAligned) {
+        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < TileT::kVec; ++e) {
+          if (col + e < cols) dst[e] = src[e];
+        }
+      }
     }
   }
 };

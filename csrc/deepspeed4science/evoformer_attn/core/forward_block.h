@@ -1,0 +1,362 @@
+// What one block of kernel_forward.h does: prologue, loop over the key blocks, merge of its warps, store.
+// K below is the AttentionKernel: its types and numbers. Members are a lane's constants, the loop's state lives in run().
+#pragma once
+
+#include "core/softmax.h"
+#include "transform/bias_broadcast.h"
+
+namespace ds4s {
+
+template <typename K>
+struct ForwardBlock {
+  using Params = typename K::Params;
+  using scalar_t = typename K::scalar_t;
+  using output_t = typename K::output_t;
+  using Mma = typename K::Mma;
+  using Softmax = typename K::Softmax;
+  using Row = typename K::Row;
+  using QTile = typename K::QTile;
+  using KTile = typename K::KTile;
+  using VTile = typename K::VTile;
+  using OTile = typename K::OTile;
+  using FragA = typename Mma::FragA;
+  using Frag1 = typename K::Bias1::Matrix::Fragment;
+  using Frag2 = typename K::Bias2::Matrix::Fragment;
+  template <typename TileT>
+  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
+
+  static constexpr int kQueries = K::QTile::kRows;
+  static constexpr int kKeys = K::kKeysPerBlock;
+
+  const Params& p;
+  char* const shared;
+  const int thread, lane, warp_m, warp_n;
+  const float inv_scale;  // biases enter the accumulator in raw units
+  int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
+  Loader<KTile> k_loader;
+  Loader<VTile> v_loader;
+  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element of the next block
+  cutlass::MatrixCoord bias_start;
+  scalar_t *row1_ptr, *row2_ptr;  // of a row: this thread's element of the first block
+
+  CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
+      : p(params),
+        shared(shared_),
+        thread(int(threadIdx.x)),
+        lane(int(threadIdx.x) & 31),
+        warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
+        warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
+        inv_scale(1.f / params.scale),
+        lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
+        lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
+        lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
+        lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2),
+        k_loader(params.key_ptr, params.k_strideM, params.head_dim, thread),
+        v_loader(params.value_ptr, params.v_strideM, params.head_dim_value, thread),
+        bias1_ptr(params.bias1_ptr),
+        bias2_ptr(params.bias2_ptr),
+        row1_ptr(params.bias1_ptr + int(threadIdx.x) % kKeys),
+        row2_ptr(params.bias2_ptr + int(threadIdx.x) % kKeys) {
+    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
+    auto start = K::MatrixMap::initial_offset(thread);
+    bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
+    int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column();
+    if constexpr (K::Bias1::kIsMatrix) bias1_ptr += offset;
+    if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
+  }
+
+  CUTLASS_DEVICE void run() {
+    Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
+    Frag1 bias1;
+    Frag2 bias2;
+    if constexpr (K::kAsync) load_keys(0, 0), store_row(0, 0, load_row(0));
+    load_matrices(bias1, bias2, 0);
+
+    FragA q[K::kQInRegisters ? K::kStepsD : 1];
+    if constexpr (K::kQInRegisters) {
+      wait_for_loads();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < K::kStepsD; ++step) load_q(q[step], step);
+    }
+
+    Softmax softmax(p.scale);
+    float o[K::kTilesO][8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < K::kTilesO; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
+    }
+
+    int num_blocks = (p.num_keys + kKeys - 1) / kKeys;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int block = 0; block < num_blocks; ++block) {
+      // This block's K, V and row bias arrive; the next one's set out.
+      int stage = block % K::kStages;
+      bool more = block + 1 < num_blocks;
+      RowElement next_row;
+      if constexpr (K::kAsync) {
+        wait_for_loads();
+        if (more) load_keys(block + 1, stage ^ 1), next_row = load_row(block + 1);
+      } else {
+        __syncthreads();
+        load_keys(block, 0), store_row(block, 0, load_row(block));
+        __syncthreads();
+      }
+
+      // Scores in raw units.
+      float s[4][8];
+      init_scores(s, stage);
+      multiply_qk(s, q, stage);
+      add_matrices(s, bias1, bias2);
+      load_matrices(bias1, bias2, block + 1);
+      if constexpr (!K::kHasRowBias) mask_past_end(s, block);
+
+      // Probabilities.
+      Row largest;
+      if (softmax.must_move(largest, s)) {
+        softmax.move(largest);
+        softmax.rescale(o, softmax.m_prime);
+      }
+      softmax.exponentiate(s);
+
+      // O += P V.
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s, step, stage);
+
+      if constexpr (K::kAsync) {
+        if (more) store_row(block + 1, stage ^ 1, next_row);
+      }
+    }
+
+    softmax.finish_sums();
+    __syncthreads();  // the last reads of K and V
+    merge_warps(o, softmax);
+    store(o, softmax);
+  }
+
+ protected:
+  CUTLASS_DEVICE scalar_t* sQ() const { return reinterpret_cast<scalar_t*>(shared); }
+  CUTLASS_DEVICE char* stage_begin(int stage) const { return shared + QTile::kBytes + stage * K::kStageBytes; }
+  CUTLASS_DEVICE scalar_t* sK(int stage) const { return reinterpret_cast<scalar_t*>(stage_begin(stage)); }
+  CUTLASS_DEVICE scalar_t* sV(int stage) const {
+    return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
+  }
+  // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
+  CUTLASS_DEVICE float4* sRow(int stage) const {
+    return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
+  }
+
+  // Everything this thread loaded is there, and every warp is done with what it read before.
+  CUTLASS_DEVICE static void wait_for_loads() {
+    if constexpr (K::kAsync) ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  CUTLASS_DEVICE void load_keys(int block, int stage) {
+    int left = p.num_keys - block * kKeys;
+    k_loader.load(sK(stage), left);
+    k_loader.advance();
+    if constexpr (K::kSingleValueIteration) {
+      v_loader.load(sV(stage), left);
+      v_loader.advance();
+    }
+    if constexpr (K::kAsync) ptx::cp_async_commit();
+  }
+
+  // This thread's element of a row bias: loaded early, converted and stored when it is there.
+  struct RowElement {
+    scalar_t bias1 = scalar_t(0), bias2 = scalar_t(0);
+  };
+  CUTLASS_DEVICE RowElement load_row(int block) const {
+    RowElement x;
+    load_row_element<typename K::Bias1>(x.bias1, row1_ptr, block);
+    load_row_element<typename K::Bias2>(x.bias2, row2_ptr, block);
+    return x;
+  }
+  template <typename BiasT>
+  CUTLASS_DEVICE void load_row_element(scalar_t& x, scalar_t* ptr, int block) const {
+    if constexpr (BiasT::kIsRow) {
+      typename BiasT::Row::Fragment fragment;
+      BiasT::Row::load(fragment, ptr + int64_t(block) * kKeys, 0, {1, p.num_keys - block * kKeys - thread % kKeys}, 0);
+      x = fragment[0];
+    }
+  }
+  // In raw units; -inf past the last key, which masks the tail.
+  CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element) const {
+    if constexpr (K::kHasRowBias) {
+      float x = float(element.bias1);
+      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += float(element.bias2);
+      if constexpr (!K::Bias1::kIsRow) x = float(element.bias2);
+      float raw = x * inv_scale;
+      // A finite mask such as the lowest bfloat16 stays finite: a row that has nothing else is then uniform.
+      if (x > -infinity()) raw = fmaxf(raw, -1e38f);
+      if (block * kKeys + thread % kKeys >= p.num_keys) raw = -infinity();
+      if (thread < kKeys) {
+        float* s = reinterpret_cast<float*>(sRow(stage) + thread / 2) + thread % 2;
+        s[0] = raw;
+        s[2] = raw;
+      }
+    }
+  }
+
+  // The pointers and the extent already contain the lane's part: the policy sees the first thread of its map.
+  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int block) {
+    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - block * kKeys - bias_start.column());
+    if constexpr (K::Bias1::kIsMatrix) {
+      K::Bias1::Matrix::load(bias1, bias1_ptr, 0, extent, p.bias2_strideM);
+      bias1_ptr += kKeys;
+    }
+    if constexpr (K::Bias2::kIsMatrix) {
+      K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
+      bias2_ptr += kKeys;
+    }
+  }
+  CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
+    if constexpr (K::Bias1::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias1));
+    if constexpr (K::Bias2::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias2));
+  }
+  CUTLASS_DEVICE void add_fragment(float (&s)[4][8], const scalar_t* fragment) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < Mma::kGroups; ++group) {
+        const scalar_t* vec = fragment + (slot * Mma::kGroups + group) * Mma::kVec;
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < Mma::kVec; e += 2) {
+          float2 x = ptx::load_pair(vec + e);
+          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+          score[0] = fmaf(x.x, inv_scale, score[0]);
+          score[1] = fmaf(x.y, inv_scale, score[1]);
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if constexpr (K::kHasRowBias) {
+          x = sRow(stage)[lane_row + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2];
+        }
+        s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void load_q(FragA& a, int step) const {
+    Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
+  }
+  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < K::kStepsD; ++step) {
+      FragA a;
+      if constexpr (K::kQInRegisters) {
+        a = q[step];
+      } else {
+        load_q(a, step);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int pair = 0; pair < 2; ++pair) {
+        typename Mma::FragBnk b;
+        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, 0, pair, step * Mma::kStepK);
+        Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
+      }
+    }
+  }
+  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage) const {
+    FragA a;
+    Mma::from_scores(a, s, step, lane);
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < K::kTilesO; n += 2) {
+      typename Mma::FragBkn b;
+      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, 0, step, 8 * n);
+      Mma::mma(o[n], o[n + 1], a, b);
+    }
+  }
+
+  // Without a row bias nothing masks the keys past the end: only the last block has any.
+  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int block) const {
+    int left = p.num_keys - block * kKeys - warp_n * 32;
+    if (left >= 32) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        if (Mma::Permuted::at(j, Mma::column_of(lane, i)) >= left) s[j][i] = -infinity();
+      }
+    }
+  }
+
+  // Warps with the same rows and other keys: warp_n = 0 takes in the others, one after another, always in this order.
+  CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    constexpr int kValues = K::kTilesO * 8;
+    float* s = reinterpret_cast<float*>(shared) + warp_m * 32 * (kValues + 2 * Mma::kSlots) + lane;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int other = 1; other < K::kWarpsN; ++other) {
+      if (warp_n == other) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          s[32 * (kValues + slot)] = softmax.cm[slot];
+          s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
+        }
+      }
+      __syncthreads();
+      if (warp_n == 0) {
+        Row mine, theirs;
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          theirs[slot] = softmax.join(slot, s[32 * (kValues + slot)], s[32 * (kValues + Mma::kSlots + slot)]);
+          mine[slot] = softmax.m_prime[slot];
+        }
+        softmax.rescale(o, mine);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) {
+          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::slot_of(x % 8)], o[x / 8][x % 8]);
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
+  CUTLASS_DEVICE void store(const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
+                                                        /*isFirst=*/true, /*isLast=*/true, Row>;
+    output_t* sO = reinterpret_cast<output_t*>(shared);
+    if (warp_n == 0) {
+      int row = warp_m * 32 + Mma::row_of_lane(lane);
+      Row sums;
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        int r = row + slot * Mma::kRowStep;
+        if (p.logsumexp_ptr && Mma::leads_row(lane) && r < p.num_queries) p.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
+      }
+      Normalize normalize(sums, softmax.m_prime);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < K::kTilesO; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          auto x = normalize(slot, Softmax::get(o[j], slot));
+          CUTLASS_PRAGMA_UNROLL
+          for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
+            int column = 8 * j + Mma::column_of(lane, 4 * pair);
+            output_t* dst = sO + OTile::offset(row) + OTile::offset(slot * Mma::kRowStep, column);
+            dst[0] = x[2 * pair];
+            dst[1] = x[2 * pair + 1];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(p.output_ptr, p.o_strideM, sO, thread,
+                                                                     p.num_queries, p.head_dim_value);
+  }
+};
+
+}  // namespace ds4s

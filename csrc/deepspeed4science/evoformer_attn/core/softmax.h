@@ -1,0 +1,153 @@
+// The online softmax of one warp's 32 rows, in base 2 (docs/kernels-sm80.md, Forward).
+//
+//   p = 2^(c s - c m),  l = sum p,  c = scale * log2(e)
+//
+// m is a reference, not the running maximum: it moves only when a row exceeds it by 2^kSlack, because any m gives the
+// same quotient and 2^8 fits every type that P is rounded to. In the common case no lanes talk and nothing is rescaled.
+#pragma once
+
+#include <cutlass/array.h>
+
+#include "core/mma.h"
+#include "epilogue/epilogue_rescale_output.h"
+
+namespace ds4s {
+
+CUTLASS_DEVICE constexpr float infinity() { return __builtin_huge_valf(); }
+
+template <typename Mma>
+struct RowSoftmax {
+  static constexpr int kSlots = Mma::kSlots;
+  static constexpr int kPerSlot = 8 / kSlots;  // values of one row in an accumulator tile
+  static constexpr float kSlack = 8.0f;
+  static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
+  using Row = cutlass::Array<float, kSlots>;
+
+  Row cm;       // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
+  Row limit;    // raw score above which m must move: m + kSlack / c, m itself where huge; -inf while nothing is visible
+  Row l;        // this lane's part of the sum
+  Row m_prime;  // factor of the last move
+  float c;
+  bool huge;    // of some row of the warp: all its keys carry a mask like -1e9
+
+  CUTLASS_DEVICE explicit RowSoftmax(float scale) : c(scale * 1.4426950408889634f), huge(false) {
+    cm.fill(0.f);
+    limit.fill(-infinity());
+    l.fill(0.f);
+  }
+
+  // The lane's largest score of each row; true when some row of the warp must move its reference.
+  CUTLASS_DEVICE bool must_move(Row& largest, const float (&s)[4][8]) const {
+    bool above = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      largest[slot] = s[0][first_of(slot)];
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < 32; ++x) {
+        if (Mma::slot_of(x % 8) == slot && x != first_of(slot)) largest[slot] = fmaxf(largest[slot], s[x / 8][x % 8]);
+      }
+      above |= largest[slot] > limit[slot];
+    }
+    return ptx::any(above);
+  }
+
+  // Moves the references to the largest scores; the caller multiplies what it accumulated by m_prime.
+  CUTLASS_DEVICE void move(const Row& largest) {
+    bool any_huge = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      float x = Mma::reduce_max(largest[slot]);
+      bool first = limit[slot] == -infinity();
+      bool moves = x * c > cm[slot] || (first && x > -infinity());
+      float cm_new = moves ? x * c : cm[slot];
+      m_prime[slot] = first ? 1.f : ptx::exp2(cm[slot] - cm_new);
+      cm[slot] = cm_new;
+      bool is_huge = fabsf(cm_new) > kHuge;
+      if (moves) limit[slot] = is_huge ? x : x + kSlack / c;
+      any_huge |= is_huge;
+      l[slot] *= m_prime[slot];
+    }
+    huge = ptx::any(any_huge);
+  }
+
+  // s becomes p; l grows.
+  CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
+    if (huge) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < 32; ++x) {
+        int slot = Mma::slot_of(x % 8);
+        float common = fmaf(s[x / 8][x % 8], c, -cm[slot]);
+        s[x / 8][x % 8] = ptx::exp2(fabsf(cm[slot]) > kHuge ? (s[x / 8][x % 8] - limit[slot]) * c : common);
+      }
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < 32; ++x) {
+        s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::slot_of(x % 8)]));
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 32; ++x) l[Mma::slot_of(x % 8)] += s[x / 8][x % 8];
+  }
+
+  // The lanes' sums put together; called once, after the last keys.
+  CUTLASS_DEVICE void finish_sums() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]);
+  }
+
+  // Takes another part of the row in (its cm and l; l is 0 when it saw nothing). m_prime is what was accumulated here
+  // is to be multiplied by, the result what the other part is.
+  CUTLASS_DEVICE float join(int slot, float other_cm, float other_l) {
+    float cm_new = l[slot] == 0.f ? other_cm : other_l == 0.f ? cm[slot] : fmaxf(cm[slot], other_cm);
+    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(cm[slot] - cm_new);
+    float theirs = other_l == 0.f ? 0.f : ptx::exp2(other_cm - cm_new);
+    l[slot] = l[slot] * m_prime[slot] + other_l * theirs;
+    cm[slot] = cm_new;
+    return theirs;
+  }
+
+  CUTLASS_DEVICE float logsumexp(int slot) const {
+    return l[slot] == 0.f ? -infinity() : (cm[slot] + ptx::log2(l[slot])) * 0.6931471805599453f;
+  }
+
+  // o = m_prime * o, or any factor for each slot.
+  template <int kTiles>
+  CUTLASS_DEVICE void rescale(float (&o)[kTiles][8], const Row& factor) const {
+    using Rescale = MemoryEfficientAttentionNormalize<float, float, kPerSlot, float, float, /*isFirst=*/false,
+                                                      /*isLast=*/false, Row>;
+    Rescale op(l, factor);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kTiles; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < kSlots; ++slot) {
+        cutlass::Array<float, kPerSlot> zero;
+        zero.clear();
+        put<kPerSlot>(o[j], slot, op(slot, zero, get(o[j], slot)));
+      }
+    }
+  }
+
+  // The values of one slot of an accumulator tile, in ascending order.
+  CUTLASS_DEVICE static cutlass::Array<float, kPerSlot> get(const float (&tile)[8], int slot) {
+    cutlass::Array<float, kPerSlot> x;
+    int n = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      if (Mma::slot_of(i) == slot) x[n++] = tile[i];
+    }
+    return x;
+  }
+  template <int kCount>
+  CUTLASS_DEVICE static void put(float (&tile)[8], int slot, const cutlass::Array<float, kCount>& x) {
+    int n = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      if (Mma::slot_of(i) == slot) tile[i] = x[n++];
+    }
+  }
+
+ private:
+  CUTLASS_HOST_DEVICE static constexpr int first_of(int slot) { return Mma::kSlots == 4 ? 2 * slot : 2 * (slot & 1); }
+};
+
+}  // namespace ds4s

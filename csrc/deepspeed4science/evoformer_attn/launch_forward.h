@@ -1,0 +1,140 @@
+// Host side of the forward: FwdParams -> AttentionKernel::Params -> launch. A generated unit names one Forward<...> and
+// exports its two functions.
+#pragma once
+
+#include <atomic>
+
+#include <cuda_runtime.h>
+
+#include "kernel_forward.h"
+#include "launch_repack.h"
+#include "params.h"
+
+namespace ds4s {
+
+// Tile sizes, with the limit or the measurement that chose them (docs/kernels-sm80.md, Outcome).
+template <typename scalar_t, int kHeadDim, int kHeadDimValue>
+struct ForwardTiles {
+  static constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
+  static constexpr bool kWide = sizeof(scalar_t) == 4;
+  static constexpr int kQueries = kWide ? (kLargest > 64 ? 32 : 64) : kLargest > 32 ? 64 : 128;
+  static constexpr int kKeys = kWide ? 32 : kLargest > 32 ? 64 : 32;
+};
+
+template <typename scalar_t_,         // half_t, bfloat16_t, float
+          typename ArchTag,           // the family: Sm70, Sm75, Sm80
+          bool kAligned,              // q, k, v, o: pointers and strides are multiples of 16 bytes, D and Dv of 16 / size
+          int kHeadDim,               // tier: 16, 32, 48, 64, 96, 128
+          int kHeadDimValue,          // tier of Dv
+          bool kBias1,                // bias1 is given
+          bool kBias2,                // bias2 is given
+          bool kTf32 = false,         // float on Sm80: TF32 tensor cores
+          int kQueries = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kQueries,
+          int kKeys = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kKeys>
+struct Forward {
+  using scalar_t = scalar_t_;
+  template <bool kGiven, template <typename, typename, typename> class Broadcast>
+  struct Choose {
+    template <typename M, typename S, typename T>
+    using Type = typename cutlass::platform::conditional<kGiven, Broadcast<M, S, T>, BroadcastNoLoad<M, S, T>>::type;
+  };
+  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kQueries, kKeys, /*kSingleValueIteration=*/true,
+                                 kBias1 || kBias2, Choose<kBias1, BroadcastA>::template Type,
+                                 Choose<kBias2, BroadcastB>::template Type, kHeadDim, kHeadDimValue, kTf32>;
+
+  static int64_t workspace_bytes(const FwdParams& p) {
+    return (needs_copy1(p) ? rows1(p).bytes() : 0) + (needs_copy2(p) ? rows2(p).bytes() : 0);
+  }
+
+  static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
+    int64_t query_blocks = (p.Lq + kQueries - 1) / kQueries;
+    int64_t blocks = query_blocks * p.H * p.B * p.N;
+    bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
+                blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+    if (!fits) return cudaErrorInvalidValue;
+    if (blocks == 0) return cudaSuccess;
+
+    typename Kernel::Params k;
+    cudaError_t error = set_biases(k, p, stream);
+    if (error != cudaSuccess) return error;
+    set_tensors(k, p);
+    error = allow_shared_memory();
+    if (error != cudaSuccess) return error;
+    attention_forward<Kernel><<<unsigned(blocks), Kernel::kNumThreads, Kernel::kSharedBytes, stream>>>(k);
+    return cudaGetLastError();
+  }
+
+ private:
+  static BiasRows<scalar_t> rows1(const FwdParams& p) {
+    return {p.bias1, {p.B, p.N, 1, p.Lk}, {p.bias1_stride[0], p.bias1_stride[1], 0, p.bias1_stride[2]}};
+  }
+  static BiasRows<scalar_t> rows2(const FwdParams& p) {
+    return {p.bias2,
+            {p.B, p.H, p.Lq, p.Lk},
+            {p.bias2_stride[0], p.bias2_stride[1], p.bias2_stride[2], p.bias2_stride[3]}};
+  }
+  static bool needs_copy1(const FwdParams& p) { return kBias1 && !rows1(p).unit(); }  // read element by element
+  static bool needs_copy2(const FwdParams& p) { return kBias2 && !rows2(p).aligned(); }
+
+  static cudaError_t set_biases(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
+    char* workspace = static_cast<char*>(p.workspace);
+    auto prepare = [&](BiasRows<scalar_t>& rows, bool copy) {
+      if (!copy) return cudaSuccess;
+      if (workspace == nullptr) return cudaErrorInvalidValue;
+      char* dst = workspace;
+      workspace += rows.bytes();
+      return rows.repack(dst, stream);
+    };
+    BiasRows<scalar_t> r1 = rows1(p), r2 = rows2(p);
+    cudaError_t error = prepare(r1, needs_copy1(p));
+    if (error == cudaSuccess) error = prepare(r2, needs_copy2(p));
+    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(r1.ptr));
+    k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(r2.ptr));
+    k.bias1_strideB = r1.stride[0], k.bias1_strideN = r1.stride[1];
+    k.bias2_strideB = r2.stride[0], k.bias2_strideH = r2.stride[1], k.bias2_strideM = r2.stride[2];
+    return error;
+  }
+
+  static void set_tensors(typename Kernel::Params& k, const FwdParams& p) {
+    k.query_ptr = static_cast<const scalar_t*>(p.q);
+    k.key_ptr = static_cast<const scalar_t*>(p.k);
+    k.value_ptr = static_cast<const scalar_t*>(p.v);
+    k.output_ptr = static_cast<scalar_t*>(p.o);
+    k.logsumexp_ptr = p.lse;
+    k.scale = p.scale;
+    k.head_dim = int32_t(p.D), k.head_dim_value = int32_t(p.Dv);
+    k.num_queries = int32_t(p.Lq), k.num_keys = int32_t(p.Lk);
+    k.num_heads = int32_t(p.H), k.num_batches = int32_t(p.B * p.N);
+    k.B = int32_t(p.B), k.N = int32_t(p.N);
+    // Our strides are B, N, L, H; the kernel steps over B * N by N's stride and adds the rest at each next B.
+    auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {
+      m = stride[2], h = stride[3], batch = stride[1], outer = stride[0] - p.N * stride[1];
+    };
+    set(p.q_stride, k.q_strideM, k.q_strideH, k.q_strideB, k.q_strideOuter);
+    set(p.k_stride, k.k_strideM, k.k_strideH, k.k_strideB, k.k_strideOuter);
+    set(p.v_stride, k.v_strideM, k.v_strideH, k.v_strideB, k.v_strideOuter);
+    set(p.o_stride, k.o_strideM, k.o_strideH, k.o_strideB, k.o_strideOuter);
+  }
+
+  // More than 48 KiB of dynamic shared memory must be asked for, once on each device.
+  static cudaError_t allow_shared_memory() {
+    if (Kernel::kSharedBytes <= 48 * 1024) return cudaSuccess;
+    static std::atomic<uint64_t> done{0};
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    uint64_t bit = uint64_t(1) << (device % 64);
+    if (device < 64 && (done.load() & bit)) return cudaSuccess;
+    error = cudaFuncSetAttribute(attention_forward<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernel::kSharedBytes);
+    if (error == cudaSuccess) done.fetch_or(bit);
+    return error;
+  }
+};
+
+template <typename Launch>
+cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
+  return Launch::run(p, stream);
+}
+
+}  // namespace ds4s
