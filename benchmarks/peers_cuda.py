@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -20,9 +21,7 @@ def _missing(module: str) -> str | None:
     """Why `module` cannot be imported, in one line. Broken installations count as missing."""
     try:
         importlib.import_module(module)
-    except (
-        Exception
-    ) as error:  # a peer's import may fail in any way; the reason goes into the result
+    except Exception as error:  # an import may fail in any way; the reason goes into the result
         first_line = (str(error).splitlines() or [""])[0]
         return f"import {module}: {type(error).__name__}: {first_line}"
     return None
@@ -39,9 +38,6 @@ class Flex(Peer):
 
     name = "flex"
 
-    def __init__(self) -> None:
-        self._compiled: Callable[..., torch.Tensor] | None = None
-
     def not_available(self, setting: Setting) -> str | None:
         return _not_on_gpu(setting) or _missing("torch.nn.attention.flex_attention")
 
@@ -53,13 +49,15 @@ class Flex(Peer):
         heads_first = {name: _to_heads_first(getattr(inputs, name)) for name in ("q", "k", "v")}
         return {**heads_first, "bias1": bias1, "bias2": bias2}
 
+    @cached_property
+    def _op(self) -> Callable[..., torch.Tensor]:
+        # Each length is a recompilation; at the default limit of 8 it would fall back to eager
+        # without a word.
+        torch._dynamo.config.recompile_limit = 1000
+        return torch.compile(_flex_attention, dynamic=False)
+
     def forward(self, leaves: Leaves) -> torch.Tensor:
-        if self._compiled is None:
-            # Each length is a recompilation; the default limit of 8 would fall back to eager
-            # without a word.
-            torch._dynamo.config.recompile_limit = 1000
-            self._compiled = torch.compile(_flex_attention, dynamic=False)
-        return self._compiled(*_qkv(leaves), leaves["bias1"], leaves["bias2"])
+        return self._op(*_qkv(leaves), leaves["bias1"], leaves["bias2"])
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         return _from_heads_first(o, workload)
@@ -134,12 +132,14 @@ class DeepSpeed(Peer):
     def adapt(self, inputs: Inputs) -> Leaves:
         return {name: getattr(inputs, name) for name in ("q", "k", "v", "bias1", "bias2")}
 
-    def forward(self, leaves: Leaves) -> torch.Tensor:
+    @cached_property
+    def _op(self) -> Callable[..., torch.Tensor]:
         from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 
-        biases = [leaves["bias1"], leaves["bias2"]]
-        o: torch.Tensor = DS4Sci_EvoformerAttention(*_qkv(leaves), biases)
-        return o
+        return DS4Sci_EvoformerAttention  # type: ignore[no-any-return]
+
+    def forward(self, leaves: Leaves) -> torch.Tensor:
+        return self._op(*_qkv(leaves), [leaves["bias1"], leaves["bias2"]])
 
 
 class CuEquivariance(Peer):
@@ -171,11 +171,14 @@ class CuEquivariance(Peer):
         )
         return leaves
 
-    def forward(self, leaves: Leaves) -> torch.Tensor:
+    @cached_property
+    def _op(self) -> Callable[..., torch.Tensor]:
         from cuequivariance_ops_torch import triangle_attention
 
-        o: torch.Tensor = triangle_attention(*_qkv(leaves), leaves["bias2"], mask=leaves["mask"])
-        return o
+        return triangle_attention  # type: ignore[no-any-return]
+
+    def forward(self, leaves: Leaves) -> torch.Tensor:
+        return self._op(*_qkv(leaves), leaves["bias2"], mask=leaves["mask"])
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         return o.transpose(2, 3)
@@ -202,11 +205,14 @@ class Trifast(Peer):
         leaves["mask"] = ~inputs.visible
         return leaves
 
-    def forward(self, leaves: Leaves) -> torch.Tensor:
+    @cached_property
+    def _op(self) -> Callable[..., torch.Tensor]:
         from trifast import triangle_attention
 
-        o: torch.Tensor = triangle_attention(*_qkv(leaves), leaves["bias2"], leaves["mask"])
-        return o
+        return triangle_attention  # type: ignore[no-any-return]
+
+    def forward(self, leaves: Leaves) -> torch.Tensor:
+        return self._op(*_qkv(leaves), leaves["bias2"], leaves["mask"])
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         return o.permute(0, 2, 3, 1, 4)

@@ -64,7 +64,13 @@ def as_svg(result: dict[str, Any]) -> str:
                 f'<rect x="{LABEL}" y="{y}" width="{length:.1f}" height="{BAR - 3}" '
                 f'fill="{colour}"/>'
             )
-            parts.append(_text(LABEL + length + 6, y + 12, f"{median:.3g} ms"))
+            parts.append(
+                _text(
+                    LABEL + length + 6,
+                    y + 12,
+                    f"{median:.0f} ms" if median >= 100 else f"{median:.3g} ms",
+                )
+            )
             y += BAR
         y += GAP + 12
     machine = environment["gpu"] or environment["cpu"]

@@ -18,6 +18,7 @@ from deepspeed4science.demo.kernels import LoadedKernelInfo, eager_attention, lo
 from deepspeed4science.demo.measure import Timing, peak_extra_bytes, time_interleaved
 from deepspeed4science.demo.picture import UBIQUITIN_STRUCTURE, draw_attention, query_attention
 from deepspeed4science.demo.startup import measure_startup
+from deepspeed4science.errors import EvoformerError
 
 PICTURE_NOTE = "8 heads averaged, untrained weights: the alignment alone, not a prediction"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,6 +27,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when every tensor keeps the error law, 1 otherwise."""
     arguments = _parser().parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: PyTorch finds no CUDA GPU here; --device cpu runs everywhere.")
+        return 2
     device = torch.device(arguments.device if arguments.device != "auto" else _best_device())
     dtype = DTYPES[arguments.dtype]
     alignment = load_ubiquitin()
@@ -53,13 +57,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _best_device() -> str:
-    """A GPU if the op has kernels for it, else the CPU."""
+    """A GPU if the op has kernels for it and they can be made here, else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     probe = torch.zeros(1, 1, 1, 1, 16, device="cuda", dtype=torch.float16)
     try:
         op(probe, probe, probe, [])
-    except NotImplementedError:
+    except (EvoformerError, NotImplementedError) as error:
+        print(f"The GPU is not used: {str(error).splitlines()[0]}")
         return "cpu"
     return "cuda"
 
