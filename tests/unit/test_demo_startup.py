@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from deepspeed4science.demo.cli import main  # noqa: E402
-from deepspeed4science.demo.startup import Startup, measure_startup  # noqa: E402
+from deepspeed4science.demo.cli import main
+from deepspeed4science.demo.startup import Startup, measure_startup
 
 
 def test_a_failed_second_process_says_why():
