@@ -23,6 +23,7 @@ from deepspeed4science.report import (
     OpRow,
     Report,
     SoftwareRow,
+    Why,
     judge,
 )
 from deepspeed4science.torch_probe import TorchAnswer, TorchProbe
@@ -69,8 +70,7 @@ def collect() -> Report:
         )
     ]
     cpu = probes.ask("the processor", _cpu, CpuRow("", {}))
-    cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
-    probes.ask("TORCH_CUDA_ARCH_LIST", _check_arch_list, None)
+    probes.ask("the settings", partial(_check_settings, probes), None)
     torch = torch_probe.answer()
     for warning in torch.warnings:
         probes.warn(f"torch: {warning}")
@@ -85,6 +85,8 @@ def collect() -> Report:
     no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
     no_ops: tuple[OpRow, ...] = ()
     ops = probes.ask("the ops", partial(_ops, probes, no_gpu), no_ops)
+    # After all that keeps its answers there.
+    cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
     usable, verdict = judge(torch.ok, gpus, ops)
     return Report(
         version=probes.ask("our version", _version, "unknown"),
@@ -226,10 +228,21 @@ def _can_write(folder: Path) -> bool:
         return False
 
 
-def _check_arch_list() -> None:
-    from op_builder import arch, env
+def _check_settings(probes: Probes) -> None:
+    """What a later build would refuse to read is better told now."""
+    from op_builder import ALL_OPS, arch, env
 
-    arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
+    flags = ("DS_BUILD_OPS", "DS4S_VERBOSE", *(op.BUILD_VAR for op in ALL_OPS.values()))
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: arch.parse(env.text("TORCH_CUDA_ARCH_LIST")),
+        lambda: env.positive_int("MAX_JOBS"),
+        *(partial(env.flag, name) for name in flags),
+    )
+    for check in checks:
+        try:
+            check()
+        except RuntimeError as error:  # op_builder's errors are such
+            probes.warn(str(error))
 
 
 def _gpu(gpu: dict[str, Any]) -> GpuRow:
@@ -270,7 +283,7 @@ def _ops(probes: Probes, no_gpu: str) -> tuple[OpRow, ...]:
         probes.ask(
             name,
             partial(_op, name, builder, no_gpu, probes),
-            OpRow(name, _device(builder), "not", "", "see the warnings"),
+            OpRow(name, _device(builder), "not", "", (Why("see the warnings", ""),)),
         )
         for name, builder in ALL_OPS.items()
     )
@@ -284,15 +297,14 @@ def _device(builder: Any) -> str:
 def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
     device = _device(builder)
     status = builder.status()
-    whys = [(obstacle.reason, obstacle.remedy) for obstacle in status.obstacles]
-    detail = f"{status.num_ready} of {status.num_kernels} kernels compiled"
-    if device == "cuda" and no_gpu:
-        remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"
-        whys = [(f"no GPU: {no_gpu}", remedy), *whys]
-    elif status.usable:
-        for reason, remedy in whys:
-            probes.warn(f"{name}: no other kernel can be compiled: {reason}; {remedy}")
+    whys = tuple(Why(obstacle.reason, obstacle.remedy) for obstacle in status.obstacles)
+    needs_gpu = device == "cuda" and bool(no_gpu)
+    if status.usable and not needs_gpu:
+        for why in whys:
+            probes.warn(f"{name}: no other kernel can be compiled: {why.reason}; {why.remedy}")
+        detail = f"{status.num_ready} of {status.num_kernels} kernels compiled"
         return OpRow(name, device, status.state, detail)
-    reasons = "; ".join(reason for reason, _ in whys) or "its builder gives no reason"
-    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in whys if remedy))
-    return OpRow(name, device, "not", "", reasons, remedies)
+    if needs_gpu and not any(why.reason.startswith("no GPU") for why in whys):
+        remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"
+        whys = (Why(f"no GPU: {no_gpu}", remedy), *whys)
+    return OpRow(name, device, "not", "", whys or (Why("its builder gives no reason", ""),))

@@ -22,13 +22,18 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
+class Why:
+    reason: str
+    remedy: str  # empty where nothing mends it
+
+
+@dataclass(frozen=True)
 class OpRow:
     name: str
     device: str  # "cpu" or "cuda"
     state: str  # "prebuilt", "cached", "buildable" or "not"
     detail: str  # such as "4 of 6 kernels compiled"
-    reason: str = ""  # when the state is "not": why
-    remedy: str = ""  # when the state is "not": what mends it
+    whys: tuple[Why, ...] = ()  # when the state is "not": everything that stands in the way
 
     @property
     def ok(self) -> bool:
@@ -121,7 +126,9 @@ def _op_lines(ops: Sequence[OpRow]) -> list[str]:
     for op in ops:
         mark = "[OKAY]" if op.ok else "[NO]"
         row = f"{op.name:<20} {op.device:<5} {mark:<6} {op.state:<10} {op.detail}"
-        lines += [row.rstrip(), *_why(op.reason, op.remedy)]
+        lines.append(row.rstrip())
+        for why in op.whys:
+            lines += _why(why.reason, why.remedy)
     return lines if ops else [*lines, "none could be asked"]
 
 

@@ -78,9 +78,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NVCC_APPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
     Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
-    Variable(
-        "CONDA_PREFIX", "a conda environment whose compilers and CUDA are considered", "unset"
-    ),
+    Variable("CONDA_PREFIX", "a conda environment whose CUDA and CUTLASS are considered", "unset"),
     Variable("PATH", "where programs are looked for", "set by the system"),
     Variable(
         "DS4S_CPU_ISA",

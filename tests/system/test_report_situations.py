@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ import op_builder
 from op_builder.builder import Obstacle
 from op_builder.status import OpStatus
 class CudaOp:
+    BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN"
     DEVICE = "cuda"
     def status(self):
         return OpStatus({state!r}, 0, 8, {obstacles})
@@ -143,7 +144,12 @@ class Outcome:
     json: dict[str, Any]
 
     def op(self, name: str = "evoformer_attn_cpu") -> dict[str, str]:
-        return next(row for row in self.json["ops"] if row["name"] == name)
+        """The op's row, its reasons and remedies each joined to one text."""
+        row = next(row for row in self.json["ops"] if row["name"] == name)
+        joined = {
+            part: "; ".join(why[part] for why in row["whys"]) for part in ("reason", "remedy")
+        }
+        return {**row, **joined}
 
     def software(self, name: str) -> dict[str, Any]:
         return next(row for row in self.json["software"] if row["name"] == name)
@@ -162,7 +168,7 @@ class Outcome:
             mark = "[NO]" if refused else "[OKAY]"
             assert mark in self.line(f"{row['name']} "), row
             if refused:
-                assert row["reason"], row
+                assert row.get("reason") or [why["reason"] for why in row["whys"]], row
         table, _, _ = self.text.partition("\nWarnings:\n")
         for warning in self.json["warnings"]:
             assert warning not in table
@@ -397,6 +403,14 @@ def test_an_architecture_list_that_nobody_can_read(tmp_path: Path) -> None:
     assert "'sm_90'; write 9.0" in seen.json["warnings"][0]
 
 
+@pytest.mark.parametrize("variable", ["MAX_JOBS", "DS4S_VERBOSE", "DS_BUILD_EVOFORMER_ATTN_CPU"])
+def test_a_setting_that_a_build_would_refuse(variable: str, tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={variable: "many"}))
+    assert seen.code == 0
+    assert f"{variable}: expected" in seen.json["warnings"][0]
+    assert "got 'many'" in seen.json["warnings"][0]
+
+
 def test_a_cuda_home_that_holds_nothing_is_a_warning(tmp_path: Path) -> None:
     nvcc = fakes.toolkit(tmp_path / "opt")
     machine = Machine(tmp_path, variables={"CUDA_HOME": "/no/such/cuda"})
@@ -449,15 +463,17 @@ def test_a_reader_who_goes_away(tmp_path: Path) -> None:
 
 
 def test_with_the_real_torch_it_takes_less_than_three_seconds_once_warm() -> None:
+    """Processor time, its children included: what else the machine does is not the report's."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "deepspeed4science", "report", "--json"]
     seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
-        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert json.loads(ran.stdout)["software"][0]["ok"]
-    assert min(seconds[1:]) < 3.0, seconds
+    assert seconds[1] < 3.0, seconds
 
 
 def test_commands_of_the_module() -> None:

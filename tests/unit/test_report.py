@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed4science import report, torch_probe
-from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow
+from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow, Why
 
 CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compiled")
-CPU_NOT = OpRow("evoformer_attn_cpu", "cpu", "not", "", "no compiler", "install g++")
+CPU_NOT = OpRow("evoformer_attn_cpu", "cpu", "not", "", (Why("no compiler", "install g++"),))
 CUDA_OK = OpRow("evoformer_attn", "cuda", "cached", "2 of 8 kernels compiled")
-CUDA_NOT = OpRow("evoformer_attn", "cuda", "not", "", "no nvcc", "pip install nvcc")
+CUDA_NOT = OpRow("evoformer_attn", "cuda", "not", "", (Why("no nvcc", "pip install nvcc"),))
 GPU = GpuRow("NVIDIA H200", "9.0", "sm80")
 
 
