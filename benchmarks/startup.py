@@ -69,21 +69,25 @@ def _overhead(peer: str, ordered: list[float]) -> Overhead:
 
 
 def measure_startups(*, dtype: str, device: str, num_runs: int = 5) -> StartupResult:
-    """A compile into an empty folder, then loads from that folder, each in a new process."""
+    """A compile into an empty folder, then loads from that folder, each in a new process.
 
-    def beyond_torch(folder: Path, *, train: bool) -> Startup:
-        return measure_startup(device=device, dtype=dtype, train=train, cache_dir=folder)
+    Raises:
+        RuntimeError: a process failed, or compiled what should have been in the cache.
+    """
+
+    def startup(folder: str, *, train: bool) -> Startup:
+        return measure_startup(device=device, dtype=dtype, train=train, cache_dir=Path(folder))
 
     with tempfile.TemporaryDirectory() as infer, tempfile.TemporaryDirectory() as train:
-        first = beyond_torch(Path(infer), train=False)
-        first_training = beyond_torch(Path(train), train=True)
-        cached = [beyond_torch(Path(infer), train=False).beyond_torch_s for _ in range(num_runs)]
-        cached_training = [
-            beyond_torch(Path(train), train=True).beyond_torch_s for _ in range(num_runs)
-        ]
+        first = startup(infer, train=False)
+        first_training = startup(train, train=True)
+        cached = [startup(infer, train=False) for _ in range(num_runs)]
+        cached_training = [startup(train, train=True) for _ in range(num_runs)]
+    if any(run.num_built for run in (*cached, *cached_training)):
+        raise RuntimeError("the cache was not used: did the kernels' sources change meanwhile?")
     return StartupResult(
         first_call_s=first.beyond_torch_s,
         first_training_call_s=first_training.beyond_torch_s,
-        cached_call_s=statistics.median(cached),
-        cached_training_call_s=statistics.median(cached_training),
+        cached_call_s=statistics.median(run.beyond_torch_s for run in cached),
+        cached_training_call_s=statistics.median(run.beyond_torch_s for run in cached_training),
     )

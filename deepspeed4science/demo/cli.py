@@ -142,8 +142,10 @@ def _memory(memory: dict[str, int | None]) -> str:
 
 def _show_second_process(device: torch.device, dtype: str) -> None:
     startup = measure_startup(device=device.type, dtype=dtype, train=True)
+    built = startup.num_built
+    kernels = f"which compiled {built} kernels anew" if built else "kernels loaded from the cache"
     print(
-        f"\nA second process, kernels loaded from the cache\n"
+        f"\nA second process, {kernels}\n"
         f"  import torch {startup.torch_s:.2f} s\n"
         f"  then until the first forward and backward are done: "
         f"{1e3 * startup.beyond_torch_s:.0f} ms ({1e3 * startup.import_s:.0f} ms of it to import)"

@@ -43,8 +43,8 @@ def time_interleaved(
     calls: Mapping[str, Callable[[], object]],
     device: torch.device,
     *,
-    num_runs: int = 9,
-    num_warmups: int = 2,
+    num_runs: int = 7,
+    num_warmups: int = 1,
 ) -> dict[str, Timing]:
     """Time every call in turn, again and again, so that a slow moment of the machine hits all of
     them alike.

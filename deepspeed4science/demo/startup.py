@@ -29,22 +29,25 @@ with torch.set_grad_enabled(train):
 if q.is_cuda:
     torch.cuda.synchronize()
 done = time.perf_counter()
-seconds = {
+from op_builder import jit
+result = {
+    "num_built": sum(kernel.origin == "built" for kernel in jit.loaded_kernels()),
     "torch_s": torch_ready - started,
     "import_s": imported - torch_ready,
     "first_call_s": done - imported,
 }
-print(json.dumps(seconds))
+print(json.dumps(result))
 """
 
 
 @dataclass(frozen=True)
 class Startup:
-    """Seconds in the new process."""
+    """What the new process did, and its seconds."""
 
     torch_s: float  # import torch, with its device and threads started
     import_s: float  # import deepspeed4science
     first_call_s: float  # first call, kernels loaded (or compiled) in it
+    num_built: int = 0  # kernels it had to compile
 
     @property
     def beyond_torch_s(self) -> float:
