@@ -76,7 +76,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         or (bias2 is not None and bias2.requires_grad)
     )
     o, _ = _FORWARD_OP(q, k, v, bias1, bias2, with_lse)
-    return o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
+    result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
+    return result
 
 
 class EvoformerFusedAttention:
@@ -98,7 +99,7 @@ def _forward(
         return _fake_forward(q, k, v, bias1, bias2, with_lse)
     backend = backends.select(problem)
     if with_lse:
-        backend.prefetch_backward(problem)
+        backend.prefetch_backward(problem, (q, k, v, bias1, bias2))
     return backend.forward(problem, q, k, v, bias1, bias2, with_lse=with_lse)
 
 

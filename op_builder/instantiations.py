@@ -79,3 +79,85 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
     for isa in CPU_ISAS
     if isa != "amx" or dtype == "bf16"
 )
+
+
+CUDA_FAMILIES = ("sm70", "sm75", "sm80")
+CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")
+CUDA_BIASES = ("none", "bias1", "bias2", "both")
+HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
+
+_CUDA_SCALAR = {
+    "fp32": "float",
+    "tf32": "float",
+    "fp16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+}
+_CUDA_HEADER = {"fwd": "launch_forward.h", "bwd": "launch_backward.h"}
+
+_CUDA_UNIT = """\
+// {name}: written by op_builder/instantiations.py.
+#include "{header}"
+
+using Launch = {launch};
+
+DS4S_EXPORT int ds4s_abi_version() {{ return DS4S_ABI_VERSION; }}
+DS4S_EXPORT const char* ds4s_name() {{ return "{name}"; }}
+DS4S_EXPORT int64_t ds4s_workspace_bytes(const ds4s::{params}* params) {{
+  return Launch::workspace_bytes(*params);
+}}
+DS4S_EXPORT int ds4s_run(const ds4s::{params}* params, void* stream) {{
+  return Launch::run(*params, static_cast<cudaStream_t>(stream));
+}}
+DS4S_EXPORT const char* ds4s_status_string(int status) {{
+  return cudaGetErrorString(static_cast<cudaError_t>(status));
+}}
+"""
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """One kernel of the Sm70, Sm75 or Sm80 templates, compiled for one architecture."""
+
+    family: str  # one of CUDA_FAMILIES: whose instructions it uses
+    direction: str  # one of DIRECTIONS
+    dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
+    head_dim: int  # one of HEAD_DIM_TIERS
+    bias: str  # one of CUDA_BIASES
+    aligned: bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces
+    arch: str  # what nvcc compiles for, "9.0": at least the family's own
+
+    @property
+    def name(self) -> str:
+        aligned = "aligned" if self.aligned else "unaligned"
+        return f"{self.family}_{self.direction}_{self.dtype}_d{self.head_dim}_{self.bias}_{aligned}"
+
+    def source(self) -> str:
+        """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
+        return _CUDA_UNIT.format(
+            name=self.name,
+            header=_CUDA_HEADER[self.direction],
+            params=_PARAMS[self.direction],
+            launch=self._launch(),
+        )
+
+    def _launch(self) -> str:
+        scalar = _CUDA_SCALAR[self.dtype]
+        family = f"cutlass::arch::Sm{self.family[2:]}"
+        aligned = f"/*kAligned=*/{_cpp(self.aligned)}"
+        bias1 = f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}"
+        bias2 = f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}"
+        tf32 = f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}"
+        tier = self.head_dim
+        return f"ds4s::Forward<{scalar}, {family}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def head_dim_tier(head_dim: int) -> int:
+    """The smallest tier that serves `head_dim`; raises ValueError past the largest."""
+    for tier in HEAD_DIM_TIERS:
+        if head_dim <= tier:
+            return tier
+    raise ValueError(f"head dimension {head_dim} is above the largest tier, {HEAD_DIM_TIERS[-1]}")

@@ -48,6 +48,7 @@ class Case:
     bias2: bool = True
 
     def inputs(self, dtype, device):
+        skip_unsupported(dtype, device)
         Lk, Dv = self.Lk or self.Lq, self.Dv or self.D
 
         def random(*shape):

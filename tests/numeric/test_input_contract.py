@@ -14,10 +14,14 @@ pytestmark = pytest.mark.usefixtures("seed")
 CASE = Case("contract", B=2, N=3, Lq=9, H=2, D=8)
 
 
-@pytest.mark.parametrize("lead", [(), (4,), (2, 4), (2, 3, 4), (2, 1, 3, 4)], ids=lambda lead: f"rank{len(lead) + 3}")
+@pytest.mark.parametrize(
+    "lead", [(), (4,), (2, 4), (2, 3, 4), (2, 1, 3, 4)], ids=lambda lead: f"rank{len(lead) + 3}"
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_any_rank(lead, transposed):
-    q, k, v = (torch.randn(*lead, 2, 9, 8) if transposed else torch.randn(*lead, 9, 2, 8) for _ in range(3))
+    q, k, v = (
+        torch.randn(*lead, 2, 9, 8) if transposed else torch.randn(*lead, 9, 2, 8) for _ in range(3)
+    )
     if transposed:
         q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     bias1 = torch.randn(*lead, 1, 1, 9)
@@ -59,7 +63,9 @@ def test_bias_sequences(count, kind):
 @pytest.mark.parametrize("dim", [0, 1, 3], ids=["B", "N", "H"])
 def test_empty_dimensions_give_empty_results_and_zero_bias_gradients(dim):
     inputs = CASE.inputs(torch.float32, "cpu")
-    q, k, v = (t.narrow(dim, 0, 0).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (
+        t.narrow(dim, 0, 0).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)
+    )
     bias1 = torch.zeros(1, 1, 1, 1, 9, requires_grad=True)
     o = DS4Sci_EvoformerAttention(q, k, v, [bias1])
     assert o.shape == q.shape and o.numel() == 0
@@ -71,8 +77,16 @@ def test_empty_dimensions_give_empty_results_and_zero_bias_gradients(dim):
 def make(**changes):
     """The arguments of a good call with some of them replaced by functions of the good ones."""
     inputs = CASE.inputs(torch.float32, "cpu")
-    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "biases": [inputs.bias1, inputs.bias2]}
-    return {name: changes[name](value) if name in changes else value for name, value in arguments.items()}
+    arguments = {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "biases": [inputs.bias1, inputs.bias2],
+    }
+    return {
+        name: changes[name](value) if name in changes else value
+        for name, value in arguments.items()
+    }
 
 
 BAD = {
@@ -97,14 +111,23 @@ BAD = {
     "bias1-wrong-length": ({"biases": lambda b: [b[0][..., :5]]}, "bias1: expected"),
     "pair-bias-first": ({"biases": lambda b: [b[1]]}, r"\[None, bias2\]"),
     "biases-swapped": ({"biases": lambda b: [b[1], b[0]]}, "bias1: expected"),
-    "bias2-with-rows": ({"biases": lambda b: [None, b[1].expand(2, 3, 2, 9, 9)]}, "bias2: expected"),
-    "bias2-wrong-heads": ({"biases": lambda b: [None, b[1].repeat(1, 1, 2, 1, 1)]}, "bias2: expected"),
+    "bias2-with-rows": (
+        {"biases": lambda b: [None, b[1].expand(2, 3, 2, 9, 9)]},
+        "bias2: expected",
+    ),
+    "bias2-wrong-heads": (
+        {"biases": lambda b: [None, b[1].repeat(1, 1, 2, 1, 1)]},
+        "bias2: expected",
+    ),
     "bias-rank-6": ({"biases": lambda b: [b[0][None]]}, "at most the 5 dimensions"),
     "bias-bool": ({"biases": lambda b: [b[0] > 0]}, "torch.where"),
     "bias-float64": ({"biases": lambda b: [b[0].double()]}, "bias1: expected"),
     "bias-device": ({"biases": lambda b: [b[0].to("meta")]}, "device of Q"),
     "no-queries": ({"q": lambda q: q[:, :, :0], "biases": lambda b: []}, "at least 1"),
-    "no-keys": ({"k": lambda k: k[:, :, :0], "v": lambda v: v[:, :, :0], "biases": lambda b: []}, "at least 1"),
+    "no-keys": (
+        {"k": lambda k: k[:, :, :0], "v": lambda v: v[:, :, :0], "biases": lambda b: []},
+        "at least 1",
+    ),
     "no-channels": ({"q": lambda q: q[..., :0], "k": lambda k: k[..., :0]}, "at least 1"),
 }
 
@@ -114,14 +137,18 @@ def test_bad_input(changes, message):
     """A clear error of our own, and everything the caller passed is as it was."""
     arguments = make(**changes)
     biases = arguments["biases"]
-    tensors = [t for t in (arguments["q"], arguments["k"], arguments["v"]) if isinstance(t, torch.Tensor)]
+    tensors = [
+        t for t in (arguments["q"], arguments["k"], arguments["v"]) if isinstance(t, torch.Tensor)
+    ]
     copies = [t.clone() for t in tensors if t.device.type == "cpu"]
     before = copy.copy(biases)
     with pytest.raises(InvalidInputError, match=message) as caught:
         DS4Sci_EvoformerAttention(arguments["q"], arguments["k"], arguments["v"], biases)
     assert isinstance(caught.value, (EvoformerError, ValueError))
     if isinstance(biases, list):
-        assert len(biases) == len(before) and all(a is b for a, b in zip(biases, before, strict=True))
+        assert len(biases) == len(before) and all(
+            a is b for a, b in zip(biases, before, strict=True)
+        )
     for tensor, saved in zip((t for t in tensors if t.device.type == "cpu"), copies, strict=True):
         assert torch.equal(tensor, saved)
 

@@ -1,0 +1,161 @@
+"""What every backend does alike: allocate outputs, fill the parameter struct, launch one kernel, check its status."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed4science import params
+from deepspeed4science.errors import KernelError
+from deepspeed4science.params import pointer
+from deepspeed4science.problem import Problem
+from op_builder.loaded import LoadedKernel
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Backend(ABC):
+    """One kind of hardware. `forward` and `backward` take checked, five-dimensional tensors."""
+
+    name: str
+
+    @abstractmethod
+    def not_supported_reasons(self, problem: Problem) -> list[str]:
+        """Why this backend cannot take the call; empty when it can. Cheap, and never raises."""
+
+    @abstractmethod
+    def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
+        """Begin to make the backward of a call ready; returns at once and leaves errors to `backward`."""
+
+    @abstractmethod
+    def _kernel(
+        self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
+    ) -> LoadedKernel:
+        """The kernel for a call; `tensors` are all that it reads or writes in the dtype of Q."""
+
+    @abstractmethod
+    def _options(self, problem: Problem) -> tuple[int, int]:
+        """num_threads and deterministic of the parameter struct."""
+
+    @abstractmethod
+    def _run(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
+        """Launch, and return the kernel's status."""
+
+    def _prepare_bias(self, bias: Tensor | None, problem: Problem) -> Tensor | None:
+        """A bias as this backend's kernels read it."""
+        return bias
+
+    def forward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        *,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 (no elements unless asked for)."""
+        p = problem
+        q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+        bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
+        o = torch.empty((p.B, p.N, p.Lq, p.H, p.Dv), dtype=p.dtype, device=p.device)
+        lse_shape = (p.B, p.N, p.H, p.Lq) if with_lse else 0
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=p.device)
+        packed = params.FWD_LAYOUT.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            pointer(bias1),
+            pointer(bias2),
+            o.data_ptr(),
+            lse.data_ptr() if with_lse else 0,
+            0,
+            *(p.B, p.N, p.Lq, p.Lk, p.H, p.D, p.Dv),
+            *q.stride()[:4],
+            *k.stride()[:4],
+            *v.stride()[:4],
+            *o.stride()[:4],
+            *params.bias1_strides(bias1),
+            *params.bias2_strides(bias2),
+            _dtype_code(bias1),
+            _dtype_code(bias2),
+            *self._options(p),
+            p.scale,
+        )
+        self._launch("fwd", p, (q, k, v, o), packed)
+        return o, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        do_: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        *,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in float32."""
+        p = problem
+        q, k, v, o, do_ = (_unit_stride(t) for t in (q, k, v, o, do_))
+        bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
+        want_q, want_k, want_v, want_bias1, want_bias2 = wanted
+        dq = torch.empty(q.shape, dtype=p.dtype, device=p.device) if want_q else None
+        dk = torch.empty(k.shape, dtype=p.dtype, device=p.device) if want_k else None
+        dv = torch.empty(v.shape, dtype=p.dtype, device=p.device) if want_v else None
+        dbias1 = _float32((p.B, p.N, 1, 1, p.Lk), p.device) if want_bias1 else None
+        dbias2 = _float32((p.B, 1, p.H, p.Lq, p.Lk), p.device) if want_bias2 else None
+        outputs = (dq, dk, dv, dbias1, dbias2)
+        packed = params.BWD_LAYOUT.pack(
+            *(pointer(t) for t in (q, k, v, bias1, bias2, o, lse, do_, *outputs)),
+            0,
+            *(p.B, p.N, p.Lq, p.Lk, p.H, p.D, p.Dv),
+            *(stride for t in (q, k, v, o, do_, dq, dk, dv) for stride in _four_strides(t)),
+            *params.bias1_strides(bias1),
+            *params.bias2_strides(bias2),
+            _dtype_code(bias1),
+            _dtype_code(bias2),
+            *self._options(p),
+            p.scale,
+        )
+        self._launch("bwd", p, (q, k, v, o, do_, dq, dk, dv), packed)
+        return outputs
+
+    def _launch(
+        self, direction: str, problem: Problem, tensors: Sequence[Tensor | None], packed: bytes
+    ) -> None:
+        kernel = self._kernel(direction, problem, tensors)
+        status = self._run(kernel, packed, problem.device)
+        if status != 0:
+            raise KernelError(
+                f"{kernel.name} stopped with status {status}: {kernel.status_string(status)}. "
+                f"Results of this call are not valid. The call was {problem}."
+            )
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """Kernels read channels at stride 1; a stride-0 gradient or a transposed consumer's is copied."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _float32(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def _four_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if tensor is None else tensor.stride()[:4]
+
+
+def _dtype_code(bias: Tensor | None) -> int:
+    return 0 if bias is None else params.DTYPE_CODES[bias.dtype]

@@ -1,0 +1,142 @@
+"""The CUDA backends: the Sm70, Sm75 and Sm80 templates on the tensor's device and the current stream."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed4science import params
+from deepspeed4science.backend import DTYPE_NAMES, Backend
+from deepspeed4science.problem import Problem
+from op_builder import EvoformerAttnBuilder
+from op_builder.errors import BuildError
+from op_builder.instantiations import HEAD_DIM_TIERS, CudaKernel
+from op_builder.loaded import LoadedKernel
+
+_POINTER = struct.Struct("=Q")
+_WORKSPACE_AT = {
+    params.FWD_LAYOUT.size: 8 * params.FWD_POINTERS.index("workspace"),
+    params.BWD_LAYOUT.size: 8 * params.BWD_POINTERS.index("workspace"),
+}
+
+
+class CudaBackend(Backend):
+    """One template family; takes calls on devices that it is chosen for (EvoformerAttnBuilder.family)."""
+
+    def __init__(self, family: str) -> None:
+        self.name = family.capitalize()
+        self._family = family
+        self._builder = EvoformerAttnBuilder()
+        self._kernels: dict[CudaKernel, LoadedKernel] = {}
+        self._specs: dict[tuple[object, ...], CudaKernel] = {}
+        self._prefetched: set[CudaKernel] = set()
+
+    def not_supported_reasons(self, problem: Problem) -> list[str]:
+        if problem.device.type != "cuda":
+            return [f"tensors are on {problem.device}, not on a CUDA device"]
+        major, minor = _capability(problem.device)
+        try:
+            chosen = self._builder.family((major, minor))
+        except BuildError as error:
+            return [str(error)]
+        reasons = []
+        if chosen != self._family:
+            reasons.append(f"compute capability {major}.{minor} is served by {chosen}")
+        if problem.dtype == torch.bfloat16 and self._family != "sm80":
+            reasons.append("bfloat16 needs compute capability 8.0; use float16")
+        if max(problem.D, problem.Dv) > HEAD_DIM_TIERS[-1]:
+            largest = f"D = {problem.D}, Dv = {problem.Dv}"
+            reasons.append(f"{largest}: the largest head dimension is {HEAD_DIM_TIERS[-1]}")
+        return reasons
+
+    def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
+        spec = self._spec("bwd", problem, inputs[:3])
+        if spec not in self._prefetched:
+            self._prefetched.add(spec)
+            self._builder.prefetch([spec])
+
+    def _kernel(
+        self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
+    ) -> LoadedKernel:
+        spec = self._spec(direction, problem, tensors)
+        kernel = self._kernels.get(spec)
+        if kernel is None:
+            kernel = self._kernels[spec] = self._builder.load(kernels=[spec]).kernel(spec)
+        return kernel
+
+    def _spec(
+        self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
+    ) -> CudaKernel:
+        aligned = all(tensor is None or _is_aligned(tensor) for tensor in tensors)
+        dtype = DTYPE_NAMES[problem.dtype]
+        if dtype == "fp32" and self._family == "sm80" and _allows_tf32():
+            dtype = "tf32"
+        bias = _BIAS_NAMES[problem.bias1 is not None, problem.bias2 is not None]
+        key = (direction, dtype, problem.D, problem.Dv, bias, aligned, problem.device)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = self._builder.kernel(
+                direction=direction,
+                dtype=dtype,
+                head_dim=max(problem.D, problem.Dv),
+                bias=bias,
+                aligned=aligned,
+                device=_capability(problem.device),
+            )
+        return spec
+
+    def _options(self, problem: Problem) -> tuple[int, int]:
+        return 0, int(torch.are_deterministic_algorithms_enabled())
+
+    def _prepare_bias(self, bias: Tensor | None, problem: Problem) -> Tensor | None:
+        """Kernels read biases in the dtype of Q; what is finite stays finite (-1e9 in float16)."""
+        if bias is None or bias.dtype == problem.dtype:
+            return bias
+        limits = torch.finfo(problem.dtype)
+        return torch.where(bias.isfinite(), bias.clamp(limits.min, limits.max), bias).to(
+            problem.dtype
+        )
+
+    def _run(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
+        with torch.cuda.device(device):
+            num_bytes = kernel.workspace_bytes(packed)
+            workspace = None  # stays alive until the launch; the allocator keeps it for the stream
+            if num_bytes > 0:
+                workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                at = _WORKSPACE_AT[len(packed)]
+                packed = packed[:at] + _POINTER.pack(workspace.data_ptr()) + packed[at + 8 :]
+            return kernel.run(packed, torch.cuda.current_stream(device).cuda_stream)
+
+
+_BIAS_NAMES = {
+    (False, False): "none",
+    (True, False): "bias1",
+    (False, True): "bias2",
+    (True, True): "both",
+}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _allows_tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Every row starts at 16 bytes and its channels are whole 16-byte pieces."""
+    per_piece = 16 // tensor.element_size()
+    return (
+        tensor.data_ptr() % 16 == 0
+        and tensor.shape[-1] % per_piece == 0
+        and all(
+            stride % per_piece == 0 or size == 1
+            for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)
+        )
+    )

@@ -1,0 +1,131 @@
+"""CONTRACT, on a GPU: the tensor's device, the current stream, graphs, 64-bit offsets, forced families, TF32."""
+
+import pytest
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.errors import NoBackendError
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric.cases import Case, cuda_reason
+from tests.numeric.law import check, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_reason() is not None, reason=cuda_reason() or ""),
+    pytest.mark.usefixtures("seed"),
+]
+CASE = Case("cuda", B=1, N=5, Lq=70, H=2)
+
+
+def attention(tensors):
+    return DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+
+
+def test_runs_on_the_current_stream():
+    """Work queued before on a side stream is seen; the default stream is not waited for."""
+    tensors = CASE.inputs(torch.float16, "cuda").tensors()
+    expected = attention(tensors)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = [torch.zeros_like(t) for t in tensors]
+        torch.cuda._sleep(
+            50_000_000
+        )  # tens of milliseconds in which a wrong stream would read zeros
+        for target, source in zip(late, tensors, strict=True):
+            target.copy_(source)
+        o = attention(late)
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+def test_graph_capture():
+    tensors = [t.requires_grad_() for t in CASE.inputs(torch.float16, "cuda").tensors()]
+    do = torch.randn_like(tensors[0])
+
+    def step():
+        o = attention(tensors)
+        return (o, *torch.autograd.grad(o, tensors, do))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles and loads outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(torch.randn_like(t))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, step(), strict=True):
+        assert relative_error(a, b) < 1e-3  # the fast backward may add in another order
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_second_device():
+    """The tensor's device counts, not the current one."""
+    tensors = CASE.inputs(torch.float16, "cuda:1").tensors()
+    assert torch.cuda.current_device() == 0
+    o = attention(tensors)
+    assert o.device == torch.device("cuda:1")
+    assert relative_error(o, evoformer_attention(*(t.double() for t in tensors))) < 2e-3
+    assert torch.cuda.current_device() == 0
+
+
+def test_offsets_past_two_to_the_31():
+    """More than 2^31 elements in Q: the last rows are right, forward and backward."""
+    N, L, H, D = 17_000, 512, 8, 32
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GB of free GPU memory")
+    q = torch.randn(1, N, L, H, D, dtype=torch.float16, device="cuda")
+    assert q.numel() > 2**31
+    bias1 = torch.randn(1, N, 1, 1, L, dtype=torch.float16, device="cuda")
+    q.requires_grad_()
+    o = DS4Sci_EvoformerAttention(q, q, q, [bias1])
+    (dq,) = torch.autograd.grad(o, q, torch.ones_like(o))
+    last = q.detach()[:, -2:].double().requires_grad_()
+    reference = evoformer_attention(last, last, last, bias1[:, -2:].double())
+    (reference_dq,) = torch.autograd.grad(reference.sum(), last)
+    assert relative_error(o[:, -2:], reference) < 2e-3
+    assert relative_error(dq[:, -2:], reference_dq) < 4e-3
+
+
+def test_tf32_is_used_only_when_allowed():
+    inputs = CASE.inputs(torch.float32, "cuda")
+    tensors = inputs.tensors()
+    reference = evoformer_attention(*(t.double() for t in tensors))
+    exact = relative_error(attention(tensors), reference)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        allowed = relative_error(attention(tensors), reference)
+        check(inputs)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert exact < 2e-6
+    assert allowed < 2e-3
+
+
+def test_head_dimension_above_128_is_refused_with_reasons():
+    q = torch.randn(1, 1, 4, 1, 136, dtype=torch.float16, device="cuda")
+    with pytest.raises(NoBackendError, match="largest head dimension is 128"):
+        DS4Sci_EvoformerAttention(q, q, q)
+
+
+def test_memory_is_linear_in_length():
+    """Nothing of size N x L x L: forward and backward together stay below a tenth of it."""
+    tensors = [
+        t.requires_grad_()
+        for t in Case("m", N=256, Lq=256, H=4).inputs(torch.float16, "cuda").tensors()
+    ]
+    attention(tensors).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o = attention(tensors)
+    torch.autograd.grad(o, tensors, torch.ones_like(o))
+    extra = torch.cuda.max_memory_allocated() - before
+    scores = 256 * 4 * 256 * 256 * 4
+    assert extra < scores / 2
