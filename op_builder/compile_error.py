@@ -16,7 +16,7 @@ _LINES_AROUND = 5
 
 # The first line that matches is the cause; what follows it is mostly its consequence.
 _ERROR = re.compile(
-    r"\b(fatal )?error\b\s*[:#]|\berror :|undefined reference|multiple definition|cannot find -l"
+    r"\b(error|fatal)\b\s*[:#]|undefined reference|multiple definition|cannot find -l"
     r"|\bKilled\b|internal compiler error|No space left|not found$|: command not found"
     r"|Permission denied|^exit status",
     re.MULTILINE,
@@ -43,16 +43,16 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "gcc-c++ on Fedora) or name another compiler in CXX",
     ),
     (
+        r"cannot find -l",
+        "a library to link with is missing: see its name above",
+    ),
+    (
         r"No such file or directory",
         "a header is missing: see its name above",
     ),
     (
         r"unrecognized command[- ]line option|unknown argument|unsupported option|bad value .* for",
         "the compiler is too old for these flags: name a newer one in CXX (GCC 9 or Clang 10)",
-    ),
-    (
-        r"cannot find -l(\S+)",
-        "a library to link with is missing: see its name above",
     ),
     (
         r"exit status 127|not found$",

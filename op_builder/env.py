@@ -20,7 +20,8 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 class Variable:
     name: str
     meaning: str
-    default: str  # in words, for README's table
+    default: str  # in words
+    of_the_system: bool = False  # every system sets it, and not for us: not in README's table
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -64,9 +65,12 @@ VARIABLES: tuple[Variable, ...] = (
         "XDG_CACHE_HOME",
         "its subfolder `deepspeed4science` is the cache when neither of the two above is set",
         "`~/.cache`",
+        of_the_system=True,
     ),
-    Variable("HOME", "where the user's cache folder and `~` are", "set by the system"),
-    Variable("TMPDIR", "where compilations run", "`/tmp`"),
+    Variable(
+        "HOME", "where the user's cache folder and `~` are", "set by the system", of_the_system=True
+    ),
+    Variable("TMPDIR", "where compilations run", "`/tmp`", of_the_system=True),
     Variable(
         "MAX_JOBS",
         "compile at most this many kernels at once",
@@ -78,8 +82,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NVCC_APPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
     Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
-    Variable("CONDA_PREFIX", "a conda environment whose CUDA and CUTLASS are considered", "unset"),
-    Variable("PATH", "where programs are looked for", "set by the system"),
+    Variable(
+        "CONDA_PREFIX",
+        "a conda environment whose CUDA and CUTLASS are considered",
+        "unset",
+        of_the_system=True,
+    ),
+    Variable("PATH", "where programs are looked for", "set by the system", of_the_system=True),
     Variable(
         "DS4S_CPU_ISA",
         "force the CPU kernels' instruction set: `amx`, `avx512`, `avx2` or `portable`",
@@ -94,6 +103,14 @@ VARIABLES: tuple[Variable, ...] = (
         "DS4S_VERBOSE", "1 or 0: show progress while compiling, or not", "what the caller says"
     ),
 )
+
+
+def table() -> str:
+    """README's table, as Markdown."""
+    shown = [variable for variable in VARIABLES if not variable.of_the_system]
+    rows = [f"| `{one.name}` | {one.meaning} | {one.default} |" for one in shown]
+    return "\n".join(["| variable | meaning | default |", "|---|---|---|", *rows])
+
 
 _NAMES = frozenset(variable.name for variable in VARIABLES)
 

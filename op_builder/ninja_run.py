@@ -163,6 +163,8 @@ def commands(job: CompileJob) -> tuple[list[str], list[str]]:
     depfile = ["-MD", "-MF", f"{job.name}.d"]
     compile_ = [compiler, *job.flags, *job.local_flags, *steady, *includes, *depfile]
     link = [compiler, "-shared", f"{job.name}.o", *job.link_flags, *job.local_flags]
+    if not host:  # nvcc names its temporary files, by process id, in the symbol table
+        link += ["-Xlinker", "--strip-all"]
     return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _part(job)]
 
 

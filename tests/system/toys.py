@@ -198,4 +198,3 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end, "did not happen within a minute"
         os.sched_yield()
-

@@ -1,0 +1,128 @@
+"""The builders' contract, with nothing compiled."""
+
+import logging
+import re
+
+import pytest
+
+import op_builder
+from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder, cpu_isa, prebuild
+from op_builder import toolchain as toolchain_module
+from op_builder.errors import BuildError
+from op_builder.instantiations import CPU_KERNELS, CpuKernel
+from op_builder.tool import Tool
+
+NO_COMPILER = Tool("host compiler", reason="no c++ on PATH", remedy="apt-get install g++")
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(toolchain_module, "find_host_compiler", lambda: NO_COMPILER)
+    monkeypatch.setattr(cpu_isa, "find_host_compiler", lambda: NO_COMPILER)
+
+
+def test_names_that_outsiders_use():
+    builder = EvoformerAttnCPUBuilder()
+    assert builder.NAME == "evoformer_attn_cpu"
+    assert builder.BUILD_VAR == "DS_BUILD_EVOFORMER_ATTN_CPU"
+    assert builder.absolute_name() == "deepspeed4science.evoformer_attn_cpu"
+    assert isinstance(ALL_OPS["evoformer_attn_cpu"], EvoformerAttnCPUBuilder)
+    assert issubclass(EvoformerAttnCPUBuilder, CPUOpBuilder) and issubclass(CPUOpBuilder, OpBuilder)
+    assert not hasattr(op_builder, "__deepspeed__")
+
+
+@pytest.mark.parametrize("builder", ALL_OPS.values(), ids=ALL_OPS)
+def test_every_builder_answers_without_compiling(builder):
+    """Each method of the contract on whatever machine this is, with the type it promises."""
+    assert all(isinstance(flag, str) for flag in builder.cxx_args() + builder.nvcc_args())
+    assert all(isinstance(flag, str) for flag in builder.extra_ldflags())
+    assert isinstance(builder.is_compatible(verbose=False), bool)
+    assert all(obstacle.reason for obstacle in builder.obstacles())
+
+
+def test_cpu_op_has_nothing_for_nvcc():
+    builder = EvoformerAttnCPUBuilder()
+    assert builder.nvcc_args() == builder.compute_capability_args() == []
+    assert builder.filter_ccs(["8.0", "9.0a"]) == []
+
+
+def test_jobs_come_from_the_list_of_kernels():
+    builder = EvoformerAttnCPUBuilder()
+    kernels = builder.prebuilt_kernels()
+    assert set(kernels) <= set(CPU_KERNELS)
+    assert len(kernels) == 6, "three dtypes, two directions"
+    jobs = builder.jobs(kernels)
+    assert [job.name for job in jobs] == [kernel.name for kernel in kernels]
+    assert builder.sources() == [f"{job.name}{job.suffix}" for job in jobs]
+    assert all(str(job.include_dirs[0]) in builder.include_paths() for job in jobs)
+
+
+def test_flags_name_no_folder():
+    """They go into the key, which must be the same on every machine."""
+    builder = EvoformerAttnCPUBuilder()
+    for job in builder.jobs(builder.prebuilt_kernels()):
+        assert not any("/" in flag for flag in (*job.flags, *job.link_flags))
+        assert not any("native" in flag for flag in job.flags)
+        assert not any(re.search(r"/\w+/", value) for _, value in job.identity)
+
+
+def test_no_fast_math_and_no_openmp_runtime():
+    """Masks are infinities, which -ffast-math forgets; a second OpenMP runtime fights with torch's."""
+    builder = EvoformerAttnCPUBuilder()
+    assert not {"-ffast-math", "-Ofast"} & set(builder.cxx_args())
+    assert "-fopenmp" in builder.cxx_args()
+    assert not any("omp" in flag for flag in builder.extra_ldflags())
+
+
+def test_kernel_follows_the_forced_instruction_set(monkeypatch):
+    monkeypatch.setenv("DS4S_CPU_ISA", "portable")
+    kernel = EvoformerAttnCPUBuilder().kernel(direction="bwd", dtype="fp16")
+    assert kernel == CpuKernel("bwd", "fp16", "portable")
+
+
+def test_without_a_compiler_jobs_exist_and_say_why(without_compiler):
+    """A library made earlier may still be found, so a missing compiler is no error yet."""
+    (job,) = EvoformerAttnCPUBuilder().jobs([CpuKernel("fwd", "fp32", "portable")])
+    assert job.compiler is None
+    assert job.problem == "host compiler: no c++ on PATH; apt-get install g++"
+
+
+def test_is_compatible_tells_the_reason_when_asked(without_compiler, caplog):
+    builder = EvoformerAttnCPUBuilder()
+    assert builder.is_compatible(verbose=False) is False
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        assert builder.is_compatible(verbose=True) is False
+    assert "no c++ on PATH; apt-get install g++" in caplog.text
+
+
+def test_prebuild_asked_for_and_impossible_is_an_error(without_compiler, monkeypatch, tmp_path):
+    """Never a silent skip: the message names the op, the reason and the remedy."""
+    monkeypatch.setenv("DS_BUILD_EVOFORMER_ATTN_CPU", "1")
+    with pytest.raises(
+        BuildError, match=r"evoformer_attn_cpu cannot be compiled here: .*no c\+\+ on"
+    ):
+        prebuild.build_requested(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, set()),
+        ({"DS_BUILD_OPS": "0"}, set()),
+        ({"DS_BUILD_OPS": "1"}, set(ALL_OPS)),
+        ({"DS_BUILD_EVOFORMER_ATTN_CPU": "1"}, {"evoformer_attn_cpu"}),
+        (
+            {"DS_BUILD_OPS": "1", "DS_BUILD_EVOFORMER_ATTN_CPU": "0"},
+            set(ALL_OPS) - {"evoformer_attn_cpu"},
+        ),
+    ],
+    ids=["nothing", "refused", "all", "one", "all but one"],
+)
+def test_requested(monkeypatch, variables, expected):
+    for name in ("DS_BUILD_OPS", *(builder.BUILD_VAR for builder in ALL_OPS.values())):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert {builder.NAME for builder in prebuild.requested()} == expected

@@ -1,0 +1,92 @@
+"""How many compilers at once: control groups of both versions, as a container sees them."""
+
+import pytest
+
+from op_builder import resources
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A make-believe /sys/fs/cgroup and /proc; `write(name, text)` adds files."""
+    real = resources._text
+
+    def read(path):
+        place = tmp_path / str(path).lstrip("/")
+        return real(place) if place.exists() else ""
+
+    def write(name, text):
+        place = tmp_path / name.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+
+    monkeypatch.setattr(resources, "_text", read)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    write("/proc/meminfo", f"MemTotal: 999999999 kB\nMemAvailable: {256 * GIB // 1024} kB\n")
+    write("/proc/self/cgroup", "0::/pod/container\n")
+    return write
+
+
+def test_bare_machine(system):
+    assert resources.cores() == 64
+    assert resources.free_memory_bytes() == 256 * GIB
+    assert resources.parallel_jobs(GIB) == 64
+    assert resources.parallel_jobs(8 * GIB) == 32
+
+
+def test_version_2_group_and_its_parents(system):
+    """A limit of the pod binds its containers."""
+    base = "/sys/fs/cgroup"
+    system(f"{base}/pod/container/cpu.max", "max 100000")
+    system(f"{base}/pod/cpu.max", "250000 100000")
+    system(f"{base}/pod/container/memory.max", "max")
+    system(f"{base}/pod/memory.max", str(8 * GIB))
+    system(f"{base}/pod/memory.current", str(6 * GIB))
+    system(f"{base}/pod/memory.stat", f"anon 1\ninactive_file {4 * GIB}\n")
+    assert resources.cores() == 2
+    assert resources.free_memory_bytes() == 6 * GIB
+    assert resources.parallel_jobs(GIB) == 2
+    assert resources.parallel_jobs(4 * GIB) == 1
+
+
+def test_version_1(system):
+    system("/proc/self/cgroup", "5:memory:/job\n4:cpu,cpuacct:/job\n")
+    system("/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000")
+    system("/sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    system("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(4 * GIB))
+    system("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", str(GIB))
+    assert resources.cores() == 3
+    assert resources.free_memory_bytes() == 3 * GIB
+
+
+def test_half_a_core_is_one(system):
+    system("/sys/fs/cgroup/pod/cpu.max", "50000 100000")
+    assert resources.cores() == 1
+
+
+def test_no_limit_in_version_1(system):
+    system("/proc/self/cgroup", "4:cpu:/job\n")
+    system("/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "-1")
+    system("/sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    assert resources.cores() == 64
+
+
+def test_max_jobs_counts_but_memory_limits(system, monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "5")
+    assert resources.parallel_jobs(GIB) == 5
+    monkeypatch.setenv("MAX_JOBS", "500")
+    assert resources.parallel_jobs(2 * GIB) == 128
+
+
+def test_at_least_one(system):
+    system("/proc/meminfo", "MemAvailable: 1000 kB\n")
+    assert resources.parallel_jobs(8 * GIB) == 1
+
+
+def test_system_that_says_nothing(system):
+    system("/proc/meminfo", "")
+    system("/proc/self/cgroup", "")
+    assert resources.free_memory_bytes() is None
+    assert resources.parallel_jobs(GIB) == 64
