@@ -14,23 +14,19 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from deepspeed4science import software_probe
 from deepspeed4science.report import (
     CacheRow,
     CpuRow,
     GpuRow,
     OpRow,
     Report,
-    SoftwareRow,
     Why,
     judge,
 )
 from deepspeed4science.torch_probe import TorchAnswer, TorchProbe
-
-if TYPE_CHECKING:
-    from op_builder.cutlass import Cutlass
-    from op_builder.tool import Tool
 
 Answer = TypeVar("Answer")
 
@@ -59,16 +55,7 @@ class Probes:
 def collect() -> Report:
     probes = Probes()
     torch_probe = TorchProbe()  # runs while the other questions are asked
-    software = [
-        probes.ask(name, partial(find, probes), _unknown(name))
-        for name, find in (
-            ("nvcc", _nvcc),
-            ("host compiler", _host_compiler),
-            ("ninja", _ninja),
-            ("CUTLASS", _cutlass),
-            ("py-cpuinfo", _py_cpuinfo),
-        )
-    ]
+    software = software_probe.rows(probes)
     cpu = probes.ask("the processor", _cpu, CpuRow("", {}))
     probes.ask("the settings", partial(_check_settings, probes), None)
     torch = torch_probe.answer()
@@ -93,7 +80,7 @@ def collect() -> Report:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         ops=ops,
-        software=(*_torch_rows(torch), *software),
+        software=(*software_probe.torch_rows(torch), *software),
         gpus=gpus,
         no_gpu=no_gpu,
         cpu=cpu,
@@ -108,77 +95,6 @@ def _version() -> str:
     from deepspeed4science import __version__
 
     return __version__
-
-
-_ONLY_CUDA = "only CUDA ops need it"
-
-
-def _unknown(name: str) -> SoftwareRow:
-    return SoftwareRow(name, False, reason="see the warnings")
-
-
-def _torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:
-    cuda = torch.cuda or "none"
-    where = "" if torch.cuda else "this PyTorch is built for the CPU only"
-    return (
-        SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
-        *([SoftwareRow("CUDA of torch", True, cuda, where)] if torch.ok else []),
-        *([SoftwareRow("CUDA driver", True, torch.driver)] if torch.driver else []),
-    )
-
-
-def _nvcc(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
-
-    return _tool_row(toolchain.find_nvcc(), probes, absent=_ONLY_CUDA)
-
-
-def _host_compiler(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
-
-    return _tool_row(toolchain.find_host_compiler(), probes)
-
-
-def _ninja(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
-
-    return _tool_row(toolchain.find_ninja(), probes)
-
-
-def _tool_row(tool: Tool, probes: Probes, absent: str = "") -> SoftwareRow:
-    _warn_passed_over(tool.name, tool, probes)
-    where = f"{tool.path} ({tool.where_found})" if tool.path else absent
-    return SoftwareRow(tool.name, tool.ok, tool.version, where, tool.reason, tool.remedy)
-
-
-def _cutlass(probes: Probes) -> SoftwareRow:
-    from op_builder.cutlass import find_cutlass
-
-    found = find_cutlass()
-    _warn_passed_over("CUTLASS", found, probes)
-    where = f"{found.include_dir} ({found.where_found})" if found.include_dir else _ONLY_CUDA
-    return SoftwareRow("CUTLASS", found.ok, found.version, where, found.reason, found.remedy)
-
-
-def _warn_passed_over(name: str, found: Tool | Cutlass, probes: Probes) -> None:
-    """Only when another one is used instead; otherwise the row itself gives the reason."""
-    for place in found.passed_over:
-        if found.ok:
-            probes.warn(f"{name}: passed over {place}")
-
-
-def _py_cpuinfo(_probes: Probes) -> SoftwareRow:
-    from importlib import metadata
-
-    try:
-        return SoftwareRow("py-cpuinfo", True, metadata.version("py-cpuinfo"))
-    except metadata.PackageNotFoundError:
-        return SoftwareRow(
-            "py-cpuinfo",
-            False,
-            reason="it is not installed; the system's own list of the processor's features serves",
-            remedy="pip install py-cpuinfo",
-        )
 
 
 def _cpu() -> CpuRow:
@@ -246,12 +162,18 @@ def _check_settings(probes: Probes) -> None:
 
 
 def _gpu(gpu: dict[str, Any]) -> GpuRow:
-    from op_builder import arch, env
+    """The op's own builder chooses the family: it knows what is forced, and what cannot be."""
+    from op_builder import ALL_OPS, arch, env
 
     major, minor = gpu["capability"]
-    forced = env.text("DS4S_CUDA_FAMILY")
-    family = f"{forced} (DS4S_CUDA_FAMILY)" if forced else arch.family((major, minor))
-    return GpuRow(gpu["name"], f"{major}.{minor}", family or "none: 7.0 is the oldest served")
+    builder = ALL_OPS.get("evoformer_attn")
+    choose = getattr(builder, "family", arch.family)
+    try:
+        family = choose((major, minor)) or "none: 7.0 is the oldest served"
+        family += " (DS4S_CUDA_FAMILY)" if env.text("DS4S_CUDA_FAMILY") else ""
+    except RuntimeError as error:  # op_builder's errors are such
+        family = f"none: {error}"
+    return GpuRow(gpu["name"], f"{major}.{minor}", family)
 
 
 def _no_gpu(torch: TorchAnswer) -> str:

@@ -375,6 +375,15 @@ def test_each_gpu_has_its_row(tmp_path: Path) -> None:
     assert [gpu["family"].split(":")[0] for gpu in seen.json["gpus"]] == list(FAMILIES.values())
 
 
+def test_a_forced_family_and_one_that_cannot_be(tmp_path: Path) -> None:
+    """The real builder is asked: nothing of it needs a GPU to choose a family."""
+    gpus = [("Old", (7, 0)), ("New", (9, 0))]
+    machine = Machine(tmp_path, torch=cuda_torch(gpus), variables={"DS4S_CUDA_FAMILY": "sm75"})
+    old, new = report(machine).json["gpus"]
+    assert old["family"].startswith("none: DS4S_CUDA_FAMILY: expected one of sm70")
+    assert new["family"] == "sm75 (DS4S_CUDA_FAMILY)"
+
+
 def test_a_gpu_that_only_the_driver_sees(tmp_path: Path) -> None:
     machine = Machine(tmp_path, prelude=cuda_op("cached"))
     fakes.program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho NVIDIA A100\n")

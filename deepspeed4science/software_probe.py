@@ -1,0 +1,93 @@
+"""The report's rows on programs, headers and packages: found where, which version, or why not."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from deepspeed4science.report import SoftwareRow
+from deepspeed4science.torch_probe import TorchAnswer
+
+if TYPE_CHECKING:
+    from deepspeed4science.probes import Probes
+    from op_builder.cutlass import Cutlass
+    from op_builder.tool import Tool
+
+_ONLY_CUDA = "only CUDA ops need it"
+
+
+def rows(probes: Probes) -> tuple[SoftwareRow, ...]:
+    questions = {
+        "nvcc": _nvcc,
+        "host compiler": _host_compiler,
+        "ninja": _ninja,
+        "CUTLASS": _cutlass,
+        "py-cpuinfo": _py_cpuinfo,
+    }
+    return tuple(
+        probes.ask(name, partial(find, probes), SoftwareRow(name, False, reason="see the warnings"))
+        for name, find in questions.items()
+    )
+
+
+def torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:
+    cuda = torch.cuda or "none"
+    where = "" if torch.cuda else "this PyTorch is built for the CPU only"
+    return (
+        SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
+        *([SoftwareRow("CUDA of torch", True, cuda, where)] if torch.ok else []),
+        *([SoftwareRow("CUDA driver", True, torch.driver)] if torch.driver else []),
+    )
+
+
+def _nvcc(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_nvcc(), probes, absent=_ONLY_CUDA)
+
+
+def _host_compiler(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_host_compiler(), probes)
+
+
+def _ninja(probes: Probes) -> SoftwareRow:
+    from op_builder import toolchain
+
+    return _tool_row(toolchain.find_ninja(), probes)
+
+
+def _tool_row(tool: Tool, probes: Probes, absent: str = "") -> SoftwareRow:
+    _warn_passed_over(tool.name, tool, probes)
+    where = f"{tool.path} ({tool.where_found})" if tool.path else absent
+    return SoftwareRow(tool.name, tool.ok, tool.version, where, tool.reason, tool.remedy)
+
+
+def _cutlass(probes: Probes) -> SoftwareRow:
+    from op_builder.cutlass import find_cutlass
+
+    found = find_cutlass()
+    _warn_passed_over("CUTLASS", found, probes)
+    where = f"{found.include_dir} ({found.where_found})" if found.include_dir else _ONLY_CUDA
+    return SoftwareRow("CUTLASS", found.ok, found.version, where, found.reason, found.remedy)
+
+
+def _warn_passed_over(name: str, found: Tool | Cutlass, probes: Probes) -> None:
+    """Only when another one is used instead; otherwise the row itself gives the reason."""
+    for place in found.passed_over:
+        if found.ok:
+            probes.warn(f"{name}: passed over {place}")
+
+
+def _py_cpuinfo(_probes: Probes) -> SoftwareRow:
+    try:
+        return SoftwareRow("py-cpuinfo", True, metadata.version("py-cpuinfo"))
+    except metadata.PackageNotFoundError:
+        return SoftwareRow(
+            "py-cpuinfo",
+            False,
+            reason="it is not installed; the system's own list of the processor's features serves",
+            remedy="pip install py-cpuinfo",
+        )
