@@ -16,9 +16,18 @@ def cuda_reason():
         return "no CUDA device (torch.cuda.is_available() is False)"
     from deepspeed4science.backends import BACKENDS
 
-    return (
-        None if any(b.name.startswith("Sm") for b in BACKENDS) else "no CUDA backend in this build"
-    )
+    return None if any(b.name.startswith("Sm") for b in BACKENDS) else "no CUDA backend"
+
+
+def skip_unsupported(dtype, device):
+    """bfloat16 is not a type of the Sm70 and Sm75 families."""
+    if torch.device(device).type != "cuda" or dtype != torch.bfloat16:
+        return
+    from op_builder import EvoformerAttnBuilder
+
+    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    if family in ("sm70", "sm75"):
+        pytest.skip(f"bfloat16 needs compute capability 8.0; the family here is {family}")
 
 
 DEVICES = [
