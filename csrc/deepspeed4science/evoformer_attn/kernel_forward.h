@@ -46,7 +46,9 @@ struct AttentionKernel {
   static constexpr int kWarpsN = kKeysPerBlock / 32;
   static constexpr int kNumWarps = kQueriesPerBlock * kKeysPerBlock / 1024;
   static constexpr int kNumThreads = kNumWarps * kWarpSize;
-  static constexpr int kWarpsWanted = getWarpsPerSm<scalar_t, ArchTag>() / (kHeadDim + kHeadDimValue > 128 ? 2 : 1);
+  // O takes one register a lane for each column of V. Warps spread over four register files: 8, 12 or 16 of them leave
+  // 255, 168 or 128 registers a thread.
+  static constexpr int kWarpsWanted = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
   static constexpr int kMinBlocksPerSm = kWarpsWanted > kNumWarps ? kWarpsWanted / kNumWarps : 1;
   static_assert(kQueriesPerBlock % 32 == 0 && kQueriesPerBlock >= 32 && kQueriesPerBlock <= 128, "32 to 128 queries");
   static_assert(kKeysPerBlock % 32 == 0 && kKeysPerBlock >= 32 && kKeysPerBlock <= 128, "32 to 128 keys");
