@@ -59,6 +59,8 @@ def collect() -> Report:
     cpu = probes.ask("the processor", _cpu, CpuRow("", {}))
     probes.ask("the settings", partial(_check_settings, probes), None)
     torch = torch_probe.answer()
+    if mismatch := software_probe.driver_warning(software, torch):
+        probes.warn(mismatch)
     for warning in torch.warnings:
         probes.warn(f"torch: {warning}")
     gpus = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -29,6 +30,21 @@ def rows(probes: Probes) -> tuple[SoftwareRow, ...]:
         probes.ask(name, partial(find, probes), SoftwareRow(name, False, reason="see the warnings"))
         for name, find in questions.items()
     )
+
+
+def driver_warning(software: Sequence[SoftwareRow], torch: TorchAnswer) -> str:
+    """A library with nvcc's runtime in it needs a driver of the same CUDA major version or later."""
+    nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")
+    if not nvcc or not torch.driver or _major(nvcc) <= _major(torch.driver):
+        return ""
+    return (
+        f"nvcc is of CUDA {nvcc} but the driver serves CUDA up to {torch.driver}: what is compiled "
+        f"here will not run; update the driver or set CUDA_HOME to a toolkit of its version"
+    )
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:

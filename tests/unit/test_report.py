@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed4science import report, torch_probe
+from deepspeed4science import report, software_probe, torch_probe
 from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow, Why
 
 CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compiled")
@@ -97,6 +97,23 @@ def test_only_the_standard_library_is_imported_at_import(module: str) -> None:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for name in names:
             assert name.partition(".")[0] in sys.stdlib_module_names, name
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "driver", "warns"),
+    [
+        ("13.0.88", "12.8", True),
+        ("13.0.88", "13.0", False),
+        ("13.1.2", "13.0", False),  # minor versions are compatible
+        ("12.9.1", "13.0", False),
+        ("13.0.88", "", False),  # no GPU
+        ("", "12.8", False),  # no nvcc
+    ],
+)
+def test_a_driver_too_old_for_nvcc_is_a_warning(nvcc: str, driver: str, warns: bool) -> None:
+    row = SoftwareRow("nvcc", bool(nvcc), nvcc)
+    answer = torch_probe.TorchAnswer(True, driver=driver)
+    assert bool(software_probe.driver_warning([row], answer)) == warns
 
 
 @pytest.mark.parametrize("interpreter", [None, "", "/no/such/python"])
