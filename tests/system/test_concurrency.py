@@ -1,8 +1,6 @@
-"""Many processes, threads and forks on one cache, and builders that die. No test waits by the clock."""
+"""Many processes, threads and forks on one cache, and builders that die."""
 
-import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -48,7 +46,7 @@ def test_waiting_processes_share_the_builders_error(workshop):
 
 
 def test_killed_builder_blocks_nobody(workshop):
-    """SIGKILL in the middle of compiling: who waits goes on at once, and the compiler is stopped."""
+    """SIGKILL while compiling: who waits goes on at once, and the compiler is stopped."""
     door = workshop.root / "door"
     workshop.set_compiler(gate(door))
     builder = workshop.spawn("load()")
@@ -69,7 +67,7 @@ def test_killed_builder_blocks_nobody(workshop):
 
 
 def test_stopped_builder_loses_patience_only(workshop):
-    """A builder that was stopped, not killed, holds its lock: who waits compiles by himself in the end."""
+    """A builder that was stopped keeps its lock: who waits compiles by himself in the end."""
     door = workshop.root / "door"
     workshop.set_compiler(gate(door))
     builder = workshop.spawn("report(**load())")
@@ -122,7 +120,7 @@ report(answers=answers)
 
 
 def test_background_build_is_joined_by_a_later_load(workshop):
-    """`start` returns while the compiler still stands still; `load` then waits for that same build."""
+    """`start` returns while the compiler stands still; `load` waits for that same build."""
     door = workshop.root / "door"
     workshop.set_compiler(gate(door))
     script = f"""
@@ -204,10 +202,13 @@ def in_child(what):
 
 def test_fork_after_load(workshop):
     """The child uses what the parent has loaded, and can load what it has not."""
-    script = FORK + """
+    script = (
+        FORK
+        + """
 load()
 report(child=in_child(lambda: load("toy", "other")), parent=load("toy", "other"))
 """
+    )
     report = workshop.run(script).report
     assert report["child"]["answer"] == report["parent"]["answer"] == [42, 42]
     assert report["child"]["origin"] == ["built", "built"]
@@ -215,10 +216,12 @@ report(child=in_child(lambda: load("toy", "other")), parent=load("toy", "other")
 
 
 def test_fork_during_a_background_build(workshop):
-    """The child does not wait for a thread it does not have, nor keep the lock of a parent that died."""
+    """The child waits for no thread it does not have, and keeps no lock of a dead parent."""
     door = workshop.root / "door"
     workshop.set_compiler(gate(door))
-    script = FORK + f"""
+    script = (
+        FORK
+        + """
 jit.start([toy()])
 while workshop.num_compilations() == 0:
     os.sched_yield()
@@ -229,6 +232,7 @@ os.read(0, 1)  # the parent is gone when the test has closed our stdin
 workshop.set_compiler("")
 report(**load())
 """
+    )
     process = workshop.spawn(script)
     process.stdin.close()
     assert process.wait(timeout=20) == -signal.SIGKILL

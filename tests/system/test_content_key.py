@@ -24,7 +24,9 @@ def test_changed_header_is_a_new_key(workshop):
     header = workshop.include / "toy.h"
     before, times = header.read_text(), header.stat()
     workshop.write_header(50)
-    os.utime(header, ns=(times.st_atime_ns, times.st_mtime_ns))  # as rsync or a checkout may leave it
+    os.utime(
+        header, ns=(times.st_atime_ns, times.st_mtime_ns)
+    )  # as rsync or a checkout may leave it
     second = workshop.run()
     assert (second.origin, second.report["answer"]) == ("built", [52])
     assert len(workshop.entries) == 2
@@ -65,8 +67,10 @@ def test_what_the_key_is_made_of(workshop, change):
 
 
 def test_same_content_elsewhere_is_the_same_key_and_the_same_bytes(tmp_path):
-    """Other folders for headers, cache and compilation, another working directory, another compiler path."""
-    shops = [Workshop.make(tmp_path / name) for name in ("here", "a longer path/with blanks, there")]
+    """Other folders for headers, cache, compilation and compiler, another working directory."""
+    shops = [
+        Workshop.make(tmp_path / name) for name in ("here", "a longer path/with blanks, there")
+    ]
     for shop in shops:
         # A library that knew its folder would show it through __FILE__ and assert's message.
         (shop.include / "toy.h").write_text(
@@ -85,7 +89,7 @@ def test_same_content_elsewhere_is_the_same_key_and_the_same_bytes(tmp_path):
 
 
 def test_headers_are_found_under_another_folder(workshop, tmp_path):
-    """An entry made with the headers in one folder serves those who have the same ones in another."""
+    """An entry serves those who have the same headers in another folder."""
     workshop.run()
     shutil.move(workshop.include, tmp_path / "moved")
     script = f"""
@@ -100,7 +104,12 @@ def test_entry_holds_all_that_went_into_it(workshop):
     """Enough to see, without the machine that made it, what it is and how it came to be."""
     workshop.run()
     entry = only_entry(workshop)
-    assert sorted(path.name for path in entry.iterdir()) == ["log", "meta.json", "toy.cpp", "toy.so"]
+    assert sorted(path.name for path in entry.iterdir()) == [
+        "log",
+        "meta.json",
+        "toy.cpp",
+        "toy.so",
+    ]
     meta = json.loads((entry / "meta.json").read_text())
     assert entry.name == f"toy-{meta['key']}"
     assert [0, "toy.h"] in [header[:2] for header in meta["headers"]]
@@ -113,7 +122,7 @@ def test_entry_holds_all_that_went_into_it(workshop):
 
 
 def test_prebuilt_is_found_first_whatever_compiled_it(workshop, tmp_path):
-    """A folder in the cache's layout, made by another compiler's version, serves without a compiler."""
+    """A folder in the cache's layout, made by another compiler, serves where there is none."""
     script = """
 from pathlib import Path
 from op_builder import paths, prebuild
@@ -139,7 +148,7 @@ report(origin=[kernel.origin, skipped.origin])
 
 
 def test_import_is_cheap_and_quiet():
-    """Importing op_builder needs no torch, starts no program, prints nothing, and takes a moment."""
+    """Importing op_builder needs no torch, prints nothing, and takes a moment."""
     script = """
 import sys, time
 before = set(sys.modules)
@@ -154,9 +163,7 @@ sys.stderr.write(str(seconds))
 
     def run():
         command = [sys.executable, "-c", script]
-        return subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
 
     run()
     outcomes = [run() for _ in range(5)]

@@ -1,8 +1,10 @@
-"""What goes wrong on real machines, really done: damaged entries, unwritable disks, failing tools."""
+"""What goes wrong on real machines, really done: damage, unwritable disks, failing tools."""
 
+import contextlib
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -126,10 +128,8 @@ def test_full_disk_under_the_cache_uses_a_private_copy(workshop, mount_tmpfs):
 
 def test_full_temporary_folder_is_told(workshop, mount_tmpfs):
     mount_tmpfs(workshop.build_root, "16k")
-    try:
+    with contextlib.suppress(OSError):  # it is to be full
         (workshop.build_root / "filler").write_bytes(b"0" * 64 * 1024)
-    except OSError:
-        pass  # full, as wanted
     outcome = workshop.run(FAILS.format(error="BuildError"))
     assert "No space left on device" in outcome.report["error"]
     assert "TMPDIR" in outcome.report["error"]
@@ -145,13 +145,15 @@ def test_cache_path_below_a_file(workshop):
 
 def test_compile_error_shows_the_compilers_first_error(workshop):
     """The error a person needs: first error with its lines, command, whole log, and a hint."""
-    workshop.include.joinpath("toy.h").write_text('const int kBroken = "text";\n#define TOY_STATUS 0\n')
+    workshop.include.joinpath("toy.h").write_text(
+        'const int kBroken = "text";\n#define TOY_STATUS 0\n'
+    )
     error = workshop.run(FAILS.format(error="CompileError")).report["error"]
     assert "compiling toy failed" in error
     assert "> " in error and "kBroken" in error and "toy.h:1" in error
     assert str(workshop.compiler) in error
     log = error.partition("log: ")[2].splitlines()[0]
-    assert "kBroken" in open(log).read()
+    assert "kBroken" in Path(log).read_text()
     assert "hint: " in error
     workshop.write_header(40)
     assert workshop.run().origin == "built"
@@ -247,7 +249,8 @@ def test_missing_ninja(workshop):
 from op_builder import build
 from op_builder.tool import Tool
 import op_builder.toolchain as toolchain
-toolchain.find_ninja = lambda: Tool("ninja", reason="ninja was not found", remedy="pip install ninja")
+missing = Tool("ninja", reason="ninja was not found", remedy="pip install ninja")
+toolchain.find_ninja = lambda: missing
 try:
     load()
 except ToolchainError as error:
@@ -258,7 +261,7 @@ except ToolchainError as error:
 
 
 def test_leftovers_of_killed_processes_are_removed(workshop):
-    """Folders that a SIGKILL left in the cache and in the temporary folder go with the next build."""
+    """What a SIGKILL left in the cache and in the temporary folder goes with the next build."""
     script = """
 import os, signal
 from op_builder import cache, workdir

@@ -1,4 +1,4 @@
-"""What a person sees while kernels compile: a bar on a terminal, lines elsewhere, nothing on stdout."""
+"""What a person sees while kernels compile: a bar on a terminal, lines elsewhere."""
 
 import os
 import pty
@@ -40,7 +40,7 @@ def test_last_time_is_remembered(workshop):
 
 
 def test_bar_on_a_terminal(workshop):
-    """One line, redrawn, that says what compiles and how long it took last time; it ends with a newline."""
+    """One line, redrawn: what compiles and how long it took last time; a newline at the end."""
     workshop.run(LOAD)
     workshop.write_header(50)
     drawn, outcome = on_terminal(workshop, "report(**load('toy', 'other'))", COLUMNS="100")

@@ -25,7 +25,9 @@ SOURCE = """\
 EXPORT int ds4s_abi_version() {{ return 1; }}
 EXPORT const char* ds4s_name() {{ return "{name}"; }}
 EXPORT long long ds4s_workspace_bytes(const void*) {{ return 0; }}
-EXPORT int ds4s_run(const void* params, void*) {{ return TOY_STATUS + *static_cast<const int*>(params); }}
+EXPORT int ds4s_run(const void* params, void*) {{
+  return TOY_STATUS + *static_cast<const int*>(params);
+}}
 EXPORT const char* ds4s_status_string(int) {{ return "toy"; }}
 """
 
@@ -167,7 +169,7 @@ def finish(process: subprocess.Popen, timeout: float = 60) -> Outcome:
 
 
 def gate(path: Path) -> str:
-    """Shell commands that stand still until `open_gate`; the script's process is in `compilations`."""
+    """Shell commands that stand still until `open_gate`; `compilations` has their process."""
     os.mkfifo(path)
     return f"read line < {shlex.quote(str(path))}"
 

@@ -67,7 +67,7 @@ def test_flags_name_no_folder():
 
 
 def test_no_fast_math_and_no_openmp_runtime():
-    """Masks are infinities, which -ffast-math forgets; a second OpenMP runtime fights with torch's."""
+    """-ffast-math forgets infinities, as masks are; a second runtime fights with torch's."""
     builder = EvoformerAttnCPUBuilder()
     assert not {"-ffast-math", "-Ofast"} & set(builder.cxx_args())
     assert "-fopenmp" in builder.cxx_args()

@@ -1,10 +1,8 @@
 """The ELF reader against what is on every machine that can run these tests."""
 
-import ctypes.util
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,14 +31,14 @@ def test_needed_glibc_is_what_readelf_says():
     ).stdout
     versions = [tuple(map(int, found)) for found in re.findall(r"Name: GLIBC_(\d+)\.(\d+)", said)]
     assert elf.read(a_library()).glibc == max(versions, default=(0, 0))
-    assert (0, 0) < elf.own_glibc()
+    assert elf.own_glibc() > (0, 0)
 
 
 @pytest.mark.parametrize("size", [0, 5, 19, 63, 64, 1000, -8])
 def test_cut_file_is_an_error_with_words(tmp_path, size):
     cut = tmp_path / "cut.so"
     cut.write_bytes(a_library().read_bytes()[:size])
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w+"):
         elf.read(cut)
 
 

@@ -20,7 +20,7 @@ def test_names_are_unique_and_every_row_says_something():
 
 
 def test_readme_has_this_very_table():
-    """On failure: paste what `python -c "from op_builder import env; print(env.table())"` prints."""
+    """If not, paste what `python -c "from op_builder import env; print(env.table())"` says."""
     assert env.table() in README.read_text()
 
 
@@ -34,9 +34,9 @@ def reads_environment(tree):
             "putenv",
         ):
             yield node.lineno
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            if {alias.name for alias in node.names} & {"environ", "getenv", "putenv"}:
-                yield node.lineno
+        imported = node.names if isinstance(node, ast.ImportFrom) and node.module == "os" else []
+        if {alias.name for alias in imported} & {"environ", "getenv", "putenv"}:
+            yield node.lineno
 
 
 def test_only_env_touches_the_environment():
@@ -51,7 +51,7 @@ def test_only_env_touches_the_environment():
 
 def test_every_name_read_is_in_the_table(monkeypatch):
     monkeypatch.setenv("DS4S_NOT_IN_THE_TABLE", "1")
-    with pytest.raises(KeyError, match="env.py's table"):
+    with pytest.raises(KeyError, match=r"env\.py's table"):
         env.text("DS4S_NOT_IN_THE_TABLE")
 
 

@@ -96,12 +96,12 @@ def test_system_headers_count_by_content_not_place():
 
 
 def test_key_is_the_same_in_every_process():
-    """Nothing random (hash seeds, set order) goes in: this very value, for ever, for this layout."""
+    """Nothing random (hash seeds, set order) goes in: this value, as long as this layout."""
     assert JOB.asked == "52be68cb29b9"
 
 
 def test_depfile(tmp_path):
-    """As gcc and nvcc write them: continued lines, blanks and # escaped, $ doubled, -MP's empty rules."""
+    """As gcc and nvcc write them: lines continued, blanks and # escaped, $ doubled, empty rules."""
     include, system, build = (tmp_path / name for name in ("in clude", "sys#tem", "build"))
     for folder in (include / "sub", system, build):
         folder.mkdir(parents=True)
