@@ -33,7 +33,7 @@ def rows(probes: Probes) -> tuple[SoftwareRow, ...]:
 
 
 def driver_warning(software: Sequence[SoftwareRow], torch: TorchAnswer) -> str:
-    """A library with nvcc's runtime in it needs a driver of the same CUDA major version or later."""
+    """A library with nvcc's runtime needs a driver of the same CUDA major version or later."""
     nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")
     if not nvcc or not torch.driver or _major(nvcc) <= _major(torch.driver):
         return ""

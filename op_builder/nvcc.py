@@ -12,6 +12,7 @@ are reported:
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -124,11 +125,8 @@ def _two(version: str) -> tuple[int, int]:
 def _examine(candidate: Candidate) -> Tool:
     path = candidate.path
     try:
-        if _is_script(
-            path
-        ):  # asked anew every time: its own file says nothing of the nvcc behind it
-            behind = Path(_ask(str(path))["top"]) / "bin" / "nvcc"
-            path = Path(os.path.realpath(behind)) if behind.is_file() else path
+        if _is_script(path):
+            path = _behind(path, memo.file_stamp(path))
         said = memo.remember("nvcc-1", memo.file_stamp(path), lambda: _ask(str(path)))
         version: str = said["version"]
         if _two(version) < OLDEST:
@@ -157,14 +155,30 @@ def _ask(path: str) -> dict[str, str]:
     match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.output)
     if match is None:
         raise UnfitError(f"{path} does not tell its version")
-    # /dev/null is a source that every machine has; nvcc.profile's variables are printed first.
-    rehearsed = run([path, "--dryrun", "-c", "-x", "cu", os.devnull]).output
-    top = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
     return {
         "version": match[1],
         "identity": " ".join(spoken.output.split()),
-        "top": top[1].strip() if top else "",
+        "top": _top(path),
     }
+
+
+def _top(path: str) -> str:
+    """The toolkit's folder as nvcc.profile has it; empty when it does not say."""
+    # /dev/null is a source that every machine has; nvcc.profile's variables are printed first.
+    rehearsed = run([path, "--dryrun", "-c", "-x", "cu", os.devnull]).output
+    match = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _behind(script: Path, _stamp: str) -> Path:
+    """The nvcc that a script runs, asked once in each process and never kept on disk.
+
+    The script's own file, and so its stamp, says nothing of a change in what is behind it.
+    """
+    top = _top(str(script))
+    real = Path(os.path.realpath(top)) / "bin" / "nvcc"
+    return real if top and real.is_file() else script
 
 
 def _require_whole(root: Path, version: str) -> None:
