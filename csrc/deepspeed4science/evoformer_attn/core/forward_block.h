@@ -301,7 +301,7 @@ struct ForwardBlock {
         for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
         CUTLASS_PRAGMA_UNROLL
         for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          s[32 * (kValues + slot)] = softmax.cm[slot];
+          s[32 * (kValues + slot)] = softmax.reference(slot);
           s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
         }
       }

@@ -23,7 +23,7 @@ struct RowSoftmax {
   static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
   using Row = cutlass::Array<float, kSlots>;
 
-  Row cm;       // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
+  Row cm;       // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN; 0 where huge
   Row limit;    // raw score above which m must move: m + kSlack / c, m itself where huge; -inf while nothing is visible
   Row l;        // this lane's part of the sum
   Row m_prime;  // factor of the last move
@@ -57,15 +57,16 @@ struct RowSoftmax {
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < kSlots; ++slot) {
       float x = Mma::reduce_max(largest[slot]);
+      float cm_old = reference(slot), cm_new = x * c;
       bool first = limit[slot] == -infinity();
-      bool moves = x * c > cm[slot] || (first && x > -infinity());
-      float cm_new = moves ? x * c : cm[slot];
-      m_prime[slot] = first ? 1.f : ptx::exp2(cm[slot] - cm_new);
-      cm[slot] = cm_new;
+      bool moves = first ? x > -infinity() : cm_new > cm_old;
+      if (!moves) cm_new = cm_old;
+      m_prime[slot] = first ? 1.f : ptx::exp2(cm_old - cm_new);
+      l[slot] *= m_prime[slot];
       bool is_huge = fabsf(cm_new) > kHuge;
       if (moves) limit[slot] = is_huge ? x : x + kSlack / c;
+      cm[slot] = is_huge ? 0.f : cm_new;
       any_huge |= is_huge;
-      l[slot] *= m_prime[slot];
     }
     huge = ptx::any(any_huge);
   }
@@ -74,16 +75,18 @@ struct RowSoftmax {
   CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
     if (huge) {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < 32; ++x) {
-        int slot = Mma::slot_of(x % 8);
-        float common = fmaf(s[x / 8][x % 8], c, -cm[slot]);
-        s[x / 8][x % 8] = ptx::exp2(fabsf(cm[slot]) > kHuge ? (s[x / 8][x % 8] - limit[slot]) * c : common);
+      for (int slot = 0; slot < kSlots; ++slot) {
+        // The exchange with itself keeps the compiler from predicating this rare branch into the common path.
+        float m = ptx::shfl_xor(is_huge(slot) ? limit[slot] : 0.f, 0);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < 32; ++x) {
+          if (Mma::slot_of(x % 8) == slot) s[x / 8][x % 8] -= m;
+        }
       }
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < 32; ++x) {
-        s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::slot_of(x % 8)]));
-      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 32; ++x) {
+      s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::slot_of(x % 8)]));
     }
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < 32; ++x) l[Mma::slot_of(x % 8)] += s[x / 8][x % 8];
@@ -95,19 +98,24 @@ struct RowSoftmax {
     for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]);
   }
 
-  // Takes another part of the row in (its cm and l; l is 0 when it saw nothing). m_prime is what was accumulated here
-  // is to be multiplied by, the result what the other part is.
+  // c m. Where huge, the limit is m itself.
+  CUTLASS_DEVICE float reference(int slot) const { return is_huge(slot) ? limit[slot] * c : cm[slot]; }
+
+  // Takes another part of the row in (its c m and l; l is 0 when it saw nothing). m_prime is what was accumulated here
+  // is to be multiplied by, the result what the other part is. Only l and reference() are of use afterwards.
   CUTLASS_DEVICE float join(int slot, float other_cm, float other_l) {
-    float cm_new = l[slot] == 0.f ? other_cm : other_l == 0.f ? cm[slot] : fmaxf(cm[slot], other_cm);
-    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(cm[slot] - cm_new);
+    float mine_cm = reference(slot);
+    float cm_new = l[slot] == 0.f ? other_cm : other_l == 0.f ? mine_cm : fmaxf(mine_cm, other_cm);
+    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(mine_cm - cm_new);
     float theirs = other_l == 0.f ? 0.f : ptx::exp2(other_cm - cm_new);
     l[slot] = l[slot] * m_prime[slot] + other_l * theirs;
     cm[slot] = cm_new;
+    limit[slot] = 0.f;  // cm holds the reference from here on
     return theirs;
   }
 
   CUTLASS_DEVICE float logsumexp(int slot) const {
-    return l[slot] == 0.f ? -infinity() : (cm[slot] + ptx::log2(l[slot])) * 0.6931471805599453f;
+    return l[slot] == 0.f ? -infinity() : (reference(slot) + ptx::log2(l[slot])) * 0.6931471805599453f;
   }
 
   // o = m_prime * o, or any factor for each slot.
@@ -147,6 +155,7 @@ struct RowSoftmax {
   }
 
  private:
+  CUTLASS_DEVICE bool is_huge(int slot) const { return limit[slot] > -infinity() && fabsf(limit[slot] * c) > kHuge; }
   CUTLASS_HOST_DEVICE static constexpr int first_of(int slot) { return Mma::kSlots == 4 ? 2 * slot : 2 * (slot & 1); }
 };
 
