@@ -135,8 +135,5 @@ def _is_aligned(tensor: Tensor) -> bool:
     return (
         tensor.data_ptr() % 16 == 0
         and tensor.shape[-1] % per_piece == 0
-        and all(
-            stride % per_piece == 0 or size == 1
-            for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)
-        )
+        and all(stride % per_piece == 0 for stride in tensor.stride()[:-1])
     )

@@ -53,13 +53,12 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
 
         Raises ToolchainError when the device has no family or nvcc cannot compile for it.
         """
-        family = self.family(device)
         return CudaKernel(
-            family=family,
+            family=self.family(device),
             direction=direction,
             dtype=dtype,
             head_dim=head_dim_tier(head_dim),
-            bias=bias,
+            bias=_compiled_bias(direction, bias),
             aligned=aligned,
             arch=str(self.arch_for(device)),
         )
@@ -89,10 +88,25 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
             if family is None:
                 continue
             kernels += [
-                CudaKernel(family, direction, dtype, _PREBUILT_HEAD_DIM, bias, True, str(target))
+                CudaKernel(
+                    family,
+                    direction,
+                    dtype,
+                    _PREBUILT_HEAD_DIM,
+                    _compiled_bias(direction, bias),
+                    True,
+                    str(target),
+                )
                 for dtype in _PREBUILT_DTYPES
                 if dtype != "bf16" or family == "sm80"
                 for bias in _PREBUILT_BIASES
                 for direction in DIRECTIONS
             ]
         return kernels
+
+
+def _compiled_bias(direction: str, bias: str) -> str:
+    """The biases that a kernel is compiled for; a backward finds out about bias1 at run time."""
+    if direction == "fwd":
+        return bias
+    return "bias2" if bias in ("bias2", "both") else "none"

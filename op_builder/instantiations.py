@@ -98,15 +98,13 @@ _CUDA_UNIT = """\
 // {name}: written by op_builder/instantiations.py.
 #include "{header}"
 
-using Launch = {launch};
-
 DS4S_EXPORT int ds4s_abi_version() {{ return DS4S_ABI_VERSION; }}
 DS4S_EXPORT const char* ds4s_name() {{ return "{name}"; }}
 DS4S_EXPORT int64_t ds4s_workspace_bytes(const ds4s::{params}* params) {{
-  return Launch::workspace_bytes(*params);
+  return {workspace_bytes}(*params);
 }}
 DS4S_EXPORT int ds4s_run(const ds4s::{params}* params, void* stream) {{
-  return Launch::run(*params, static_cast<cudaStream_t>(stream));
+  return {run}(*params, static_cast<cudaStream_t>(stream));
 }}
 DS4S_EXPORT const char* ds4s_status_string(int status) {{
   return cudaGetErrorString(static_cast<cudaError_t>(status));
@@ -122,7 +120,7 @@ class CudaKernel:
     direction: str  # one of DIRECTIONS
     dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
     head_dim: int  # one of HEAD_DIM_TIERS
-    bias: str  # one of CUDA_BIASES
+    bias: str  # one of CUDA_BIASES; a backward reads bias1 at run time: "none" or "bias2"
     aligned: bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces
     arch: str  # what nvcc compiles for, "9.0": at least the family's own
 
@@ -133,22 +131,35 @@ class CudaKernel:
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
+        workspace_bytes, run = self._functions()
         return _CUDA_UNIT.format(
             name=self.name,
             header=_CUDA_HEADER[self.direction],
             params=_PARAMS[self.direction],
-            launch=self._launch(),
+            workspace_bytes=workspace_bytes,
+            run=run,
         )
 
-    def _launch(self) -> str:
+    def _functions(self) -> tuple[str, str]:
+        """The C++ functions behind ds4s_workspace_bytes and ds4s_run."""
         scalar = _CUDA_SCALAR[self.dtype]
         family = f"cutlass::arch::Sm{self.family[2:]}"
-        aligned = f"/*kAligned=*/{_cpp(self.aligned)}"
+        aligned = f"/*kIsAligned=*/{_cpp(self.aligned)}"
         bias1 = f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}"
         bias2 = f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}"
         tf32 = f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}"
         tier = self.head_dim
-        return f"ds4s::Forward<{scalar}, {family}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
+        if self.direction == "fwd":
+            launch = (
+                f"ds4s::Forward<{scalar}, {family}, {aligned}, {tier}, {tier}, "
+                f"{bias1}, {bias2}, {tf32}>"
+            )
+            return f"{launch}::workspace_bytes", f"{launch}::run"
+        arguments = f"<{scalar}, {family}, {tier}, {aligned}, {tf32}, {bias2}>"
+        return (
+            f"ds4s::backward_workspace_bytes{arguments}",
+            f"ds4s::launch_backward{arguments}",
+        )
 
 
 def _cpp(value: bool) -> str:
