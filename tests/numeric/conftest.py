@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """`torch.empty` filled with NaN, through the function that backends allocate with."""
+    """`torch.empty`, with which backends allocate, filled with NaN."""
     import torch
 
     real_empty = torch.empty
@@ -14,4 +14,4 @@ def poisoned_memory(monkeypatch):
         tensor = real_empty(*args, **kwargs)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr("deepspeed4science.backends.torch.empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
