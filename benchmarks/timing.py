@@ -14,6 +14,9 @@ from deepspeed4science.demo.measure import Timing
 CPU_FLUSH_BYTES = (
     128 * 2**20
 )  # far above a core's second-level cache and our share of a server's third level
+# Many times any L2; writing it takes an H200 over half a millisecond, longer than a host needs to
+# launch a backward pass of several kernels.
+CUDA_FLUSH_BYTES = 2 * 2**30
 MIN_RUNS, MAX_RUNS = 5, 100
 NUM_WARMUPS = 3
 
@@ -36,14 +39,13 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events around each call; before it a buffer larger than L2 is written, which also hides the
-    launch time.
+    """Events around each call; before it a large buffer is written, which empties L2 and keeps the
+    GPU busy while the host prepares the call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._device = device
-        self._buffer = torch.empty(4 * l2_bytes, dtype=torch.int8, device=device)
+        self._buffer = torch.empty(CUDA_FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def time_ms(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """One call of each."""
