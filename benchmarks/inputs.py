@@ -30,7 +30,7 @@ def make_inputs(
     workload: Workload, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    B, N, L, H, _ = workload.shape  # noqa: N806 - the contract's symbols
+    B, N, L, H, _ = workload.shape
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype)

@@ -162,7 +162,7 @@ def run_workload(
     for direction, by_peer in timings.items():
         flop = _flop(workload, direction)
         for name, timing in by_peer.items():
-            # What a backward needs shows only together with its forward, which saves tensors for it.
+            # What a backward needs shows only together with its forward, which saves for it.
             call = ready[name].call("fwd" if direction == "fwd" else "fwd+bwd")
             rows.append(
                 Row(
