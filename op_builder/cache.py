@@ -130,10 +130,11 @@ def publish(root: Path, built: Built) -> Entry:
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                winner = _sound_entry(folder)
-                if winner is not None:
+                winner = _entry(folder)
+                damage = winner.damage() if winner else "its meta.json is damaged"
+                if winner is not None and damage is None:
                     return winner
-                set_aside(root, folder, "it is damaged")
+                set_aside(root, folder, damage or "")
                 continue
             _fsync(units)
             return entry
@@ -156,7 +157,7 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
     except OSError as error:
         logger.warning("%s cannot be used (%s) nor moved away (%s)", folder, why, error.strerror)
         return False
-    logger.warning("%s cannot be used (%s); moved to %s, compiling again", folder, why, aside)
+    logger.warning("%s cannot be used (%s); moved to %s, compiled again", folder, why, aside)
     return True
 
 
@@ -194,10 +195,9 @@ _META_FIELDS = frozenset(
 )
 
 
-def _sound_entry(folder: Path) -> Entry | None:
+def _entry(folder: Path) -> Entry | None:
     meta = _read_meta(folder)
-    entry = Entry(folder, meta) if meta else None
-    return entry if entry and entry.damage() is None else None
+    return Entry(folder, meta) if meta else None
 
 
 def _unchanged(header: Header, job: CompileJob, hashes: Hashes) -> bool:

@@ -95,6 +95,7 @@ class NinjaRun:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=env.for_compiler(),
+                start_new_session=True,  # Ctrl-C is for us to answer, who know what others wait for
             )
             if self._cancelled:
                 self._process.terminate()

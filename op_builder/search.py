@@ -34,9 +34,7 @@ def roots() -> tuple[Root, ...]:
 
 
 def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> LoadedKernel | None:
-    """The first sound library that fits; a damaged one in the cache is moved away, elsewhere passed
-    over.
-    """
+    """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
     for root in where:
         any_compiler = root.shared or job.compiler is None
         entry = cache.find(root.path, job, hashes, any_compiler=any_compiler)
@@ -50,8 +48,6 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
                 warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
         elif root.shared:
             warn_once(f"{entry.folder} is damaged ({damage}); passed over")
-        else:
-            cache.set_aside(root.path, entry.folder, damage)
     return None
 
 

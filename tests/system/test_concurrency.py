@@ -63,7 +63,9 @@ def test_killed_builder_blocks_nobody(workshop):
     assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
     builder.communicate()
     until(lambda: not alive(compiler))
-    assert [path.name for path in workshop.build_root.iterdir()] == []
+    workshop.write_header(50)
+    assert workshop.run().origin == "built"
+    assert list(workshop.build_root.iterdir()) == [], "the next build removes what was left"
 
 
 def test_stopped_builder_loses_patience_only(workshop):
@@ -84,6 +86,7 @@ def test_stopped_builder_loses_patience_only(workshop):
     loser = finish(builder)
     assert loser.report["path"] == outcome.report["path"], "the loser uses the winner's"
     assert len(workshop.entries) == 1
+    assert not (workshop.cache / "aside").exists(), "and leaves it alone"
 
 
 def test_file_system_without_locks(workshop):
@@ -103,6 +106,7 @@ report(**load())
     assert {outcome.origin for outcome in outcomes} == {"built"}
     assert outcomes[0].report["path"] == outcomes[1].report["path"]
     assert len(workshop.entries) == 1
+    assert not (workshop.cache / "aside").exists()
 
 
 def test_two_threads_load_the_same_kernel(workshop):

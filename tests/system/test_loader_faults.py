@@ -54,11 +54,21 @@ def _lose_meta(library, meta):
     meta.unlink()
 
 
-DAMAGES = [_truncate, _empty, _lose, _flip_one_byte, _other_machine, _cut_meta, _lose_meta]
+DAMAGES = {
+    _truncate: "toy.so has 1000 bytes, expected ",
+    _empty: "toy.so has 0 bytes, expected ",
+    _lose: "toy.so cannot be read (No such file or directory)",
+    _flip_one_byte: "toy.so has other bytes than when it was published",
+    _other_machine: "toy.so has other bytes than when it was published",
+    _cut_meta: "its meta.json is damaged",
+    _lose_meta: "its meta.json is damaged",
+}
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
-def test_damaged_entry_is_set_aside_and_rebuilt_once(workshop, damage):
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGES.items(), ids=[damage.__name__.strip("_") for damage in DAMAGES]
+)
+def test_damaged_entry_is_set_aside_and_rebuilt_once(workshop, damage, words):
     """Never a crash, never a wrong library: one warning, one rebuild, then all is well again."""
     workshop.run()
     (entry,) = workshop.entries
@@ -68,6 +78,7 @@ def test_damaged_entry_is_set_aside_and_rebuilt_once(workshop, damage):
     assert second.report["answer"] == third.report["answer"] == [42]
     assert workshop.num_compilations() == 2
     assert "moved to" in second.messages
+    assert words in second.messages
     assert (workshop.cache / "aside" / entry.name).is_dir()
     assert third.messages == ""
 
@@ -223,7 +234,7 @@ def test_compiler_that_succeeds_with_rubbish(workshop):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("ds4s_run", "ds4s_ran", "ds4s_run"),
+        ("ds4s_run", "ds4s_ran", "got none named ds4s_run"),
         ("return 1;", "return 2;", "expected toy with ABI version 1, got toy with 2"),
         ('return "{name}"', 'return "tot"', "expected toy with ABI version 1, got tot with 1"),
     ],

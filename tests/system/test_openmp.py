@@ -1,0 +1,73 @@
+"""One OpenMP runtime in the process: torch's where torch is, the system's elsewhere."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from .toys import REPOSITORY, Workshop
+
+SCRIPT = """
+import json, os, sys
+{first}
+from op_builder import EvoformerAttnCPUBuilder, openmp
+from op_builder.instantiations import CpuKernel
+before = openmp.present()
+builder = EvoformerAttnCPUBuilder()
+kernel = CpuKernel("fwd", "fp32", "portable")
+library = builder.load(verbose=False, kernels=[kernel]).kernel(kernel)
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.write(writing, str(openmp.threads(8)).encode())
+    os._exit(0)
+answers = dict(before=before, after=openmp.present(), path=str(library.path))
+answers.update(threads=openmp.threads(8), threads_in_child=int(os.read(reading, 10)))
+sys.stdout.write(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    return Workshop.make(tmp_path_factory.mktemp("openmp") / "workshop")
+
+
+def run(workshop, first=""):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(first=first)],
+        cwd=REPOSITORY,
+        env=workshop.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_without_torch_the_systems(workshop):
+    answers = run(workshop)
+    assert answers["before"] == []
+    assert len(answers["after"]) == 1
+
+
+def test_with_torch_its_own(workshop):
+    """No second runtime, whose threads would fight with torch's for the cores."""
+    pytest.importorskip("torch")
+    answers = run(workshop, "import torch")
+    assert len(answers["before"]) == 1
+    assert answers["after"] == answers["before"]
+
+
+def test_library_needs_no_runtime_by_name(workshop):
+    """A NEEDED entry would load the system's runtime beside torch's."""
+    library = run(workshop)["path"]
+    with open(library, "rb") as stream:
+        data = stream.read()
+    assert b"GOMP_parallel" in data
+    assert b"libgomp.so" not in data and b"libomp.so" not in data
+
+
+def test_one_thread_in_a_forked_child(workshop):
+    """libgomp's threads do not survive a fork; a parallel region in the child would hang."""
+    answers = run(workshop)
+    assert (answers["threads"], answers["threads_in_child"]) == (8, 1)
