@@ -1,0 +1,62 @@
+// Which numbers the backward uses, and why (docs/kernels-sm80-backward.md has the budgets).
+#pragma once
+
+#include "backward/args.h"
+
+namespace ds4s {
+
+// What one row pass computes. A pass over queries gives dq; one over keys dk, dv and dbias1.
+enum class Gradients { kDq, kDkDv, kDk, kDv };
+
+template <typename scalar_t_,   // half_t; bfloat16_t (Sm80); float
+          typename ArchTag_,    // cutlass::arch::Sm70, Sm75, Sm80
+          int kHeadDim_,        // tier: at least D and Dv, a multiple of 16
+          bool kIsAligned_,     // pointers, strides, D and Dv are multiples of 16 bytes
+          bool kTf32_,          // float on Sm80: TF32 instead of full precision
+          bool kHasBias2_>      // bias2 is there
+struct BackwardConfig {
+  using scalar_t = scalar_t_;
+  using ArchTag = ArchTag_;
+  using Mma = WarpMma<scalar_t, ArchTag, kTf32_>;
+  using Traits = ArchTraits<ArchTag>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kIsAligned = kIsAligned_;
+  static constexpr bool kHasBias2 = kHasBias2_;
+  static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
+  static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
+
+  static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
+  static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
+
+  // Four warps of 32 rows while the tiles are narrow; fewer where two row tiles would fill Turing's 64 KiB.
+  static constexpr int kWarps = kRowBytes <= 128 ? 4 : kRowBytes <= 256 ? 2 : 1;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRows = 32 * kWarps;
+  static constexpr int kCols = kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kStripes = kCols / 32;
+
+  // dk and dv together need 2 kHeadDim registers a lane; past 128 two passes compute one each.
+  static constexpr bool kSplitsKeys = kHeadDim > 64;
+};
+
+template <typename Config, Gradients kWhat_>
+struct RowPassConfig : Config {
+  static constexpr Gradients kWhat = kWhat_;
+  static constexpr bool kKeyRows = kWhat != Gradients::kDq;                                   // rows are keys
+  static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;      // P is multiplied
+  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                                   // dS is
+  static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kHeadDim;              // registers a lane
+  // The row operands stay in registers where what lives through the loop leaves room for scores and addresses.
+  static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kRowBytes / 4;
+  static constexpr bool kResident =
+      sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
+  static constexpr int kMinBlocks = (Config::kRowBytes <= 64 && kAccumulators <= 64 ? 12 : 8) / Config::kWarps;
+};
+
+template <typename Config>
+struct BiasPassConfig : Config {
+  static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && Config::kRowBytes <= 128;
+  static constexpr int kMinBlocks = 8 / Config::kWarps;
+};
+
+}  // namespace ds4s

@@ -1,0 +1,178 @@
+// Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of parts.
+//
+//   prepare_bias1    float copy of bias1, less its largest value where that is so far from 0 that lse loses precision
+//   prepare_rows     -lse and -delta, delta = rowsum(do * o)
+//   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
+//   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
+//
+// A float near -1e9, where a finite mask stands on every key, has no room for log(sum): such rows (rare) have their lse
+// and delta computed again from the shifted bias, one key after the other.
+#pragma once
+
+#include "backward/scores.h"
+
+namespace ds4s {
+
+constexpr int kPrepareThreads = 128;
+constexpr float kLargeShift = 4096.f;  // half a unit in the last place is 2.4e-4 there, a bfloat16's is 3.9e-3
+
+// One block for each (b, n).
+template <typename scalar_t>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_bias1(const __grid_constant__ BackwardArgs args, float* bias1, float* shift) {
+  const BwdParams& p = args.p;
+  int64_t bn = blockIdx.x, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
+  const scalar_t* g =
+      static_cast<const scalar_t*>(p.bias1) + b * p.bias1_stride[0] + n * p.bias1_stride[1];
+  __shared__ float sMax[kPrepareThreads / 32];
+
+  float largest = negative_infinity();
+  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) largest = fmaxf(largest, float(g[k * p.bias1_stride[2]]));
+  CUTLASS_PRAGMA_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, ptx::shfl_xor(largest, mask));
+  if (threadIdx.x % 32 == 0) sMax[threadIdx.x / 32] = largest;
+  __syncthreads();
+  CUTLASS_PRAGMA_UNROLL
+  for (int warp = 0; warp < kPrepareThreads / 32; ++warp) largest = fmaxf(largest, sMax[warp]);
+
+  bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < -negative_infinity();
+  float subtract = shifts ? largest : 0.f;
+  if (threadIdx.x == 0) shift[bn] = subtract;
+  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) {
+    bias1[bn * p.Lk + k] = float(g[k * p.bias1_stride[2]]) - subtract;
+  }
+}
+
+// The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ...
+template <bool kAligned, int kGroup, typename scalar_t>
+CUTLASS_DEVICE float dot_share(const scalar_t* x, const scalar_t* y, int count, int lane) {
+  constexpr int kVec = 16 / int(sizeof(scalar_t));
+  float sum = 0.f;
+  for (int chunk = lane * kVec; chunk < count; chunk += kGroup * kVec) {
+    if constexpr (kAligned) {
+      cutlass::AlignedArray<scalar_t, kVec> a = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(x + chunk);
+      cutlass::AlignedArray<scalar_t, kVec> b = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(y + chunk);
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < kVec; ++e) sum = fmaf(float(a[e]), float(b[e]), sum);
+    } else {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int e = 0; e < kVec && chunk + e < count; ++e) sum = fmaf(float(x[chunk + e]), float(y[chunk + e]), sum);
+    }
+  }
+  return sum;
+}
+
+// kGroup lanes for each (query, head); blocks_per_bn blocks for each (b, n).
+template <typename Config>
+struct PrepareRows {
+  using scalar_t = typename Config::scalar_t;
+  static constexpr int kChunks = Config::kHeadDim * int(sizeof(scalar_t)) / 16;
+  static constexpr int kGroup = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  static constexpr int kRowsPerBlock = kPrepareThreads / kGroup;
+
+  CUTLASS_DEVICE static float reduce(float x) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = kGroup / 2; mask > 0; mask /= 2) x += ptx::shfl_xor(x, mask);
+    return x;
+  }
+
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_lse, float* negative_delta) {
+    const BwdParams& p = args.p;
+    uint32_t num_rows = uint32_t(p.Lq) * uint32_t(p.H);
+    uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
+    int64_t bn = blockIdx.x / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
+    uint32_t row = (blockIdx.x - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
+    bool exists = row < num_rows;
+    if (!exists) row = 0;
+    int64_t q = row / uint32_t(p.H), h = row - uint32_t(q) * uint32_t(p.H);
+    int lane = threadIdx.x % kGroup;
+    const scalar_t* gO = element<const scalar_t>(p.o, p.o_stride, b, n, q, h);
+    const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, q, h);
+
+    int64_t out = (bn * p.H + h) * p.Lq + q;
+    float lse = p.lse[out], delta;
+    if (args.shift && args.shift[bn] != 0.f) {
+      again(args, b, n, q, h, gDo, lane, lse, delta);
+    } else {
+      delta = reduce(dot_share<Config::kIsAligned, kGroup>(gO, gDo, int(p.Dv), lane));
+      lse = lse == negative_infinity() ? -negative_infinity() : lse;
+    }
+    if (exists && lane == 0) negative_lse[out] = -lse, negative_delta[out] = -delta;
+  }
+
+ private:
+  // lse of the shifted scores and delta, from the definition.
+  CUTLASS_DEVICE static void again(const BackwardArgs& args, int64_t b, int64_t n, int64_t q, int64_t h,
+                                   const scalar_t* gDo, int lane, float& lse, float& delta) {
+    const BwdParams& p = args.p;
+    const scalar_t* gQ = element<const scalar_t>(p.q, p.q_stride, b, n, q, h);
+    const float* bias1 = args.bias1 + (b * p.N + n) * p.Lk;
+    const scalar_t* bias2 = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
+                            h * args.bias2.stride_h + q * args.bias2.stride_row;
+    float m = negative_infinity(), sum = 0.f, sum_dp = 0.f;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t k = 0; k < p.Lk; ++k) {
+      const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, k, h);
+      const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, k, h);
+      float s = p.scale * reduce(dot_share<Config::kIsAligned, kGroup>(gQ, gK, int(p.D), lane)) + bias1[k];
+      if constexpr (Config::kHasBias2) s += float(bias2[k]);
+      float dp = reduce(dot_share<Config::kIsAligned, kGroup>(gDo, gV, int(p.Dv), lane));
+      if (s == negative_infinity()) continue;
+      float m_new = fmaxf(m, s), keep = ptx::exp2((m - m_new) * kLog2e), e = ptx::exp2((s - m_new) * kLog2e);
+      sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;
+      m = m_new;
+    }
+    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : -negative_infinity();
+    delta = sum > 0.f ? sum_dp / sum : 0.f;
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_lse, float* negative_delta) {
+  PrepareRows<Config>::run(args, negative_lse, negative_delta);
+}
+
+// 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of
+// pitch_t. Past the end of a row: zeros.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kPrepareThreads)
+    copy_bias2(const __grid_constant__ BackwardArgs args, int64_t nh, scalar_t* rows, int64_t pitch, scalar_t* columns,
+               int64_t pitch_t) {
+  const BwdParams& p = args.p;
+  __shared__ scalar_t sTile[32][33];
+  uint32_t col_blocks = uint32_t(p.Lk + 31) / 32, row_blocks = uint32_t(p.Lq + 31) / 32;
+  uint32_t rest = blockIdx.x / col_blocks;
+  int64_t k0 = int64_t(blockIdx.x - rest * col_blocks) * 32;
+  int64_t bh = rest / row_blocks, q0 = int64_t(rest - uint32_t(bh) * row_blocks) * 32;
+  int64_t b = uint32_t(bh) / uint32_t(nh), h = bh - b * nh;
+  const scalar_t* g = element<const scalar_t>(p.bias2, p.bias2_stride, b, h, q0, k0);
+  int x = threadIdx.x % 32;
+
+  for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
+    bool exists = q0 + y < p.Lq && k0 + x < p.Lk;
+    scalar_t value = exists ? g[y * p.bias2_stride[2] + x * p.bias2_stride[3]] : scalar_t(0);
+    sTile[y][x] = value;
+    if (rows && q0 + y < p.Lq && k0 + x < pitch) rows[(bh * p.Lq + q0 + y) * pitch + k0 + x] = value;
+  }
+  __syncthreads();
+  if (!columns) return;
+  for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
+    if (k0 + y < p.Lk && q0 + x < pitch_t) columns[(bh * p.Lk + k0 + y) * pitch_t + q0 + x] = sTile[x][y];
+  }
+}
+
+// out[i][j] = sum over s of parts[i][s][j], 0 <= j < inner.
+static __global__ void __launch_bounds__(kPrepareThreads)
+    sum_parts(float* out, const float* parts, int64_t outer, int64_t num_parts, int64_t inner) {
+  int64_t total = outer * inner, step = int64_t(gridDim.x) * kPrepareThreads;
+  for (int64_t x = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x; x < total; x += step) {
+    int64_t i = outer == 1 ? 0 : x / inner;
+    const float* part = parts + i * num_parts * inner + (x - i * inner);
+    float sum = 0.f;
+    for (int64_t s = 0; s < num_parts; ++s) sum += part[s * inner];
+    out[x] = sum;
+  }
+}
+
+}  // namespace ds4s

@@ -1,0 +1,287 @@
+// A pass of the backward over rows: a block owns kRows queries and gives their dq, or kRows keys and gives their dk, dv
+// and dbias1; it walks over the other side in tiles of kCols. Nothing is added across blocks (dbias1: see below).
+//
+//                    rows: queries (kDq)                  rows: keys (kDk, kDv, kDkDv)
+//   score tile       S  = Q K^T + bias1 / scale           S^T = K Q^T - lse / scale          raw units
+//   probabilities    P  = 2^(c S + log2e (bias2 - lse))   P^T = 2^(c S^T + log2e (bias2^T + bias1))
+//   dP - delta       dO V^T - delta                       V dO^T - delta
+//   dS               P * (dP - delta)                     the same, transposed
+//   out              dq = scale dS K                      dk = scale dS^T Q,  dv = P^T dO,  dbias1 = row sums
+//
+// What depends on the column is the accumulator's first value, so it costs nothing; what depends on the row joins the
+// exponent. Warp w owns rows 32 w .. 32 w + 31 and all columns. Shared memory: two row tiles; kStages times (two column
+// tiles, two values for each column).
+#pragma once
+
+#include "backward/scores.h"
+
+namespace ds4s {
+
+template <typename Config>
+struct RowPass {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  using RowTile = Tile<scalar_t, Config::kRows, Config::kHeadDim>;
+  using ColTile = Tile<scalar_t, Config::kCols, Config::kHeadDim>;
+  using Operand = RowOperand<Mma, RowTile, scalar_t, Config::kResident>;
+  template <typename TileT>
+  using Loader = TileLoader<scalar_t, TileT, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+
+  static constexpr bool kKeyRows = Config::kKeyRows;
+  static constexpr bool kWantsDs = Config::kWantsDs;
+  static constexpr bool kWantsDv = Config::kWantsDv;
+  static constexpr int kCols = Config::kCols;
+  static constexpr int kTiles = Config::kHeadDim / 8;
+  static constexpr int kChunkTiles = Config::kResident ? 2 : 4;  // score tiles alive at a time
+  static constexpr int kRowBytes = (1 + kWantsDs) * RowTile::kBytes;
+  static constexpr int kStageBytes = 2 * ColTile::kBytes + 2 * kCols * 4;
+  static constexpr int shared_bytes(int stages) { return kRowBytes + stages * kStageBytes; }
+
+  // What a column contributes, on its way from global memory to shared memory.
+  struct ColumnValues {
+    float score;  // in raw units; -inf past the end
+    float dp;
+  };
+
+  struct Columns {
+    const float *score_ptr, *dp_ptr;  // may be null
+    float inv_scale;
+    int count;
+    CUTLASS_DEVICE ColumnValues load(int column) const {
+      ColumnValues x{negative_infinity(), 0.f};
+      if (int(threadIdx.x) >= kCols) return x;
+      column += int(threadIdx.x);
+      if (column < count) {
+        x.score = score_ptr ? score_ptr[column] * inv_scale : 0.f;
+        if constexpr (kKeyRows && kWantsDs) x.dp = dp_ptr[column];
+      }
+      return x;
+    }
+    CUTLASS_DEVICE static void store(float* sColumns, const ColumnValues& x) {
+      if (int(threadIdx.x) >= kCols) return;
+      sColumns[threadIdx.x] = x.score;
+      if constexpr (kKeyRows && kWantsDs) sColumns[kCols + threadIdx.x] = x.dp;
+    }
+  };
+
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages_, char* shared) {
+    const int stages = Config::kMaxStages;
+    const BwdParams& p = args.p;
+    int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
+
+    // Which rows: row blocks run fastest, then heads, so that one bias2 stays in L2.
+    int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
+    uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
+    uint32_t rest = uniform(blockIdx.x / row_blocks);
+    int row0 = int(blockIdx.x - rest * row_blocks) * Config::kRows;
+    int64_t bn = uniform(rest / uint32_t(p.H)), h = rest - uint32_t(bn) * uint32_t(p.H);
+    int64_t b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
+    int rows_left = num_rows - row0 - warp_row;
+
+    // Operands: rows (q, do) or (k, v); columns the other two.
+    int d = int(p.D), dv = int(p.Dv);
+    const scalar_t* gQ = element<const scalar_t>(p.q, p.q_stride, b, n, kKeyRows ? 0 : row0, h);
+    const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, kKeyRows ? 0 : row0, h);
+    const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, kKeyRows ? row0 : 0, h);
+    const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, kKeyRows ? row0 : 0, h);
+    Loader<RowTile> rows1(kKeyRows ? gK : gQ, kKeyRows ? p.k_stride[2] : p.q_stride[2], d, thread);
+    Loader<RowTile> rows2(kKeyRows ? gV : gDo, kKeyRows ? p.v_stride[2] : p.do_stride[2], dv, thread);
+    const scalar_t *gCols1 = kKeyRows ? gQ : gK, *gCols2 = kKeyRows ? gDo : gV;
+    int64_t cols1_stride = kKeyRows ? p.q_stride[2] : p.k_stride[2];
+    int64_t cols2_stride = kKeyRows ? p.do_stride[2] : p.v_stride[2];
+
+    // Statistics of the rows and of the columns.
+    int64_t bnh_q = (bn * p.H + h) * p.Lq;
+    const float* bias1 = args.bias1 ? args.bias1 + bn * p.Lk : nullptr;
+    Columns columns{kKeyRows ? args.negative_lse + bnh_q : bias1, args.negative_delta + bnh_q, 1.f / p.scale, num_cols};
+    float row_exponent[Mma::kSlots], row_dp[Mma::kSlots];
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+      bool exists = r < rows_left;
+      r += row0 + warp_row;
+      row_dp[slot] = 0.f;
+      if constexpr (kKeyRows) {
+        row_exponent[slot] = exists && bias1 ? bias1[r] * kLog2e : 0.f;
+      } else {
+        row_exponent[slot] = exists ? args.negative_lse[bnh_q + r] * kLog2e : negative_infinity();
+        if (exists) row_dp[slot] = args.negative_delta[bnh_q + r];
+      }
+    }
+    const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
+    const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h +
+                            (row0 + warp_row + Mma::row_of_lane(lane)) * bias2.stride_row + Mma::first_column(lane);
+    int bias_rows = rows_left - Mma::row_of_lane(lane), bias_cols = num_cols - Mma::first_column(lane);
+
+    // Shared memory, and this lane's place in it.
+    scalar_t* sRows1 = reinterpret_cast<scalar_t*>(shared);
+    scalar_t* sRows2 = reinterpret_cast<scalar_t*>(shared + RowTile::kBytes);
+    char* sStages = shared + kRowBytes;
+    int lane_nk = Mma::template lane_b_nk<ColTile>(lane), lane_kn = Mma::template lane_b_kn<ColTile>(lane);
+    auto load_columns = [&](int tile, int stage) {
+      scalar_t* s = reinterpret_cast<scalar_t*>(sStages + stage * kStageBytes);
+      int col0 = tile * kCols, t = thread;
+      ptx::keep(t);  // the loaders' registers are needed here only, not all through the loop
+      Loader<ColTile>(gCols1 + col0 * cols1_stride, cols1_stride, d, t).load(s, num_cols - col0);
+      Loader<ColTile>(gCols2 + col0 * cols2_stride, cols2_stride, dv, t)
+          .load(s + ColTile::kBytes / sizeof(scalar_t), num_cols - col0);
+      if constexpr (Config::kAsync) ptx::cp_async_commit();
+    };
+    auto stage_columns = [&](int stage) {
+      return reinterpret_cast<float*>(sStages + stage * kStageBytes + 2 * ColTile::kBytes);
+    };
+
+    // First tiles.
+    rows1.load(sRows1, num_rows - row0);
+    if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
+    load_columns(0, 0);
+    columns.store(stage_columns(0), columns.load(0));
+    BiasFragment<Mma, scalar_t> bias;
+    if constexpr (Config::kHasBias2) bias.load(gBias, bias2.stride_row, bias_rows, bias_cols);
+    Operand operand1, operand2;
+    operand1.attach(sRows1, warp_row, lane);
+    operand2.attach(sRows2, warp_row, lane);
+    if constexpr (Config::kResident) {
+      arrive();
+      operand1.fetch();
+      if constexpr (kWantsDs) operand2.fetch();
+    }
+
+    float out_dv[kWantsDv ? kTiles : 2][8] = {}, out_ds[kWantsDs ? kTiles : 2][8] = {};
+    float row_sum[Mma::kSlots] = {};
+    float to_log2 = p.scale * kLog2e;
+    const bool wants_dbias1 = kKeyRows && kWantsDs && p.dbias1;
+    const bool wants_ds = !kKeyRows || p.dk || wants_dbias1, wants_out_ds = !kKeyRows || p.dk, wants_dv = p.dv;
+
+    int num_tiles = (num_cols + kCols - 1) / kCols, stage = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      // This tile arrives; the next one sets out.
+      arrive();
+      bool more = tile + 1 < num_tiles;
+      int next_stage = stages == 2 ? stage ^ 1 : 0;
+      ColumnValues next;
+      if (Config::kMaxStages == 2 && stages == 2 && more) load_columns(tile + 1, next_stage);
+      if (more) next = columns.load((tile + 1) * kCols);
+
+      const scalar_t* s1 = reinterpret_cast<const scalar_t*>(sStages + stage * kStageBytes);
+      const scalar_t* s2 = s1 + ColTile::kBytes / sizeof(scalar_t);
+      const float* sColumns = stage_columns(stage);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stripe = 0; stripe < Config::kStripes; ++stripe) {
+        const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
+        const scalar_t* s2_nk = s2 + ColTile::offset(32) * stripe + lane_nk;
+        const scalar_t* s1_kn = s1 + ColTile::offset(32) * stripe + lane_kn;
+        const scalar_t* s2_kn = s2 + ColTile::offset(32) * stripe + lane_kn;
+        const float* column = sColumns + 32 * stripe;
+        float s[4][8], dp[4][8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int first = 0; first < 4; first += kChunkTiles) {
+          if (first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
+          // Scores, dP - delta.
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = first; j < first + kChunkTiles; ++j) begin_with_columns<Mma>(s[j], j, column, lane);
+          multiply_rows<Mma, ColTile, kChunkTiles / 2>(s, first / 2, operand1, s1_nk);
+          exponentiate<Mma, Config::kHasBias2, kChunkTiles>(s, first, bias, row_exponent, to_log2, kLog2e);
+          if (Config::kHasBias2 && first + kChunkTiles == 4) {
+            int col = tile * kCols + 32 * (stripe + 1);
+            bias.load(gBias + col, bias2.stride_row, bias_rows, bias_cols - col);
+          }
+          if constexpr (kWantsDv) {
+            if (wants_dv) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+                multiply_scores<Mma, ColTile>(out_dv, s, step, s2_kn, lane);
+              }
+            }
+          }
+          if constexpr (kWantsDs) {
+            if (!wants_ds) continue;
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = first; j < first + kChunkTiles; ++j) {
+              if constexpr (kKeyRows) {
+                begin_with_columns<Mma>(dp[j], j, column + kCols, lane);
+              } else {
+                begin_with_rows<Mma>(dp[j], row_dp);
+              }
+            }
+            multiply_rows<Mma, ColTile, kChunkTiles / 2>(dp, first / 2, operand2, s2_nk);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = first; j < first + kChunkTiles; ++j) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int i = 0; i < 8; ++i) dp[j][i] *= s[j][i];
+            }
+            if (kKeyRows && wants_dbias1) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int j = first; j < first + kChunkTiles; ++j) {
+                CUTLASS_PRAGMA_UNROLL
+                for (int i = 0; i < 8; ++i) row_sum[Mma::slot_of(i)] += dp[j][i];
+              }
+            }
+            if (wants_out_ds) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+                multiply_scores<Mma, ColTile>(out_ds, dp, step, s1_kn, lane);
+              }
+            }
+          }
+        }
+      }
+
+      if (stages == 1 && more) {
+        __syncthreads();
+        load_columns(tile + 1, 0);
+      }
+      if (more) columns.store(stage_columns(next_stage), next);
+      stage = next_stage;
+    }
+
+    // Results.
+    auto store = [&](void* ptr, const int64_t(&stride)[4], const auto& acc, float factor, int cols) {
+      scalar_t* g = element<scalar_t>(ptr, stride, b, n, row0 + warp_row, h);
+      store_rows<Mma, Config::kIsAligned>(g, stride[2], acc, factor, rows_left, cols, lane);
+    };
+    if constexpr (!kKeyRows) {
+      store(p.dq, p.dq_stride, out_ds, p.scale, d);
+    } else {
+      if constexpr (kWantsDs) {
+        if (p.dk) store(p.dk, p.dk_stride, out_ds, p.scale, d);
+        if (wants_dbias1) store_row_sums(args, row_sum, bn, h, row0 + warp_row, rows_left, lane);
+      }
+      if constexpr (kWantsDv) {
+        if (p.dv) store(p.dv, p.dv_stride, out_dv, 1.f, dv);
+      }
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static void arrive() {
+    if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // dbias1 is also summed over heads: each head's part, or atomically.
+  CUTLASS_DEVICE static void store_row_sums(const BackwardArgs& args, const float (&row_sum)[Mma::kSlots], int64_t bn,
+                                            int64_t h, int row0, int rows_left, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      float sum = Mma::reduce_sum(row_sum[slot]);
+      int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+      if (!Mma::leads_row(lane) || r >= rows_left) continue;
+      if (args.dbias1_parts) {
+        args.dbias1_parts[(bn * args.p.H + h) * args.p.Lk + row0 + r] = sum;
+      } else {
+        atomicAdd(args.p.dbias1 + bn * args.p.Lk + row0 + r, sum);
+      }
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_row_pass(const __grid_constant__ BackwardArgs args, int stages) {
+  extern __shared__ __align__(16) char shared[];
+  RowPass<Config>::run(args, stages, shared);
+}
+
+}  // namespace ds4s

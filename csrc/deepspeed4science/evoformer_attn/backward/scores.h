@@ -1,0 +1,164 @@
+// A warp's 32 x 32 scores, and the steps that the passes of the backward have in common.
+#pragma once
+
+#include "backward/config.h"
+
+namespace ds4s {
+
+constexpr float kLog2e = 1.4426950408889634f;
+CUTLASS_DEVICE float negative_infinity() { return __int_as_float(int(0xff800000u)); }
+
+// The 32 rows of the left operand: fragments that stay in registers, or a place in shared memory.
+template <typename Mma, typename TileT, typename scalar_t, bool kResident>
+struct RowOperand {
+  using FragA = typename Mma::FragA;
+  static constexpr int kSteps = TileT::kCols / Mma::kStepK;
+  static constexpr int kUnrolled = kResident || kSteps <= 8 ? kSteps : 2;  // FFMA: a step is 64 instructions or more
+  FragA fragments[kResident ? kSteps : 1];
+  const scalar_t* lane_ptr;
+
+  CUTLASS_DEVICE void attach(const scalar_t* sTile, int row0, int lane) {
+    lane_ptr = sTile + TileT::offset(row0) + Mma::template lane_a<TileT>(lane);
+  }
+  // Once the tile is in shared memory.
+  CUTLASS_DEVICE void fetch() {
+    if constexpr (kResident) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        Mma::template load_a<TileT>(fragments[step], lane_ptr, 0, step * Mma::kStepK);
+      }
+    }
+  }
+  CUTLASS_DEVICE const FragA& at(int step) {
+    if constexpr (kResident) return fragments[step];
+    Mma::template load_a<TileT>(fragments[0], lane_ptr, 0, step * Mma::kStepK);
+    return fragments[0];
+  }
+};
+
+// acc (tiles of kPairs pairs from first_pair on) += rows x columns^T. lane_b: lane_b_nk of the stripe's first row.
+template <typename Mma, typename ColTile, int kPairs, typename Operand, typename scalar_t>
+CUTLASS_DEVICE void multiply_rows(float (&acc)[4][8], int first_pair, Operand& rows, const scalar_t* lane_b) {
+  constexpr int kUnrolled = Operand::kUnrolled;
+#pragma unroll(kUnrolled)
+  for (int step = 0; step < Operand::kSteps; ++step) {
+    const typename Mma::FragA& a = rows.at(step);
+    CUTLASS_PRAGMA_UNROLL
+    for (int pair = first_pair; pair < first_pair + kPairs; ++pair) {
+      typename Mma::FragBnk b;
+      Mma::template load_b_nk<ColTile>(b, lane_b, 0, pair, step * Mma::kStepK);
+      Mma::mma(acc[2 * pair], acc[2 * pair + 1], a, b);
+    }
+  }
+}
+
+// out += from_scores(x, step) * columns, all of the head dimension. lane_b: lane_b_kn of the stripe's first row.
+template <typename Mma, typename ColTile, typename scalar_t, int kTiles>
+CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4][8], int step, const scalar_t* lane_b,
+                                    int lane) {
+  typename Mma::FragA a;
+  Mma::from_scores(a, x, step, lane);
+  CUTLASS_PRAGMA_UNROLL
+  for (int tile = 0; tile < kTiles; tile += 2) {
+    typename Mma::FragBkn b;
+    Mma::template load_b_kn<ColTile>(b, lane_b, 0, step, 8 * tile);
+    Mma::mma(out[tile], out[tile + 1], a, b);
+  }
+}
+
+// One value for each column, from shared memory: what an accumulator begins with. lane_columns: the stripe's.
+template <typename Mma>
+CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sColumns, int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    float2 x = *reinterpret_cast<const float2*>(sColumns + Mma::Permuted::at(j, 0) +
+                                                Mma::Permuted::at(0, Mma::column_of(lane, i)));
+    tile[i] = x.x, tile[i + 1] = x.y;
+  }
+}
+template <typename Mma>
+CUTLASS_DEVICE void begin_with_rows(float (&tile)[8], const float (&rows)[Mma::kSlots]) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 8; ++i) tile[i] = rows[Mma::slot_of(i)];
+}
+
+// A lane's part of a 32 x 32 bias tile, as it lies in memory: 16-byte vectors of neighbouring columns.
+template <typename Mma, typename scalar_t>
+struct BiasFragment {
+  uint32_t words[Mma::kSlots][Mma::kGroups][4];
+
+  // g: the lane's row of slot 0 and its first column. rows, cols: how many exist from there on.
+  CUTLASS_DEVICE void load(const scalar_t* g, int64_t stride, int rows, int cols) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < Mma::kGroups; ++group) {
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (slot * Mma::kRowStep < rows && group * Mma::kGroupStep < cols) {
+          x = __ldg(reinterpret_cast<const uint4*>(g + slot * Mma::kRowStep * stride + group * Mma::kGroupStep));
+        }
+        words[slot][group][0] = x.x, words[slot][group][1] = x.y;
+        words[slot][group][2] = x.z, words[slot][group][3] = x.w;
+      }
+    }
+  }
+  CUTLASS_DEVICE float2 pair(int slot, int group, int e) const {
+    const uint32_t(&w)[4] = words[slot][group];
+    if constexpr (sizeof(scalar_t) == 2) {
+      return ptx::unpack<scalar_t>(w[e / 2]);
+    } else {
+      return make_float2(__uint_as_float(w[e]), __uint_as_float(w[e + 1]));
+    }
+  }
+};
+
+// Scores in raw units become probabilities: p = 2^(to_log2 * score + bias_to_log2 * bias + row), for the tiles
+// [first_tile, first_tile + kTiles). row: one value for each slot, in log2 units.
+template <typename Mma, bool kHasBias, int kTiles, typename scalar_t>
+CUTLASS_DEVICE void exponentiate(float (&s)[4][8], int first_tile, const BiasFragment<Mma, scalar_t>& bias,
+                                 const float (&row)[Mma::kSlots], float to_log2, float bias_to_log2) {
+  constexpr int kVec = Mma::kVec;
+  CUTLASS_PRAGMA_UNROLL
+  for (int slot = 0; slot < Mma::kSlots; ++slot) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < Mma::kGroups * kVec; x += 2) {
+      int group = x / kVec, e = x % kVec;
+      int tile = Mma::tile_of(group, e), i = Mma::value_of(slot, e);
+      if (tile < first_tile || tile >= first_tile + kTiles) continue;
+      float2 shift = make_float2(row[slot], row[slot]);
+      if constexpr (kHasBias) {
+        float2 b = bias.pair(slot, group, e);
+        shift.x = fmaf(b.x, bias_to_log2, shift.x), shift.y = fmaf(b.y, bias_to_log2, shift.y);
+      }
+      s[tile][i] = ptx::exp2(fmaf(s[tile][i], to_log2, shift.x));
+      s[tile][i + 1] = ptx::exp2(fmaf(s[tile][i + 1], to_log2, shift.y));
+    }
+  }
+}
+
+// factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: what exists.
+template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
+CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
+                               int cols, int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; i += 2) {
+      int row = Mma::row_of_lane(lane) + Mma::kRowStep * Mma::slot_of(i);
+      int col = 8 * tile + Mma::column_of(lane, i);
+      if (row >= rows || col >= cols) continue;
+      scalar_t* dst = g + row * stride + col;
+      float x = factor * acc[tile][i], y = factor * acc[tile][i + 1];
+      if constexpr (kAligned && sizeof(scalar_t) == 2) {
+        *reinterpret_cast<uint32_t*>(dst) = ptx::pack<scalar_t>(x, y);
+      } else if constexpr (kAligned) {
+        *reinterpret_cast<float2*>(dst) = make_float2(x, y);
+      } else {
+        dst[0] = scalar_t(x);
+        if (col + 1 < cols) dst[1] = scalar_t(y);
+      }
+    }
+  }
+}
+
+}  // namespace ds4s

@@ -1,0 +1,73 @@
+// CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products into one bias gradient, with no
+// workspace and no order among them. The backward's own bias gradients meet through the same additions
+// (epilogue/atomic_add.h); this form serves a CUTLASS threadblock GEMM.
+#pragma once
+
+#include <cutlass/epilogue/threadblock/default_epilogue_tensor_op.h>
+#include <cutlass/epilogue/threadblock/default_epilogue_volta_tensor_op.h>
+
+#include "epilogue/predicated_tile_iterator_atomic.h"
+
+namespace ds4s {
+
+// The epilogue of Default (one of CUTLASS's DefaultEpilogue...TensorOp), writing through another iterator.
+template <typename Default, typename OutputTileIterator>
+using EpilogueWithIterator = cutlass::epilogue::threadblock::Epilogue<
+    typename Default::Shape, typename Default::WarpMmaTensorOp, Default::kPartitionsK, OutputTileIterator,
+    typename Default::AccumulatorFragmentIterator, typename Default::WarpTileIterator,
+    typename Default::SharedLoadIterator, typename Default::OutputOp, typename Default::Padding,
+    Default::Epilogue::kFragmentsPerIteration>;
+
+}  // namespace ds4s
+
+template <typename Arch_,             // cutlass::arch::Sm70, Sm75, Sm80
+          typename Shape_,            // threadblock tile
+          typename WarpMmaTensorOp_,  // warp-level product whose accumulators come in
+          int PartitionsK, typename OutputOp_, int ElementsPerAccess, bool ScatterD = false,
+          typename PermuteDLayout = cutlass::layout::NoPermute>
+struct BiasGradEpilogue {
+  using Default =
+      cutlass::epilogue::threadblock::DefaultEpilogueTensorOp<Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
+                                                              ElementsPerAccess, ScatterD, PermuteDLayout>;
+  using OutputTileIterator =
+      ds4s::PredicatedTileIteratorAtomic<typename Default::OutputTileThreadMap, typename OutputOp_::ElementOutput,
+                                         ScatterD, PermuteDLayout>;
+  using Epilogue = ds4s::EpilogueWithIterator<Default, OutputTileIterator>;
+};
+
+template <typename Shape_, typename WarpMmaTensorOp_, int PartitionsK, typename OutputOp_, int ElementsPerAccess,
+          bool ScatterD, typename PermuteDLayout>
+struct BiasGradEpilogue<cutlass::arch::Sm70, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_, ElementsPerAccess,
+                        ScatterD, PermuteDLayout> {
+  using Default =
+      cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOp<Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
+                                                                   ElementsPerAccess, ScatterD, PermuteDLayout>;
+  using OutputTileIterator =
+      ds4s::PredicatedTileIteratorAtomic<typename Default::OutputTileThreadMap, typename OutputOp_::ElementOutput,
+                                         ScatterD, PermuteDLayout>;
+  using Epilogue = ds4s::EpilogueWithIterator<Default, OutputTileIterator>;
+};
+
+template <typename Arch_, int Rank, typename Shape_, typename WarpMmaTensorOp_, int PartitionsK, typename OutputOp_,
+          int ElementsPerAccess>
+struct BiasGradEpilogueAffineRankN {
+  using Default =
+      cutlass::epilogue::threadblock::DefaultEpilogueTensorOpAffineRankN<Rank, Shape_, WarpMmaTensorOp_, PartitionsK,
+                                                                         OutputOp_, ElementsPerAccess>;
+  using OutputTileIterator = ds4s::PredicatedTileIteratorAffineRankNAtomic<typename Default::OutputTileThreadMap,
+                                                                           typename OutputOp_::ElementOutput, Rank>;
+  using Epilogue = ds4s::EpilogueWithIterator<Default, OutputTileIterator>;
+};
+
+template <int Rank, typename Shape_, typename WarpMmaTensorOp_, int PartitionsK, typename OutputOp_,
+          int ElementsPerAccess>
+struct BiasGradEpilogueAffineRankN<cutlass::arch::Sm70, Rank, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
+                                   ElementsPerAccess> {
+  using Default =
+      cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOpAffineRankN<Rank, Shape_, WarpMmaTensorOp_,
+                                                                              PartitionsK, OutputOp_,
+                                                                              ElementsPerAccess>;
+  using OutputTileIterator = ds4s::PredicatedTileIteratorAffineRankNAtomic<typename Default::OutputTileThreadMap,
+                                                                           typename OutputOp_::ElementOutput, Rank>;
+  using Epilogue = ds4s::EpilogueWithIterator<Default, OutputTileIterator>;
+};

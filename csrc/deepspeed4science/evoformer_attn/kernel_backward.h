@@ -1,0 +1,19 @@
+// Backward attention with biases for Sm70, Sm75 and Sm80: from q, k, v, the biases, o, lse and do,
+//
+//   P = 2^(log2e (scale Q K^T + bias1 + bias2 - lse))      delta = rowsum(do * o)      dS = P * (dO V^T - delta)
+//   dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over n of dS
+//
+// Each gradient is finished by the one block that owns it, so the results have the same bits every time:
+//
+//   backward/prepare.h     -lse, -delta, bias1 in fp32, bias2 aligned and transposed; final sums of parts
+//   backward/row_pass.h    over queries: dq;  over keys: dk, dv, dbias1
+//   backward/bias_pass.h   over tiles of bias2: dbias2
+//
+// Only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of n) is a choice: atomic
+// additions, or parts and a sum in a fixed order. Schedule, budgets and reasons: docs/kernels-sm80-backward.md. Device
+// code only; launch_backward.h starts it.
+#pragma once
+
+#include "backward/bias_pass.h"
+#include "backward/prepare.h"
+#include "backward/row_pass.h"

@@ -1,0 +1,227 @@
+// Host side of the backward: plans the workspace, picks stages and slices, starts the kernels of kernel_backward.h.
+//
+//   launch_backward<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>(params, stream)
+//   backward_workspace_bytes<the same>(params)
+//   backward_is_aligned<scalar_t>(params)      may kIsAligned be true?
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernel_backward.h"
+
+namespace ds4s {
+
+template <typename scalar_t>
+inline bool backward_is_aligned(const BwdParams& p) {
+  constexpr int64_t kVec = 16 / int64_t(sizeof(scalar_t));
+  bool aligned = p.D % kVec == 0 && p.Dv % kVec == 0;
+  auto check = [&](const void* ptr, const int64_t(&stride)[4]) {
+    if (!ptr) return;
+    aligned &= reinterpret_cast<uintptr_t>(ptr) % 16 == 0;
+    for (int64_t s : stride) aligned &= s % kVec == 0;
+  };
+  check(p.q, p.q_stride), check(p.k, p.k_stride), check(p.v, p.v_stride);
+  check(p.o, p.o_stride), check(p.do_, p.do_stride);
+  check(p.dq, p.dq_stride), check(p.dk, p.dk_stride), check(p.dv, p.dv_stride);
+  return aligned;
+}
+
+template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
+class Backward {
+  using Config = BackwardConfig<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>;
+  using Bias = BiasPassConfig<Config>;
+  static constexpr int64_t kVec = 16 / int64_t(sizeof(scalar_t));
+
+ public:
+  explicit Backward(const BwdParams& params) : p_(params) { plan(); }
+
+  int64_t workspace_bytes() const { return bytes_; }
+
+  cudaError_t run(cudaStream_t stream) {
+    if (p_.B * p_.N * p_.H == 0) return cudaSuccess;
+    if ((p_.bias2 != nullptr) != kHasBias2 || (p_.dbias2 && !kHasBias2)) return cudaErrorInvalidValue;
+    if (p_.D > kHeadDim || p_.Dv > kHeadDim || !fits_in_grid()) return cudaErrorInvalidValue;
+    if (kIsAligned && !backward_is_aligned<scalar_t>(p_)) return cudaErrorMisalignedAddress;
+    stream_ = stream;
+    prepare();
+    if (p_.dk || p_.dv || p_.dbias1) {
+      if constexpr (Config::kSplitsKeys) {
+        if (p_.dk || p_.dbias1) row_pass<Gradients::kDk>();
+        if (p_.dv) row_pass<Gradients::kDv>();
+      } else {
+        row_pass<Gradients::kDkDv>();
+      }
+    }
+    if (p_.dq) row_pass<Gradients::kDq>();
+    if constexpr (kHasBias2) {
+      if (p_.dbias2) bias_pass();
+    }
+    return status_;
+  }
+
+ private:
+  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  // Workspace: parts on 256 bytes each, offsets from its beginning; -1 for what is not needed.
+  int64_t reserve(bool needed, int64_t size) {
+    if (!needed) return -1;
+    int64_t offset = bytes_;
+    bytes_ += ceil_div(size, 256) * 256;
+    return offset;
+  }
+  template <typename T>
+  T* at(int64_t offset) const {
+    return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
+  }
+
+  void plan() {
+    int64_t rows = p_.B * p_.N * p_.H * p_.Lq;
+    lse_ = reserve(true, rows * 4);
+    delta_ = reserve(true, rows * 4);
+    bias1_ = reserve(p_.bias1, p_.B * p_.N * p_.Lk * 4);
+    shift_ = reserve(p_.bias1, p_.B * p_.N * 4);
+    dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
+    if constexpr (kHasBias2) {
+      // A dimension along which bias2 repeats is copied once.
+      copies_b_ = p_.bias2_stride[0] == 0 ? 1 : p_.B;
+      copies_h_ = p_.bias2_stride[1] == 0 ? 1 : p_.H;
+      pitch_ = ceil_div(p_.Lk, kVec) * kVec, pitch_t_ = ceil_div(p_.Lq, kVec) * kVec;
+      bool in_place = reinterpret_cast<uintptr_t>(p_.bias2) % 16 == 0 && p_.bias2_stride[3] == 1 && p_.Lk % kVec == 0 &&
+                      p_.bias2_stride[0] % kVec == 0 && p_.bias2_stride[1] % kVec == 0 && p_.bias2_stride[2] % kVec == 0;
+      int64_t size = copies_b_ * copies_h_ * int64_t(sizeof(scalar_t));
+      bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || p_.bias1), size * p_.Lq * pitch_);
+      bias2_t_ = reserve(p_.dk || p_.dv || p_.dbias1, size * p_.Lk * pitch_t_);
+      slices_ = p_.dbias2 ? choose_slices() : 1;
+      dbias2_parts_ = reserve(slices_ > 1 && p_.deterministic, slices_ * p_.B * p_.H * p_.Lq * p_.Lk * 4);
+    }
+  }
+
+  bool fits_in_grid() const {
+    int64_t most = ceil_div(p_.Lq > p_.Lk ? p_.Lq : p_.Lk, 4) * p_.H * p_.B * p_.N;
+    int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * p_.B * p_.H * slices_;
+    return most < (int64_t(1) << 31) && tiles < (int64_t(1) << 31);
+  }
+
+  // Into how many slices of at least eight n the bias pass is cut so that its blocks fill the device evenly: the fewest
+  // waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once more).
+  int64_t choose_slices() const {
+    int device = 0, multiprocessors = 1;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    int64_t slots = int64_t(multiprocessors) * Bias::kMinBlocks;
+    int64_t blocks = ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H;
+    int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
+    double best_cost = 0;
+    for (int64_t slices = 1; slices <= (most > 1 ? most : 1); ++slices) {
+      double cost = double(ceil_div(blocks * slices, slots)) / double(slices) * (1.0 + 0.02 * double(slices));
+      if (slices == 1 || cost < best_cost) best = slices, best_cost = cost;
+    }
+    return best;
+  }
+
+  void check(cudaError_t status) {
+    if (status_ == cudaSuccess) status_ = status;
+  }
+
+  template <typename Kernel, typename... Args>
+  void start(Kernel* kernel, int64_t blocks, int threads, int shared, Args... args) {
+    if (status_ != cudaSuccess) return;
+    if (shared > 48 * 1024) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+      if (status_ != cudaSuccess) return;
+    }
+    kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
+    check(cudaGetLastError());
+  }
+
+  // Two stages where the device's shared memory takes them.
+  template <typename Pass>
+  int stages() {
+    if constexpr (Config::kMaxStages == 1) return 1;
+    int device = 0, limit = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return Pass::shared_bytes(2) <= limit ? 2 : 1;
+  }
+
+  void prepare() {
+    args_.p = p_;
+    args_.bias1 = at<float>(bias1_);
+    args_.shift = at<float>(shift_);
+    args_.negative_lse = at<float>(lse_);
+    args_.negative_delta = at<float>(delta_);
+    args_.dbias1_parts = at<float>(dbias1_parts_);
+    args_.dbias2_parts = at<float>(dbias2_parts_);
+    args_.dbias2_slices = int32_t(slices_);
+    int64_t batches = p_.B * p_.N;
+    if (p_.bias1) {
+      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<float>(bias1_), at<float>(shift_));
+    }
+    if constexpr (kHasBias2) {
+      args_.bias2 = {p_.bias2, p_.bias2_stride[0], p_.bias2_stride[1], p_.bias2_stride[2]};
+      if (bias2_ >= 0) args_.bias2 = copy(bias2_, p_.Lq, pitch_);
+      if (bias2_t_ >= 0) args_.bias2_t = copy(bias2_t_, p_.Lk, pitch_t_);
+      if (bias2_ >= 0 || bias2_t_ >= 0) {
+        int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * copies_b_ * copies_h_;
+        start(copy_bias2<scalar_t>, tiles, kPrepareThreads, 0, args_, copies_h_, at<scalar_t>(bias2_), pitch_,
+              at<scalar_t>(bias2_t_), pitch_t_);
+      }
+    }
+    int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * batches;
+    start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(lse_), at<float>(delta_));
+  }
+
+  BiasMatrix copy(int64_t offset, int64_t rows, int64_t pitch) const {
+    return {at<void>(offset), copies_b_ == 1 ? 0 : copies_h_ * rows * pitch, copies_h_ == 1 ? 0 : rows * pitch, pitch};
+  }
+
+  template <Gradients kWhat>
+  void row_pass() {
+    using PassConfig = RowPassConfig<Config, kWhat>;
+    using Pass = RowPass<PassConfig>;
+    constexpr bool kGivesDbias1 = PassConfig::kKeyRows && PassConfig::kWantsDs;
+    if (kGivesDbias1 && p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
+    int64_t blocks = ceil_div(PassConfig::kKeyRows ? p_.Lk : p_.Lq, Config::kRows) * p_.H * p_.B * p_.N;
+    int num_stages = stages<Pass>();
+    start(backward_row_pass<PassConfig>, blocks, Config::kThreads, Pass::shared_bytes(num_stages), args_, num_stages);
+    if (kGivesDbias1 && p_.dbias1 && dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
+  }
+
+  void bias_pass() {
+    using Pass = BiasPass<Bias>;
+    int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
+    if (slices_ > 1 && dbias2_parts_ < 0) zero(p_.dbias2, size);
+    int64_t blocks = ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H * slices_;
+    int num_stages = stages<Pass>();
+    start(backward_bias_pass<Bias>, blocks, Bias::kThreads, Pass::shared_bytes(num_stages), args_, num_stages);
+    if (slices_ > 1 && dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, size);
+  }
+
+  void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
+  void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {
+    int64_t blocks = ceil_div(outer * inner, kPrepareThreads);
+    start(sum_parts, blocks < 4096 ? blocks : 4096, kPrepareThreads, 0, out, at<const float>(parts), outer, num_parts,
+          inner);
+  }
+
+  BwdParams p_;
+  BackwardArgs args_{};
+  cudaStream_t stream_ = nullptr;
+  cudaError_t status_ = cudaSuccess;
+  int64_t bytes_ = 0, slices_ = 1;
+  int64_t lse_ = -1, delta_ = -1, bias1_ = -1, shift_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
+          dbias2_parts_ = -1;
+  int64_t copies_b_ = 1, copies_h_ = 1, pitch_ = 0, pitch_t_ = 0;
+};
+
+template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
+  return Backward<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>(p).run(stream);
+}
+
+template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
+int64_t backward_workspace_bytes(const BwdParams& p) {
+  return Backward<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>(p).workspace_bytes();
+}
+
+}  // namespace ds4s
