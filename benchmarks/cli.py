@@ -23,6 +23,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: PyTorch finds no CUDA GPU here")
+        return 2
     return int(arguments.command(arguments))
 
 

@@ -142,6 +142,12 @@ def test_result_file_reads_back_as_table_and_plot(tmp_path, capsys, monkeypatch)
     assert table.group(result["results"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(capsys):
+    assert cli.main(["run", "--device", "cuda"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().out
+
+
 def test_unknown_peer_is_refused(capsys):
     assert cli.main(["run", "--peers", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().out
