@@ -174,7 +174,7 @@ class Backward {
 
 template <typename scalar_t, typename Isa>
 int backward(const BwdParams& p) {
-  using E = typename EngineFor<scalar_t, Isa>::type;
+  using E = typename EngineFor<scalar_t, Isa, kBackwardKeys>::type;
   if (const int status = E::prepare(); status != 0) return status;
 
   const BackwardPlan plan(p, E::kQueries);

@@ -92,6 +92,12 @@ class BackwardWorker {
 
   void query_block(int64_t q0, int rows, const KeySums& sums, bool first) {
     pack_queries(q0, rows);
+    // Behind this block's products: the next block's rows come in, and the lines it will write.
+    const int64_t q1 = q0 + E::kQueries;
+    const int64_t next = p_.Lq - q1 < E::kQueries ? p_.Lq - q1 : E::kQueries;
+    prefetch_rows<false>(at(p_.q, p_.q_stride, b_, n_, q1, h_), p_.q_stride[2], next, p_.D);
+    prefetch_rows<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv);
+    if (p_.dq != nullptr) prefetch_rows<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D);
     find_shifts(q0, rows);
     rows_.reset();
     for (int64_t key = 0; key < p_.Lk; key += E::kKeys) first_pass(q0, rows, key);

@@ -20,20 +20,25 @@
 
 namespace ds4s::cpu {
 
-template <typename scalar_t, typename Isa>
+// Keys of a tile. The forward's per-row work (maximum, sum, rescaling) wants few long tiles; the backward keeps a strip
+// of them whatever their length, and pads keys to whole tiles.
+constexpr int kForwardKeys = 192;
+constexpr int kBackwardKeys = 96;
+
+template <typename scalar_t, typename Isa, int kKeys>
 struct EngineFor {
-  using type = FmaEngine<Isa>;
+  using type = FmaEngine<Isa, kKeys>;
 };
 
 #if defined(__AVX512BF16__)
-template <>
-struct EngineFor<bfloat16_t, Avx512> {
-  using type = PairEngine<DotMultiplier>;
+template <int kKeys>
+struct EngineFor<bfloat16_t, Avx512, kKeys> {
+  using type = PairEngine<DotMultiplier, kKeys>;
 };
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
-template <>
-struct EngineFor<bfloat16_t, Amx> {
-  using type = PairEngine<AmxMultiplier>;
+template <int kKeys>
+struct EngineFor<bfloat16_t, Amx, kKeys> {
+  using type = PairEngine<AmxMultiplier, kKeys>;
 };
 #endif
 #endif

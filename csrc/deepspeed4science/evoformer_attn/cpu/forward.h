@@ -84,6 +84,11 @@ class Forward {
     E::pack_left(s_.queries, s_.channels, at(p_.q, p_.q_stride, b, n, q, h), p_.q_stride[2], rows, E::kQueries,
                  int(p_.D));
     state_.reset();
+    // Behind this block's products: the next block's queries come in, and the lines it will write.
+    const int64_t next = p_.Lq - q - E::kQueries;
+    prefetch_rows<false>(at(p_.q, p_.q_stride, b, n, q + E::kQueries, h), p_.q_stride[2],
+                         next < E::kQueries ? next : E::kQueries, p_.D);
+    prefetch_rows<true>(at(p_.o, p_.o_stride, b, n, q, h), p_.o_stride[2], rows, p_.Dv);
 
     for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
       const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
@@ -150,7 +155,7 @@ class Forward {
 
 template <typename scalar_t, typename Isa>
 int forward(const FwdParams& p) {
-  using E = typename EngineFor<scalar_t, Isa>::type;
+  using E = typename EngineFor<scalar_t, Isa, kForwardKeys>::type;
   if (const int status = E::prepare(); status != 0) return status;
 
   // A task is as many queries as leave every thread four tasks; fewer than two blocks would pack K and V too often.

@@ -15,14 +15,14 @@
 
 namespace ds4s::cpu {
 
-template <typename Multiplier>
+template <typename Multiplier, int kKeys_>
 struct PairEngine {
   using V = Avx512;
   using Elem = bfloat16_t;
 
   // 64 x 96: two score tiles of floats (48 KB) beside bfloat16 operands; a multiple of 32 in both directions.
   static constexpr int kQueries = 64;
-  static constexpr int kKeys = 96;
+  static constexpr int kKeys = kKeys_;
   static constexpr int kDepthAlign = Multiplier::kDepthAlign;
   static constexpr int kChannelAlign = Multiplier::kChannelAlign;
   static constexpr bool kInPlace = false;
@@ -34,6 +34,7 @@ struct PairEngine {
   // Row-major, zeros past `cols` and past `rows`.
   static void pack_left(Elem* out, int ld, const Elem* in, int64_t stride, int rows, int rows_padded, int cols) {
     for (int i = 0; i < rows_padded; ++i) {
+      if (i + kPrefetchRows < rows) prefetch_rows<false>(in + (i + kPrefetchRows) * stride, stride, 1, cols);
       for (int j = 0; j < ld; j += 16) {
         store_half(out + int64_t(i) * ld + j, i < rows ? load_words(in + i * stride + j, cols - j) : _mm256_setzero_si256());
       }
@@ -59,6 +60,7 @@ struct PairEngine {
 
   static void pack_right(Elem* out, int ld, const Elem* in, int64_t stride, int rows, int rows_padded, int cols) {
     for (int i = 0; i < rows_padded; i += 2) {
+      if (i + kPrefetchRows + 1 < rows) prefetch_rows<false>(in + (i + kPrefetchRows) * stride, stride, 2, cols);
       for (int j = 0; j < ld; j += 16) {
         const __m256i even = i < rows ? load_words(in + i * stride + j, cols - j) : _mm256_setzero_si256();
         const __m256i odd = i + 1 < rows ? load_words(in + (i + 1) * stride + j, cols - j) : _mm256_setzero_si256();
@@ -71,6 +73,8 @@ struct PairEngine {
   static void pack_right_transposed(Elem* out, const Elem* in, int64_t stride, int rows, int cols) {
     const int padded = round_up(cols, kChannelAlign);
     for (int i = 0; i < rows; i += 16) {
+      const int ahead = rows - i - kPrefetchRows;
+      prefetch_rows<false>(in + int64_t(i + kPrefetchRows) * stride, stride, ahead < 16 ? ahead : 16, cols);
       for (int j = 0; j < padded; j += 32) {
         __m512 pairs[16];
         for (int r = 0; r < 16; ++r) {
