@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import cache, elf, lock, search, workdir
 from .cache import Built, last_seconds
-from .compile_error import explain
+from .compile_error import explain, is_lasting
 from .errors import BuildError, CompileError, ToolchainError
 from .key import CompileJob, Hashes
 from .loaded import EXPORTS, LoadedKernel
@@ -18,7 +18,9 @@ from .lock import UnitLock
 from .ninja_run import NinjaRun
 from .search import Root
 
-_POLL_S = 0.02
+# How often to try a lock that another process holds. Less and less often: hundreds of processes
+# may be waiting on one file server.
+_POLL_S, _POLL_GROWTH, _POLL_MOST_S = 0.01, 1.25, 0.25
 
 # How long to wait for another process that compiles the same unit before doing it ourselves: a
 # builder that was stopped but not killed, or a lock that a file server has not freed, must not hold
@@ -86,12 +88,11 @@ class Build:
             running.cancel()
 
     def make(self, units: list[Unit]) -> None:
-        """Never waits for a lock while holding another, so that no two processes can wait for each
-        other.
-        """
+        """Never waits for a lock while holding another: no two processes wait for each other."""
         notes: dict[str, dict[str, object]] = {}  # what each contended lock said when first met
         began = time.monotonic()
         remaining = list(units)
+        pause = _POLL_S
         try:
             while remaining:
                 self._check_cancelled()
@@ -100,15 +101,14 @@ class Build:
                 if ready:
                     self._make([unit for unit in ready if not unit.done.is_set()])
                 elif remaining:
-                    self._cancelled.wait(_POLL_S)
+                    self._cancelled.wait(pause)
+                    pause = min(pause * _POLL_GROWTH, _POLL_MOST_S)
         finally:
             for held in self._held.values():
                 held.release()
 
     def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
-        """True when the unit's lock is ours, or there are no locks here, or its holder took too
-        long.
-        """
+        """The unit's lock is ours, or there are no locks here, or its holder took too long."""
         ident = unit.job.ident
         held = UnitLock(self._root, ident)
         try:
@@ -117,11 +117,11 @@ class Build:
         except lock.NoLockError:
             return True
         self._held[ident] = held
-        failure = held.previous.get("failed")
-        if ident in notes and failure and held.previous != notes[ident]:
-            # Somebody tried while we waited; the same source would fail here in the same way.
-            held.write(held.previous)
-            self._finish(unit, CompileError(str(failure)))
+        left = held.previous
+        if left.get("of") == _places(unit.job) and left != notes.get(ident, left):
+            # Somebody tried while we waited; the same files would fail here in the same way.
+            held.write(left)
+            self._finish(unit, CompileError(str(left.get("failed"))))
             return False
         kernel = search.load_existing(unit.job, self._roots, Hashes())
         if kernel is not None:
@@ -180,6 +180,9 @@ class Build:
             self._check_cancelled()
             for failed in failures:
                 error = explain(failed, self._root / "failed")
+                held = self._held.get(failed.job.ident)
+                if held is not None and is_lasting(failed):
+                    held.write({"failed": str(error), "of": _places(failed.job), "at": time.time()})
                 self._finish(by_ident[failed.job.ident], error)
         except OSError as error:
             raise BuildError(
@@ -222,8 +225,6 @@ class Build:
         if isinstance(outcome, LoadedKernel):
             self._succeed(unit, outcome)
         else:
-            if held is not None and isinstance(outcome, CompileError):
-                held.write({"failed": str(outcome), "time": time.time()})
             self._fail(unit, outcome)
         if held is not None:
             held.release()
@@ -231,6 +232,11 @@ class Build:
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise BuildError("compiling was interrupted; call again to go on")
+
+
+def _places(job: CompileJob) -> list[str]:
+    """Which files a job is made of here: an error is shared by those who have the same ones."""
+    return [str(job.compiler), *map(str, job.include_dirs)]
 
 
 def _ninja() -> Path:

@@ -24,7 +24,7 @@ _ERROR = re.compile(
 
 # (what the log says, what to do). The first that matches counts: the specific ones come first.
 _HINTS: tuple[tuple[str, str], ...] = (
-    (
+    (  # _LACKS matches these two
         r"\bKilled\b|exit status 137|out of memory|cannot allocate memory|virtual memory exhausted",
         "the machine ran out of memory: close other programs or set MAX_JOBS=1",
     ),
@@ -63,6 +63,15 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "the compiler itself failed: name another one, or another version, in CXX",
     ),
 )
+
+
+# Failures of this moment and machine: trying again may succeed.
+_LACKS = re.compile("|".join(pattern for pattern, _ in _HINTS[:2]), re.IGNORECASE | re.MULTILINE)
+
+
+def is_lasting(failed: Failed) -> bool:
+    """Whether others would fail at the same source in the same way."""
+    return _LACKS.search(failed.log) is None
 
 
 def explain(failed: Failed, logs: Path) -> CompileError:

@@ -45,6 +45,22 @@ def test_waiting_processes_share_the_builders_error(workshop):
     assert workshop.run().origin == "built", "an error is not kept for those who come later"
 
 
+def test_waiting_processes_do_not_share_what_may_pass(workshop):
+    """A compiler killed for memory says nothing about the next attempt."""
+    door = workshop.root / "door"
+    workshop.set_compiler(f"{gate(door)}; kill -9 $$")
+    script = "try:\n    load()\nexcept CompileError as error:\n    report(error=str(error))"
+    builder = workshop.spawn(script)
+    read_until(builder.stderr, "compiling")
+    until(lambda: workshop.num_compilations() == 1)
+    successor = workshop.spawn("report(**load())")
+    read_until(successor.stderr, "waiting")
+    workshop.set_compiler("")
+    open_gate(door)
+    assert "ran out of memory" in finish(builder).report["error"]
+    assert finish(successor).report["answer"] == [42]
+
+
 def test_killed_builder_blocks_nobody(workshop):
     """SIGKILL while compiling: who waits goes on at once, and the compiler is stopped."""
     door = workshop.root / "door"
