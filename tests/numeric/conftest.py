@@ -12,6 +12,8 @@ def poisoned_memory(monkeypatch):
 
     def empty(*args, **kwargs):
         tensor = real_empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            tensor.fill_(torch.nan)
+        return tensor
 
     monkeypatch.setattr(torch, "empty", empty)

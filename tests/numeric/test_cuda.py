@@ -92,20 +92,55 @@ def test_offsets_past_two_to_the_31():
     assert relative_error(dq[:, -2:], reference_dq) < 4e-3
 
 
-def test_tf32_is_used_only_when_allowed():
-    inputs = CASE.inputs(torch.float32, "cuda")
-    tensors = inputs.tensors()
-    reference = evoformer_attention(*(t.double() for t in tensors))
-    exact = relative_error(attention(tensors), reference)
+def round_to_tf32(x):
+    """10 bits of mantissa, to nearest: what a tensor core sees of a float32 operand."""
+    bits = x.detach().contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class Tf32Product(torch.autograd.Function):
+    """einsum of two tensors with TF32 operands, and likewise for its gradients."""
+
+    @staticmethod
+    def forward(ctx, equation, a, b):
+        a, b = round_to_tf32(a), round_to_tf32(b)
+        ctx.save_for_backward(a, b)
+        ctx.equation = equation
+        return torch.einsum(equation, a, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        inputs, output = ctx.equation.split("->")
+        left, right = inputs.split(",")
+        grad = round_to_tf32(grad)
+        grad_a = torch.einsum(f"{output},{right}->{left}", grad, b)
+        return None, grad_a, torch.einsum(f"{output},{left}->{right}", grad, a)
+
+
+def eager_in_tf32(q, k, v, bias1, bias2):
+    """Eager with its products on TF32 tensor cores, whatever cuBLAS would choose for the size."""
+    product = Tf32Product.apply
+    scores = product("bnqhd,bnkhd->bnhqk", q, k) / q.shape[-1] ** 0.5 + bias1 + bias2
+    return product("bnhqk,bnkhd->bnqhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("D", [8, 32, 64, 128])
+def test_tf32_keeps_the_law(D):
+    """Forward and backward, against an eager that really rounds its operands to TF32."""
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        allowed = relative_error(attention(tensors), reference)
-        check(inputs)
+        check(Case("tf32", N=5, Lq=70, D=D).inputs(torch.float32, "cuda"), eager=eager_in_tf32)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert exact < 2e-6
-    assert allowed < 2e-3
+
+
+def test_tf32_is_used_only_when_allowed():
+    tensors = CASE.inputs(torch.float32, "cuda").tensors()
+    reference = evoformer_attention(*(t.double() for t in tensors))
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert relative_error(attention(tensors), reference) < 2e-6
 
 
 def test_head_dimension_above_128_is_refused_with_reasons():

@@ -82,8 +82,10 @@ def biases_broadcast(inputs):
 
 
 def biases_of_one_key(inputs):
+    """Their gradients are exactly zero (softmax ignores shifts): rounding only, so no law for them."""
     inputs.bias1 = inputs.bias1[..., :1]
     inputs.bias2 = inputs.bias2[..., :1]
+    inputs.needs = (True, True, True, False, False)
 
 
 LAYOUTS = (
@@ -176,6 +178,7 @@ def test_non_finite_inputs_reach_the_same_places(place, value, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_float32_biases_with_16_bit_inputs(dtype, device):
     """A mask of -1e9 in float32 stays finite whatever the dtype of Q."""
+    skip_unsupported(dtype, device)
     inputs = BASE.inputs(torch.float32, device)
     inputs.bias1[..., 40:] = -1e9
     inputs.q, inputs.k, inputs.v = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v))
