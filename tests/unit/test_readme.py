@@ -1,0 +1,43 @@
+"""README tells the truth: its table of variables is op_builder/env.py's, its files exist, its example runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from op_builder import env
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_variables_are_those_of_env():
+    table = README.partition("| variable | meaning | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", table, re.M)
+    assert rows == [(v.name, v.meaning, v.default) for v in env.VARIABLES]
+
+
+def test_linked_files_exist():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_nothing_but_env_reads_the_environment():
+    """So that the table above is complete."""
+    sources = [*(ROOT / "op_builder").glob("*.py"), *(ROOT / "deepspeed4science").rglob("*.py")]
+    assert len(sources) > 30
+    readers = {
+        source.name for source in sources if re.search(r"os\.(environ|getenv)", source.read_text())
+    }
+    assert readers <= {"env.py"}
+
+
+def test_example_runs():
+    torch = pytest.importorskip("torch")
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names: dict[str, object] = {}
+    exec(example, names)  # noqa: S102 (the README's own code)
+    pair = names["pair"]
+    assert isinstance(pair, torch.Tensor) and pair.grad is not None
+    assert pair.grad.isfinite().all()
