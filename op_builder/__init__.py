@@ -1,5 +1,6 @@
-"""How C++ and CUDA become loaded libraries. Importing it costs little, runs nothing, needs no
-torch, never raises.
+"""How C++ and CUDA become loaded libraries.
+
+Importing it costs little, runs nothing, needs no torch and never raises.
 """
 
 from __future__ import annotations

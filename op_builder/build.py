@@ -56,9 +56,7 @@ class Unit:
 
 
 class Build:
-    """One background thread's work: every unit is handed to `succeed` or `fail`, each as early as
-    possible.
-    """
+    """One thread's work: each unit is handed to `succeed` or `fail` as early as possible."""
 
     def __init__(
         self,
@@ -194,18 +192,22 @@ class Build:
                 workdir.remove(folder)
 
     def _deliver(self, built: Built) -> LoadedKernel:
-        """Verify, publish, load; from the private folder where the cache cannot be used."""
+        """Verify, publish, load; from the private folder where publishing is not possible."""
         _verify(built)
         name = built.job.name
         try:
-            entry = cache.publish(self._root, built)
-            try:
-                return LoadedKernel(entry.library, name, "built")
-            except ValueError as error:
-                cache.discard(entry)
-                raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
+            if not built.changed_header:
+                return self._publish(built)
+            private = (
+                f"{built.changed_header} was changed while {name} was compiled; what came of it "
+                "serves this process and is not kept"
+            )
         except OSError as error:
-            why = error
+            private = (
+                f"compiled kernels cannot be kept in {self._root} ({error.strerror or error}); "
+                "this process uses a private copy and the next one compiles again: set "
+                "DS4S_CACHE_DIR to a folder that can be written"
+            )
         try:
             kernel = LoadedKernel(built.library, name, "built")
         except (OSError, ValueError) as error:
@@ -213,12 +215,16 @@ class Build:
                 f"{name} was compiled but cannot be loaded: {error}; "
                 "name another compiler in CXX, or report it"
             ) from error
-        search.warn_once(
-            f"compiled kernels cannot be kept in {self._root} ({why.strerror or why}); this "
-            "process uses a private copy and the next one compiles again: set DS4S_CACHE_DIR to a "
-            "folder that can be written"
-        )
+        search.warn_once(private)
         return kernel
+
+    def _publish(self, built: Built) -> LoadedKernel:
+        entry = cache.publish(self._root, built)
+        try:
+            return LoadedKernel(entry.library, built.job.name, "built")
+        except ValueError as error:
+            cache.discard(entry)
+            raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
 
     def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:
         held = self._held.pop(unit.job.ident, None)
@@ -249,9 +255,7 @@ def _ninja() -> Path:
 
 
 def _verify(built: Built) -> None:
-    """A library that a compiler has just made is what was asked for, before anybody else can see
-    it.
-    """
+    """What a compiler has just made is what was asked for: before anybody else can see it."""
     try:
         library = built.contents
     except (OSError, ValueError) as error:

@@ -1,6 +1,4 @@
-"""OpBuilder: what every op must tell so that it can be found, compiled beforehand or at first use,
-and loaded.
-"""
+"""OpBuilder: what every op must tell so that it can be compiled, found and loaded."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class LoadedOp(Generic[KernelT]):
 
 
 class OpBuilder(ABC, Generic[KernelT]):
-    """One op. Constructing a builder does nothing; its methods may run programs, and remember their
-    answers.
-    """
+    """One op. Constructing a builder does nothing; its methods may run programs."""
 
     NAME: ClassVar[str]
     DEVICE: ClassVar[str]  # "cpu" or "cuda": what the op runs on
@@ -61,9 +57,7 @@ class OpBuilder(ABC, Generic[KernelT]):
 
     @abstractmethod
     def sources(self) -> list[str]:
-        """File names of the generated translation units that `builder` compiles, one for each
-        kernel.
-        """
+        """File names of the generated units that `builder` compiles, one for each kernel."""
 
     @abstractmethod
     def include_paths(self) -> list[str]:
@@ -82,9 +76,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         return []
 
     def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
-        """Those of the compute capabilities `ccs` ("8.0", "9.0a", "8.6+PTX") that the op can be
-        compiled for.
-        """
+        """Those of `ccs` ("8.0", "9.0a", "8.6+PTX") that the op can be compiled for."""
         return []
 
     def compute_capability_args(self) -> list[str]:
@@ -98,9 +90,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         """Why nothing can be compiled here, with remedies; empty when it can. Never raises."""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be compiled here; with `verbose`, each obstacle is logged as a
-        warning.
-        """
+        """Whether the op can be compiled here; `verbose`: log each obstacle as a warning."""
         obstacles = self.obstacles()
         if verbose:
             for obstacle in obstacles:
@@ -121,8 +111,9 @@ class OpBuilder(ABC, Generic[KernelT]):
 
     @abstractmethod
     def jobs(self, kernels: Sequence[KernelT]) -> list[CompileJob]:
-        """How to compile each of `kernels` here. A missing compiler is no error yet: the library
-        may exist already.
+        """How to compile each of `kernels` here.
+
+        A missing compiler is no error yet: the library may exist already.
         """
 
     def builder(self) -> list[CompileJob]:
@@ -158,9 +149,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         return self._load(verbose, kernels, skip_prebuilt=True)
 
     def prefetch(self, kernels: Sequence[KernelT]) -> None:
-        """Begin to make `kernels` ready in the background; a later `load` waits for them and raises
-        their errors.
-        """
+        """Make `kernels` ready in the background; a later `load` waits and raises errors."""
         from . import jit
 
         jit.start(self.jobs(kernels))

@@ -42,6 +42,7 @@ class Built:
     log: Path
     headers: tuple[Header, ...]
     seconds: float
+    changed_header: str = ""  # one that was written while it was compiled, if there was one
 
     @functools.cached_property
     def contents(self) -> elf.Library:
@@ -144,9 +145,7 @@ def publish(root: Path, built: Built) -> Entry:
 
 
 def set_aside(root: Path, folder: Path, why: str) -> bool:
-    """Move a damaged entry out of the way, replacing an earlier one of the same name; False when
-    not allowed to.
-    """
+    """Move a damaged entry out of the way, replacing an earlier one; False when not allowed to."""
     aside = root / "aside" / folder.name
     try:
         aside.parent.mkdir(exist_ok=True)
@@ -248,9 +247,7 @@ def _write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def _fsync(folder: Path) -> None:
-    """Make a folder's list of names survive a crash; some file systems cannot, and then it is not
-    needed.
-    """
+    """Make a folder's list of names survive a crash, on file systems where that is needed."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,6 +1,4 @@
-"""From a compiler's log to an error a person can act on: its first error, the command, the whole
-log, a hint.
-"""
+"""From a compiler's log to an error a person can act on: first error, command, log, hint."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def is_lasting(failed: Failed) -> bool:
 
 
 def explain(failed: Failed, logs: Path) -> CompileError:
-    """The error to raise; the whole log is kept under `logs`, or in the temporary folder where that
-    is not possible.
-    """
+    """The error to raise; the log is kept under `logs`, else in the temporary folder."""
     kept = _keep(failed, logs)
     return CompileError(
         f"compiling {failed.job.name} failed; the compiler's first error, in its surroundings:\n\n"

@@ -1,6 +1,4 @@
-"""CPUOpBuilder: an op whose units the host compiler compiles, for the instruction set this
-processor has.
-"""
+"""CPUOpBuilder: an op that the host compiler compiles, for this processor's instruction set."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
         return [str(paths.csrc_root())]
 
     def cxx_args(self) -> list[str]:
-        """Fused multiply-adds are wanted; -ffast-math is not, since masks are infinities and NaNs
-        must be seen.
+        """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be seen.
 
         -fopenmp makes the compiler call an OpenMP runtime; which one, openmp.py decides at load.
         """
@@ -42,9 +39,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
         ]
 
     def cpu_arch(self) -> str:
-        """The compiler's flag for exactly this processor; our units use `isa_args`, which fit every
-        processor alike.
-        """
+        """The flag for exactly this processor; our units use `isa_args`, the same everywhere."""
         return cpu_isa.cpu_arch()
 
     def simd_width(self) -> str:

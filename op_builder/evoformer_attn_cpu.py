@@ -12,8 +12,10 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN_CPU"
 
     def kernel(self, *, direction: str, dtype: str) -> CpuKernel:
-        """The kernel for this machine: `direction` is "fwd" or "bwd", `dtype` "fp32", "fp16" or
-        "bf16".
+        """The kernel for this machine.
+
+        direction   "fwd" or "bwd"
+        dtype       "fp32", "fp16" or "bf16"
 
         Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
         """

@@ -113,8 +113,7 @@ class Hashes:
 
 
 def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Header, ...]:
-    """The headers a compiler read, from the Makefile rule it wrote (`-MD`) while running in
-    `folder`.
+    """The headers a compiler read, from the Makefile rule (`-MD`) it wrote while in `folder`.
 
     Files inside `folder` are the generated source itself and left out.
     """
@@ -137,9 +136,7 @@ def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Head
 
 
 def _dependencies(text: str) -> list[str]:
-    """What stands right of the colon; Make escapes a blank and # with a backslash and $ by doubling
-    it.
-    """
+    """What stands right of the colon. Make writes blank and # behind a backslash, and $ twice."""
     joined = text.replace("\\\n", " ")
     words = re.findall(r"(?:\\.|[^\s\\])+", joined)
     plain = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]

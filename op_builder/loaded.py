@@ -1,6 +1,4 @@
-"""A library in the process: its five C functions, checked once and then called without any Python
-in between.
-"""
+"""A library in the process: five C functions, checked once, then called with no Python between."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class LoadedKernel:
     workspace_bytes: Callable[[bytes], int]
 
     def __init__(self, path: Path, name: str, origin: str) -> None:
-        """Raises OSError when the dynamic loader refuses the library, ValueError when it is not
-        `name` of this ABI.
-        """
+        """Raises OSError when it cannot be loaded, ValueError when it is not `name` of our ABI."""
         openmp.provide()
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         try:

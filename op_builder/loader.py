@@ -27,9 +27,7 @@ class Loader:
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """At the start, and in a forked child, which has the libraries but not the threads that
-        made others.
-        """
+        """At the start, and in a forked child, which has the libraries but not the threads."""
         self._guard = threading.Lock()
         self._pending: dict[str, Unit] = {}  # being made, or failed in the background and unasked
         self._builds: set[Build] = set()
@@ -134,9 +132,7 @@ class Loader:
         unit.done.set()
 
     def _fail(self, unit: Unit, error: BaseException) -> None:
-        """The error of a unit begun by `start` stays for the next `load`; otherwise those who wait
-        have it.
-        """
+        """After `start` the error stays for the next `load`; otherwise those who wait have it."""
         unit.error = error
         if not unit.order.background:
             self._forget(unit)

@@ -32,9 +32,7 @@ class UnitLock:
         self._handle: int | None = None
 
     def try_acquire(self) -> bool:
-        """False when another process or thread holds it; raises NoLockError where locks do not
-        work.
-        """
+        """False when somebody else holds it; raises NoLockError where locks do not work."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -14,13 +14,14 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import env, resources
 from .cache import Built
-from .key import CompileJob, headers_from_depfile
+from .key import CompileJob, Header, headers_from_depfile
 
 _RULES = """\
 ninja_required_version = 1.5
@@ -63,10 +64,12 @@ class NinjaRun:
         self._folder, self._jobs, self._ninja = folder, tuple(jobs), ninja
         self._process: subprocess.Popen[bytes] | None = None
         self._cancelled = False
+        self._began_ns = 0
         self._guard = threading.Lock()
 
     def run(self, on_built: Callable[[Built], None]) -> list[Failed]:
         """Calls `on_built` for each unit as soon as it is linked; returns those that failed."""
+        self._began_ns = time.time_ns()
         self._write()
         waiting = {job.ident: job for job in self._jobs}
         with self._start() as process:
@@ -122,15 +125,29 @@ class NinjaRun:
             if (folder / _library(job)).exists():
                 del waiting[ident]
                 depfile = (folder / f"{job.name}.d").read_text()
+                headers = headers_from_depfile(depfile, folder, job)
                 on_built(
                     Built(
                         job,
-                        folder / _library(job),
-                        folder / "log",
-                        headers_from_depfile(depfile, folder, job),
-                        self._seconds(job),
+                        library=folder / _library(job),
+                        log=folder / "log",
+                        headers=headers,
+                        seconds=self._seconds(job),
+                        changed_header=self._changed(job, headers),
                     )
                 )
+
+    def _changed(self, job: CompileJob, headers: Sequence[Header]) -> str:
+        """A header written since we began: the compiler may have read what was there before.
+
+        Times in the future are a file server's clock, not a change.
+        """
+        for header in headers:
+            path = header.path(job.include_dirs)
+            with contextlib.suppress(OSError):
+                if self._began_ns <= os.stat(path).st_mtime_ns <= time.time_ns():
+                    return path
+        return ""
 
     def _failure(self, job: CompileJob) -> Failed:
         log = (self._folder / job.ident / "log").read_text(errors="replace")

@@ -1,5 +1,4 @@
-"""Compile beforehand: what an install was asked for (DS_BUILD_*), into a folder with the cache's
-own layout.
+"""Compile what an install was asked for (DS_BUILD_*) into a folder with the cache's layout.
 
 setup.py puts that folder into the package as `deepspeed4science/prebuilt`, where search.py looks
 first.
@@ -43,8 +42,7 @@ def build_requested(folder: Path, *, verbose: bool = True) -> list[LoadedKernel]
 def build_into(
     folder: Path, jobs: Sequence[CompileJob], *, verbose: bool = True
 ) -> list[LoadedKernel]:
-    """Compile `jobs` into `folder` and load each once, which proves it; what is there and fits is
-    kept.
+    """Compile `jobs` into `folder` and load each once, which proves it; keep what fits already.
 
     Raises BuildError or one of its kinds.
     """

@@ -65,9 +65,7 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """One line, redrawn: how far it is, by the times of last time where they are known, and what
-    still compiles.
-    """
+    """One line, redrawn: how far it is, going by how long it took last time, and what is left."""
 
     interval_s = _REDRAW_S
 
@@ -110,9 +108,7 @@ class Bar(Silent):
             self._width = 0
 
     def _share(self, elapsed: float) -> float:
-        """Finished units count whole, others by the clock, never more than 95 % of what they took
-        last time.
-        """
+        """Finished units count whole; others by the clock and last time, up to 95 %."""
         total = 0.0
         for name, unit in self._units.items():
             if name in self._done:

@@ -1,5 +1,4 @@
-"""How many compilers may run at once: cores and memory, as this process's control group grants
-them.
+"""How many compilers may run at once: cores and memory, as the control group grants them.
 
 A container with 2 cores and 4 GB on a 128-core host is told about 128 cores by the usual
 functions, and 128 compilers in 4 GB are killed one by one.

@@ -1,6 +1,4 @@
-"""Where a library may already be: compiled at install, shared read-only caches, the cache; loaded
-from the first.
-"""
+"""Where a library may already be: compiled at install, in a shared cache, in the cache."""
 
 from __future__ import annotations
 

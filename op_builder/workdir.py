@@ -55,9 +55,7 @@ def remove(folder: Path) -> None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: the folders are the parent's to remove. The locks stay, the child may use
-    what is inside.
-    """
+    """In a forked child: the folders are the parent's to remove; their locks are kept as well."""
     _mine.clear()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .toys import REPOSITORY, SOURCE, Workshop
+from .toys import REPOSITORY, SOURCE, Workshop, finish, gate, open_gate, until
 
 
 def only_entry(workshop):
@@ -41,6 +41,20 @@ def test_header_behind_a_header_counts(workshop):
     assert workshop.run().report["answer"] == [42]
     (workshop.include / "inner.h").write_text("#define TOY_STATUS 60\n")
     assert workshop.run().report["answer"] == [62]
+
+
+def test_header_written_while_compiling_is_not_trusted(workshop):
+    """Nobody knows which of its contents the compiler has read: such a build is not kept."""
+    door = workshop.root / "door"
+    workshop.set_compiler(gate(door))
+    process = workshop.spawn("report(**load())")
+    until(lambda: workshop.num_compilations() == 1)
+    workshop.write_header(50)
+    open_gate(door)
+    outcome = finish(process)
+    assert outcome.report["answer"] == [52]
+    assert "toy.h was changed while toy was compiled" in outcome.messages
+    assert workshop.entries == []
 
 
 def test_touched_header_is_no_new_key(workshop):
@@ -147,23 +161,30 @@ report(origin=[kernel.origin, skipped.origin])
     assert workshop.run(script, TOY_PREBUILT=place).report["origin"][0] == "built"
 
 
-def test_import_is_cheap_and_quiet():
-    """Importing op_builder needs no torch, prints nothing, and takes a moment."""
+def test_import_is_cheap_and_quiet(tmp_path):
+    """Importing op_builder needs no torch, prints nothing, and takes less than 60 ms.
+
+    Processor time of a second import, with its bytecode at hand: others may be using the machine.
+    """
     script = """
 import sys, time
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import op_builder
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 new = set(sys.modules) - before
 assert not new & {"torch", "numpy", "cpuinfo", "ninja"}, new
 assert not hasattr(op_builder, "__deepspeed__")
 sys.stderr.write(str(seconds))
 """
 
+    environment = dict(os.environ, PYTHONPYCACHEPREFIX=str(tmp_path), PYTHONDONTWRITEBYTECODE="")
+
     def run():
         command = [sys.executable, "-c", script]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        )
 
     run()
     outcomes = [run() for _ in range(5)]
@@ -182,18 +203,18 @@ import op_builder
 
 
 def test_warm_load_is_quick_and_runs_no_program(workshop):
-    """Two cached units in under 20 ms beyond the imports."""
+    """Two cached units in under 20 ms (processor time: others may be using the machine)."""
     workshop.run("report(**load('toy', 'other'))")
     script = """
 import subprocess, time
 def refuse(*arguments, **keywords): raise AssertionError("a warm load must not run a program")
 subprocess.Popen.__init__ = refuse
-start = time.perf_counter()
+start = time.process_time()
 answers = load("toy", "other")
-first = time.perf_counter() - start
-start = time.perf_counter()
+first = time.process_time() - start
+start = time.process_time()
 load("toy", "other")
-report(first=first, again=time.perf_counter() - start, **answers)
+report(first=first, again=time.process_time() - start, **answers)
 """
     outcomes = [workshop.run(script) for _ in range(3)]
     assert [outcome.origin for outcome in outcomes] == ["cache"] * 3
