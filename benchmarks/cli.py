@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16, fp16, with commas")
     run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
-    run.add_argument("--peers", default="ours,eager,sdpa", help="with commas; `list` shows them")
+    run.add_argument(
+        "--peers", default="ours,ours-heads-first,eager,sdpa", help="with commas; `list` shows them"
+    )
     run.add_argument(
         "--seconds", type=float, default=8.0, help="time for one workload, dtype and direction"
     )

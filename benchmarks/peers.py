@@ -93,6 +93,20 @@ class Ours(Peer):
         return self._op(*_qkv(leaves), [leaves["bias1"], leaves["bias2"]])
 
 
+class OursHeadsFirst(Ours):
+    """Ours on the memory that SDPA gets: [B, N, H, L, D], transposed without a copy to the contract's
+    layout, as models do whose attention is written for SDPA.
+    """
+
+    name = "ours-heads-first"
+
+    def adapt(self, inputs: Inputs) -> Leaves:
+        leaves = _contract_leaves(inputs)
+        for name in ("q", "k", "v"):
+            leaves[name] = getattr(inputs, name).transpose(2, 3).contiguous().transpose(2, 3)
+        return leaves
+
+
 class Eager(Peer):
     """The definition in plain PyTorch, in the inputs' dtype."""
 
@@ -147,5 +161,5 @@ def all_peers() -> dict[str, type[Peer]]:
     """Every peer by name."""
     from benchmarks import peers_cuda  # which builds on this module
 
-    classes: tuple[type[Peer], ...] = (Ours, Eager, Sdpa, *peers_cuda.PEERS)
+    classes: tuple[type[Peer], ...] = (Ours, OursHeadsFirst, Eager, Sdpa, *peers_cuda.PEERS)
     return {cls.name: cls for cls in classes}

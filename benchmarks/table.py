@@ -23,7 +23,7 @@ def group(rows: Iterable[RowData]) -> dict[tuple[str, str, str], list[RowData]]:
 def as_text(result: dict[str, Any]) -> str:
     """One line for each measurement; "vs ours" is how many times longer a peer takes than ours."""
     lines = [
-        f"{'workload':<14}{'dtype':<10}{'direction':<10}{'peer':<16}"
+        f"{'workload':<14}{'dtype':<10}{'direction':<10}{'peer':<18}"
         f"{'median':>10}{'p20':>10}{'p80':>10}  "
     ]
     lines[0] += f"{'TFLOP/s':>8}{'extra MiB':>11}{'error of O':>12}{'vs ours':>9}"
@@ -33,7 +33,7 @@ def as_text(result: dict[str, Any]) -> str:
             time = row["timing"]
             memory, error = row["peak_extra_bytes"], row["errors"].get("O")
             lines.append(
-                f"{workload:<14}{dtype:<10}{direction:<10}{row['peer']:<16}"
+                f"{workload:<14}{dtype:<10}{direction:<10}{row['peer']:<18}"
                 f"{time['median_ms']:>10.3f}{time['p20_ms']:>10.3f}{time['p80_ms']:>10.3f}  "
                 f"{row['tflops']:>8.3g}"
                 f"{'' if memory is None else format(memory / 2**20, '.1f'):>11}"
@@ -42,7 +42,7 @@ def as_text(result: dict[str, Any]) -> str:
             )
     for skipped in result["skipped"]:
         where = f"{skipped['workload']:<14}{skipped['dtype']:<10}{'-':<10}"
-        lines.append(f"{where}{skipped['peer']:<16}{skipped['reason']}")
+        lines.append(f"{where}{skipped['peer']:<18}{skipped['reason']}")
     return "\n".join(lines)
 
 

@@ -115,7 +115,7 @@ def test_gpu_peers_say_why_they_cannot_run_here():
     setting = Setting(SMALL, torch.bfloat16, CPU, 2**40)
     for name, factory in all_peers().items():
         reason = factory().not_available(setting)
-        assert (reason is None) == (name in ("ours", "eager", "sdpa")), name
+        assert (reason is None) == (name in ("ours", "ours-heads-first", "eager", "sdpa")), name
 
 
 def test_a_peer_that_stores_every_score_declines_when_memory_is_short():
