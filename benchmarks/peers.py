@@ -94,8 +94,8 @@ class Ours(Peer):
 
 
 class OursHeadsFirst(Ours):
-    """Ours on the memory that SDPA gets: [B, N, H, L, D], transposed without a copy to the contract's
-    layout, as models do whose attention is written for SDPA.
+    """Ours on the memory that SDPA gets, [B, N, H, L, D], transposed without a copy to the
+    contract's layout: what models do whose attention is written for SDPA.
     """
 
     name = "ours-heads-first"
