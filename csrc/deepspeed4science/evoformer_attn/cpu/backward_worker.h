@@ -92,18 +92,34 @@ class BackwardWorker {
 
   void query_block(int64_t q0, int rows, const KeySums& sums, bool first) {
     pack_queries(q0, rows);
-    // Behind this block's products: the next block's rows come in, and the lines it will write.
-    const int64_t q1 = q0 + E::kQueries;
-    const int64_t next = p_.Lq - q1 < E::kQueries ? p_.Lq - q1 : E::kQueries;
-    prefetch_rows<false>(at(p_.q, p_.q_stride, b_, n_, q1, h_), p_.q_stride[2], next, p_.D);
-    prefetch_rows<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv);
-    if (p_.dq != nullptr) prefetch_rows<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D);
     find_shifts(q0, rows);
     rows_.reset();
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) first_pass(q0, rows, key);
+    // Behind the products: the next block's rows come in, and the lines of dq. A few at a time, because the processor
+    // stalls when too many are on their way.
+    const int64_t q1 = q0 + E::kQueries;
+    const int next = int(p_.Lq - q1 < E::kQueries ? p_.Lq - q1 : E::kQueries);
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+      prefetch_share<false>(at(p_.q, p_.q_stride, b_, n_, q1, h_), p_.q_stride[2], next, p_.D, key);
+      prefetch_share<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv, key);
+      first_pass(q0, rows, key);
+    }
     rows_.finish(rows);
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) second_pass(q0, rows, key, sums, first);
+    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+      if (p_.dq != nullptr) {
+        prefetch_share<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D, key);
+      }
+      second_pass(q0, rows, key, sums, first);
+    }
     if (p_.dq != nullptr) store_dq(q0, rows);
+  }
+
+  // The rows of a block that fall to one key block's turn.
+  template <bool kWrite>
+  void prefetch_share(const scalar_t* first, int64_t stride, int rows, int64_t cols, int64_t key) const {
+    const int share = int((rows * int64_t(E::kKeys) + p_.Lk - 1) / p_.Lk);
+    const int done = int(key / E::kKeys) * share;
+    const int left = rows - done < share ? rows - done : share;
+    prefetch_rows<kWrite>(first + done * stride, stride, left, cols);
   }
 
   float* strip_tile(float* strip, int64_t key) const { return strip + key * E::kQueries; }

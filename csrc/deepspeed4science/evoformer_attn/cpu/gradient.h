@@ -118,7 +118,14 @@ class GradientTile {
   int rows;
   int keys;
 
+  // On a copy of its own: what is stored through the pointers above can then not change them.
   void run(const GradientRows<E>& state) const {
+    const GradientTile tile = *this;
+    tile.run_all(state);
+  }
+
+ private:
+  __attribute__((always_inline)) void run_all(const GradientRows<E>& state) const {
     const int padded_keys = round_up(keys, E::kDepthAlign > kWidth ? E::kDepthAlign : kWidth);
     alignas(64) float columns[E::kKeys];  // its own sum for each tile: many short sums round less than a long one
     for (int j = 0; j < padded_keys; j += kWidth) V::store(columns + j, V::zero());
@@ -141,10 +148,9 @@ class GradientTile {
     }
   }
 
- private:
   // One vector of rows i and i + 1; kTail: only its first `count` lanes are keys.
   template <bool kTail>
-  void column(const GradientRows<E>& state, float* columns, int i, int j, int count) const {
+  __attribute__((always_inline)) void column(const GradientRows<E>& state, float* columns, int i, int j, int count) const {
     const bool both = i + 1 < rows;
     const Vec p0 = prob(state, i, j);
     const Vec p1 = both ? prob(state, i + 1, j) : V::zero();
