@@ -25,6 +25,7 @@ struct BiasPass {
   static constexpr int kStripes = Config::kStripes;
   static constexpr int kSlots = Mma::kSlots;
   static constexpr int kChunkTiles = Config::kResident ? 2 : 4;
+  using Exponent = Probabilities<Config, ColTile, kChunkTiles, /*kLseInColumns=*/false>;
   static constexpr int kStageBytes = 2 * RowTile::kBytes + 2 * ColTile::kBytes + kCols * 4;
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes; }
 
@@ -35,7 +36,7 @@ struct BiasPass {
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < kSlots; ++slot) {
         bool exists = slot * Mma::kRowStep < rows;
-        exponent[slot] = exists ? args.negative_lse[base + slot * Mma::kRowStep] * kLog2e : negative_infinity();
+        exponent[slot] = exists ? args.negative_lse[base + slot * Mma::kRowStep] * Exponent::row_unit : negative_infinity();
         dp[slot] = exists ? args.negative_delta[base + slot * Mma::kRowStep] : 0.f;
       }
     }
@@ -80,10 +81,11 @@ struct BiasPass {
           .load(s + 2 * kRowElements + kColElements, cols_left);
       if constexpr (Config::kAsync) ptx::cp_async_commit();
     };
-    float inv_scale = 1.f / p.scale;
+    Exponent probabilities(p.scale);
+    float unit = probabilities.column_unit();
     auto load_column = [&](int n) {
       if (thread >= kCols || thread >= cols_left) return negative_infinity();
-      return args.bias1 ? args.bias1[(b * p.N + n) * p.Lk + col0 + thread] * inv_scale : 0.f;
+      return args.bias1 ? args.bias1[(b * p.N + n) * p.Lk + col0 + thread] * unit : 0.f;
     };
     auto row_base = [&](int n) { return ((b * p.N + n) * p.H + h) * p.Lq + row0 + lane_row; };
 
@@ -99,7 +101,6 @@ struct BiasPass {
                         cols_left - Mma::first_column(lane) - 32 * stripe);
     }
 
-    float to_log2 = p.scale * kLog2e;
     int lane_nk = Mma::template lane_b_nk<ColTile>(lane), stage = 0;
     RowValues rows, next_rows;
     if (n_begin < n_end) {
@@ -137,13 +138,10 @@ struct BiasPass {
         for (int first = 0; first < 4; first += kChunkTiles) {
           if (stripe + first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need too many registers
           CUTLASS_PRAGMA_UNROLL
-          for (int j = first; j < first + kChunkTiles; ++j) {
-            begin_with_columns<Mma>(score[j], j, sColumns + 32 * stripe, lane);
-            begin_with_rows<Mma>(dp[j], rows.dp);
-          }
-          multiply_rows<Mma, ColTile, kChunkTiles / 2>(score, first / 2, operand_q, sK + ColTile::offset(32 * stripe));
+          for (int j = first; j < first + kChunkTiles; ++j) begin_with_rows<Mma>(dp[j], rows.dp);
+          probabilities(score, first, operand_q, sK + ColTile::offset(32 * stripe), sColumns + 32 * stripe,
+                        rows.exponent, bias[stripe], lane);
           multiply_rows<Mma, ColTile, kChunkTiles / 2>(dp, first / 2, operand_do, sV + ColTile::offset(32 * stripe));
-          exponentiate<Mma, true, kChunkTiles>(score, first, bias[stripe], rows.exponent, to_log2, kLog2e);
           CUTLASS_PRAGMA_UNROLL
           for (int j = first; j < first + kChunkTiles; ++j) {
             CUTLASS_PRAGMA_UNROLL

@@ -25,6 +25,9 @@ struct BackwardConfig {
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
   static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
 
+  // Full precision: exponents are added up with fewer roundings (scores.h).
+  static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;
+
   static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
 

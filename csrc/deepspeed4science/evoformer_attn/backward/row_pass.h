@@ -39,20 +39,20 @@ struct RowPass {
 
   // What a column contributes, on its way from global memory to shared memory.
   struct ColumnValues {
-    float score;  // in raw units; -inf past the end
+    float score;  // -inf past the end
     float dp;
   };
 
   struct Columns {
     const float *score_ptr, *dp_ptr;  // may be null
-    float inv_scale;
+    float unit;
     int count;
     CUTLASS_DEVICE ColumnValues load(int column) const {
       ColumnValues x{negative_infinity(), 0.f};
       if (int(threadIdx.x) >= kCols) return x;
       column += int(threadIdx.x);
       if (column < count) {
-        x.score = score_ptr ? score_ptr[column] * inv_scale : 0.f;
+        x.score = score_ptr ? score_ptr[column] * unit : 0.f;
         if constexpr (kKeyRows && kWantsDs) x.dp = dp_ptr[column];
       }
       return x;
@@ -64,8 +64,7 @@ struct RowPass {
     }
   };
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages_, char* shared) {
-    const int stages = Config::kMaxStages;
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
@@ -92,8 +91,10 @@ struct RowPass {
 
     // Statistics of the rows and of the columns.
     int64_t bnh_q = (bn * p.H + h) * p.Lq;
+    Probabilities<Config, ColTile, kChunkTiles, /*kLseInColumns=*/kKeyRows> probabilities(p.scale);
     const float* bias1 = args.bias1 ? args.bias1 + bn * p.Lk : nullptr;
-    Columns columns{kKeyRows ? args.negative_lse + bnh_q : bias1, args.negative_delta + bnh_q, 1.f / p.scale, num_cols};
+    Columns columns{kKeyRows ? args.negative_lse + bnh_q : bias1, args.negative_delta + bnh_q,
+                    probabilities.column_unit(), num_cols};
     float row_exponent[Mma::kSlots], row_dp[Mma::kSlots];
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
@@ -102,9 +103,9 @@ struct RowPass {
       r += row0 + warp_row;
       row_dp[slot] = 0.f;
       if constexpr (kKeyRows) {
-        row_exponent[slot] = exists && bias1 ? bias1[r] * kLog2e : 0.f;
+        row_exponent[slot] = exists && bias1 ? bias1[r] * probabilities.row_unit : 0.f;
       } else {
-        row_exponent[slot] = exists ? args.negative_lse[bnh_q + r] * kLog2e : negative_infinity();
+        row_exponent[slot] = exists ? args.negative_lse[bnh_q + r] * probabilities.row_unit : negative_infinity();
         if (exists) row_dp[slot] = args.negative_delta[bnh_q + r];
       }
     }
@@ -149,7 +150,6 @@ struct RowPass {
 
     float out_dv[kWantsDv ? kTiles : 2][8] = {}, out_ds[kWantsDs ? kTiles : 2][8] = {};
     float row_sum[Mma::kSlots] = {};
-    float to_log2 = p.scale * kLog2e;
     const bool wants_dbias1 = kKeyRows && kWantsDs && p.dbias1;
     const bool wants_ds = !kKeyRows || p.dk || wants_dbias1, wants_out_ds = !kKeyRows || p.dk, wants_dv = p.dv;
 
@@ -179,10 +179,7 @@ struct RowPass {
         for (int first = 0; first < 4; first += kChunkTiles) {
           if (first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
           // Scores, dP - delta.
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = first; j < first + kChunkTiles; ++j) begin_with_columns<Mma>(s[j], j, column, lane);
-          multiply_rows<Mma, ColTile, kChunkTiles / 2>(s, first / 2, operand1, s1_nk);
-          exponentiate<Mma, Config::kHasBias2, kChunkTiles>(s, first, bias, row_exponent, to_log2, kLog2e);
+          probabilities(s, first, operand1, s1_nk, column, row_exponent, bias, lane);
           if (Config::kHasBias2 && first + kChunkTiles == 4) {
             int col = tile * kCols + 32 * (stripe + 1);
             bias.load(gBias + col, bias2.stride_row, bias_rows, bias_cols - col);

@@ -13,7 +13,7 @@ template <typename Mma, typename TileT, typename scalar_t, bool kResident>
 struct RowOperand {
   using FragA = typename Mma::FragA;
   static constexpr int kSteps = TileT::kCols / Mma::kStepK;
-  static constexpr int kUnrolled = kResident || kSteps <= 8 ? kSteps : 2;  // FFMA: a step is 64 instructions or more
+  static constexpr int kUnrolled = Mma::kStepK > 4 ? kSteps : 1;  // FFMA: a step is 256 instructions
   FragA fragments[kResident ? kSteps : 1];
   const scalar_t* lane_ptr;
 
@@ -66,13 +66,18 @@ CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4]
   }
 }
 
-// One value for each column, from shared memory: what an accumulator begins with. lane_columns: the stripe's.
+// One value for each column of tile j, from shared memory: a lane's values i and i + 1.
+template <typename Mma>
+CUTLASS_DEVICE float2 column_pair(const float* sColumns, int j, int i, int lane) {
+  return *reinterpret_cast<const float2*>(sColumns + Mma::Permuted::at(j, 0) +
+                                          Mma::Permuted::at(0, Mma::column_of(lane, i)));
+}
+// What an accumulator begins with.
 template <typename Mma>
 CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sColumns, int lane) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 8; i += 2) {
-    float2 x = *reinterpret_cast<const float2*>(sColumns + Mma::Permuted::at(j, 0) +
-                                                Mma::Permuted::at(0, Mma::column_of(lane, i)));
+    float2 x = column_pair<Mma>(sColumns, j, i, lane);
     tile[i] = x.x, tile[i + 1] = x.y;
   }
 }
@@ -112,29 +117,69 @@ struct BiasFragment {
   }
 };
 
-// Scores in raw units become probabilities: p = 2^(to_log2 * score + bias_to_log2 * bias + row), for the tiles
-// [first_tile, first_tile + kTiles). row: one value for each slot, in log2 units.
-template <typename Mma, bool kHasBias, int kTiles, typename scalar_t>
-CUTLASS_DEVICE void exponentiate(float (&s)[4][8], int first_tile, const BiasFragment<Mma, scalar_t>& bias,
-                                 const float (&row)[Mma::kSlots], float to_log2, float bias_to_log2) {
-  constexpr int kVec = Mma::kVec;
-  CUTLASS_PRAGMA_UNROLL
-  for (int slot = 0; slot < Mma::kSlots; ++slot) {
+// Probabilities of kTiles tiles from `first` on. One of the two statistics, -lse and bias1, belongs to the rows and the
+// other to the columns (kLseInColumns says which); values of the columns are in units of column_unit, of the rows in
+// units of row_unit.
+//
+// Fast: 2^(to_log2 (rows x columns^T + column) + log2(e) bias2 + row), one FMA for each term but the column's, which the
+// accumulator begins with. Exact (float in full precision): exp(((scale S + bias1) + bias2) - lse), the small terms first,
+// for in base 2, or with lse inside of the product's sums, roundings would be several times larger.
+template <typename Config, typename ColTile, int kTiles, bool kLseInColumns>
+struct Probabilities {
+  using Mma = typename Config::Mma;
+  using scalar_t = typename Config::scalar_t;
+  static constexpr bool kExact = Config::kExact;
+  static constexpr float row_unit = kExact ? 1.f : kLog2e;
+  float scale, to_log2;
+
+  CUTLASS_DEVICE explicit Probabilities(float scale_) : scale(scale_), to_log2(scale_ * kLog2e) {}
+  CUTLASS_DEVICE float column_unit() const { return kExact ? 1.f : 1.f / scale; }
+
+  template <typename Operand>
+  CUTLASS_DEVICE void operator()(float (&s)[4][8], int first, Operand& rows, const scalar_t* lane_b,
+                                 const float* sColumns, const float (&row)[Mma::kSlots],
+                                 const BiasFragment<Mma, scalar_t>& bias, int lane) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < Mma::kGroups * kVec; x += 2) {
-      int group = x / kVec, e = x % kVec;
-      int tile = Mma::tile_of(group, e), i = Mma::value_of(slot, e);
-      if (tile < first_tile || tile >= first_tile + kTiles) continue;
-      float2 shift = make_float2(row[slot], row[slot]);
-      if constexpr (kHasBias) {
-        float2 b = bias.pair(slot, group, e);
-        shift.x = fmaf(b.x, bias_to_log2, shift.x), shift.y = fmaf(b.y, bias_to_log2, shift.y);
+    for (int j = first; j < first + kTiles; ++j) {
+      if constexpr (kExact) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) s[j][i] = 0.f;
+      } else {
+        begin_with_columns<Mma>(s[j], j, sColumns, lane);
       }
-      s[tile][i] = ptx::exp2(fmaf(s[tile][i], to_log2, shift.x));
-      s[tile][i + 1] = ptx::exp2(fmaf(s[tile][i + 1], to_log2, shift.y));
+    }
+    multiply_rows<Mma, ColTile, kTiles / 2>(s, first / 2, rows, lane_b);
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < Mma::kGroups * Mma::kVec; x += 2) {
+        int group = x / Mma::kVec, e = x % Mma::kVec;
+        int j = Mma::tile_of(group, e), i = Mma::value_of(slot, e);
+        if (j < first || j >= first + kTiles) continue;
+        float2 b = make_float2(0.f, 0.f);
+        if constexpr (Config::kHasBias2) b = bias.pair(slot, group, e);
+        if constexpr (kExact) {
+          float2 column = column_pair<Mma>(sColumns, j, i, lane);
+          s[j][i] = exact(s[j][i], b.x, row[slot], column.x);
+          s[j][i + 1] = exact(s[j][i + 1], b.y, row[slot], column.y);
+        } else {
+          s[j][i] = fast(s[j][i], b.x, row[slot]);
+          s[j][i + 1] = fast(s[j][i + 1], b.y, row[slot]);
+        }
+      }
     }
   }
-}
+
+ private:
+  CUTLASS_DEVICE float fast(float s, float bias2, float row) const {
+    float shift = Config::kHasBias2 ? fmaf(bias2, kLog2e, row) : row;
+    return ptx::exp2(fmaf(s, to_log2, shift));
+  }
+  CUTLASS_DEVICE float exact(float s, float bias2, float row, float column) const {
+    float bias1 = kLseInColumns ? row : column, negative_lse = kLseInColumns ? column : row;
+    return expf((fmaf(s, scale, bias1) + bias2) + negative_lse);
+  }
+};
 
 // factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: what exists.
 template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
