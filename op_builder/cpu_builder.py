@@ -10,8 +10,8 @@ from .errors import BuildError
 from .instantiations import CpuKernel
 from .key import CompileJob
 
-# gcc needs about this for the largest unit.
-_MEMORY_BYTES = 1 << 30
+# The largest unit takes gcc 12 about 190 MiB; other compilers and larger units get some room.
+_MEMORY_BYTES = 512 << 20
 
 
 class CPUOpBuilder(OpBuilder[CpuKernel]):
@@ -35,7 +35,6 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
             "-fopenmp",
             "-fPIC",
             "-fvisibility=hidden",
-            "-Wall",
         ]
 
     def cpu_arch(self) -> str:
