@@ -92,8 +92,9 @@ class BackwardWorker {
 
   void query_block(int64_t q0, int rows, const KeySums& sums, bool first) {
     pack_queries(q0, rows);
-    find_shifts(q0, rows);
     rows_.reset();
+    find_shifts(q0, rows);
+    find_centers(q0, rows);
     // Behind the products: the next block's rows come in, and the lines of dq. A few at a time, because the processor
     // stalls when too many are on their way.
     const int64_t q1 = q0 + E::kQueries;
@@ -164,6 +165,25 @@ class BackwardWorker {
     }
   }
 
+  void find_centers(int64_t q0, int rows) {
+    if constexpr (kPreciseExp<scalar_t>) {
+      for (int i = 0; i < rows; ++i) {
+        const float center = dot(at(p_.do_, p_.do_stride, b_, n_, q0 + i, h_), at(p_.o, p_.o_stride, b_, n_, q0 + i, h_));
+        // An infinite center would spread from its own key to the whole row.
+        rows_.center[i] = center - center == 0.0f ? center : 0.0f;
+      }
+    }
+  }
+
+  float dot(const scalar_t* x, const scalar_t* y) const {
+    const int count = int(p_.Dv);
+    Vec sum = V::zero();
+    int j = 0;
+    for (; j + V::kWidth <= count; j += V::kWidth) sum = V::fma(V::load(x + j), V::load(y + j), sum);
+    if (j < count) sum = V::fma(V::load_first(x + j, count - j), V::load_first(y + j, count - j), sum);
+    return V::reduce_add(sum);
+  }
+
   void first_pass(int64_t q0, int rows, int64_t key) {
     const int count = keys_from(key);
     float* const dprobs = wants_dscores_ ? strip_tile(s_.dprobs, key) : nullptr;
@@ -181,7 +201,7 @@ class BackwardWorker {
     float* const probs = strip_tile(s_.scores, key);
     float* const dprobs = strip_tile(s_.dprobs, key);
 
-    GradientTile<E> tile;
+    GradientTile<kPreciseExp<scalar_t>, E> tile;
     tile.probs = probs;
     tile.dprobs = wants_dscores_ ? dprobs : nullptr;
     if constexpr (E::kInPlace) {

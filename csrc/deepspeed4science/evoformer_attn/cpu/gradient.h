@@ -1,11 +1,13 @@
 // Tiles of scores through the gradient of the softmax: the element-wise half of the backward, in two passes.
 //
 // Row sums need whole rows, so a block of queries keeps a strip of tiles. Pass 1, tile by tile:
-//   p = exp(s - shift),  sum += p,  dot += p dP            (shift: lse, or the row's maximum)
+//   p = exp(s - shift),  sum += p,  dot += p (dP - center)            (shift: lse, or the row's maximum)
 // and when a row is complete, inverse = 1 / sum, delta = dot / sum. Pass 2:
-//   P = p inverse,  dS = P (dP - delta).
+//   P = p inverse,  dS = P ((dP - center) - delta).
 // Taking sum and delta from p itself costs three operations and makes the rows of dS sum to zero as well as eager's
 // do: delta = rowsum(dO * O) would inherit the rounding of O, and lse rounds P by up to half its own last place.
+// Any center gives the same dS; float32 takes rowsum(dO * O), so that where one key holds nearly all of P the difference
+// of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0.
 #pragma once
 
 #include "bias.h"
@@ -22,12 +24,14 @@ struct GradientRows {
 
   alignas(64) float shift[kRows];
   alignas(64) float inverse[kRows];
+  alignas(64) float center[kRows];
   alignas(64) float delta[kRows];
   alignas(64) float sums[kRows * kWidth];  // one vector a row
   alignas(64) float dots[kRows * kWidth];
 
   void reset() {
     for (int i = 0; i < kRows * kWidth; ++i) sums[i] = dots[i] = 0.0f;
+    for (int i = 0; i < kRows; ++i) center[i] = 0.0f;
   }
 
   void finish(int rows) {
@@ -39,6 +43,11 @@ struct GradientRows {
     }
   }
 };
+
+template <bool kPrecise, typename V>
+inline typename V::Vec centered(const float* dprobs, typename V::Vec center) {
+  return kPrecise ? V::sub(V::load(dprobs), center) : V::load(dprobs);
+}
 
 // Pass 1 in place on one tile: scores [rows][kKeys] in, p out. `dprobs` null: only P is wanted.
 template <bool kPrecise, int kKind, typename E>
@@ -56,6 +65,7 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
     const float* dprobs_row = dprobs + i * E::kKeys;
     const int64_t bias_row = i * bias2.row_stride;
     const Vec shift = V::set1(state.shift[i]);
+    const Vec center = V::set1(state.center[i]);
     Vec sum = V::load(state.sums + i * kWidth);
     Vec dot = V::load(state.dots + i * kWidth);
     for (int j = 0; j < whole; j += kWidth) {
@@ -64,7 +74,7 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
       const Vec p = exp<kPrecise, V>(V::sub(s, shift));
       V::store(row + j, p);
       sum = V::add(sum, p);
-      if (dprobs != nullptr) dot = V::fma(p, V::load(dprobs_row + j), dot);
+      if (dprobs != nullptr) dot = V::fma(p, centered<kPrecise, V>(dprobs_row + j, center), dot);
     }
     if (tail != 0) {
       Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
@@ -74,7 +84,8 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
       sum = V::add(sum, p);
       if (dprobs != nullptr) {
         // Past the last key dP may be 0 * inf.
-        dot = V::fma(p, V::select(V::first(tail), V::load(dprobs_row + whole), V::zero()), dot);
+        const Vec dprob = centered<kPrecise, V>(dprobs_row + whole, center);
+        dot = V::fma(p, V::select(V::first(tail), dprob, V::zero()), dot);
       }
     }
     V::store(state.sums + i * kWidth, sum);
@@ -98,7 +109,7 @@ inline void probabilities(float* scores, const float* dprobs, int rows, int keys
 }
 
 // Pass 2 on one tile.
-template <typename E>
+template <bool kPrecise, typename E>
 class GradientTile {
   using V = typename E::V;
   using Vec = typename V::Vec;
@@ -174,7 +185,8 @@ class GradientTile {
 
   template <bool kTail>
   Vec dscore(const GradientRows<E>& state, int i, int j, int count, Vec p) const {
-    const Vec ds = V::mul(p, V::sub(V::load(dprobs + i * E::kKeys + j), V::set1(state.delta[i])));
+    const Vec dprob = centered<kPrecise, V>(dprobs + i * E::kKeys + j, V::set1(state.center[i]));
+    const Vec ds = V::mul(p, V::sub(dprob, V::set1(state.delta[i])));
     return kTail ? V::select(V::first(count), ds, V::zero()) : ds;
   }
 
