@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import table
-from benchmarks.environment import describe, short_machine_name
+from benchmarks.environment import Environment, describe, short_machine_name
 from benchmarks.peers import all_peers
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, select
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)  # before: the tree may change meanwhile
     factories = all_peers()
     names = arguments.peers.split(",")
     directions = arguments.direction.split(",")
@@ -103,13 +104,15 @@ def _run(arguments: argparse.Namespace) -> int:
             rows += new
             skipped += left_out
             result = _result(
-                arguments,
+                environment,
                 "run",
                 settings={**asdict(options), "peers": names},
                 results=[asdict(row) for row in rows],
                 skipped=[asdict(entry) for entry in skipped],
             )
-            _save(arguments, result)  # after each: a run that is cut short keeps what it has
+            _save(
+                arguments, environment, result
+            )  # after each: a run that is cut short keeps what it has
             print(f"{workload.id} {dtype} done", file=sys.stderr)
     print(table.as_text(result))
     return 0
@@ -117,17 +120,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _startup(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
     dtype = DTYPES[arguments.dtype]
     overheads = measure_overhead(dtype=dtype, device=device)
     startups = measure_startups(dtype=str(dtype).removeprefix("torch."), device=arguments.device)
     result = _result(
-        arguments,
+        environment,
         "startup",
         settings={"dtype": arguments.dtype},
         overhead=[asdict(entry) for entry in overheads],
         startup=asdict(startups),
     )
-    _save(arguments, result)
+    _save(arguments, environment, result)
     for entry in overheads:
         print(
             f"{entry.peer:<8} {entry.median_us:8.1f} us a call "
@@ -138,17 +142,17 @@ def _startup(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _result(arguments: argparse.Namespace, kind: str, **content: object) -> dict[str, object]:
-    environment = describe(torch.device(arguments.device), commit=arguments.commit)
+def _result(environment: Environment, kind: str, **content: object) -> dict[str, object]:
     return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
 
 
-def _save(arguments: argparse.Namespace, result: dict[str, object]) -> None:
+def _save(
+    arguments: argparse.Namespace, environment: Environment, result: dict[str, object]
+) -> None:
     if arguments.json is None:
         return
     path: Path = arguments.json
     if path.suffix != ".json":
-        environment = describe(torch.device(arguments.device), commit=arguments.commit)
         what = arguments.what or result["kind"]
         path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
