@@ -1,4 +1,6 @@
-"""The optional prebuild: with DS_BUILD_* set, installing compiles kernels into the package. The rest: pyproject.toml."""
+"""The optional prebuild: with DS_BUILD_* set, installing compiles kernels into the package. The
+rest: pyproject.toml.
+"""
 
 import sys
 from pathlib import Path
@@ -14,7 +16,9 @@ from op_builder import prebuild  # noqa: E402
 
 
 class BuildPackageAndKernels(build_py):
-    """Copies the Python files, then compiles what was asked for; a failure stops the install with its reason."""
+    """Copies the Python files, then compiles what was asked for; a failure stops the install with
+    its reason.
+    """
 
     def run(self) -> None:
         super().run()
@@ -23,7 +27,9 @@ class BuildPackageAndKernels(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel with compiled kernels is bound to the platform, but neither to a Python nor to a torch."""
+    """A wheel with compiled kernels is bound to the platform, but neither to a Python nor to a
+    torch.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -1,4 +1,6 @@
-"""What every backend does alike: allocate outputs, fill the parameter struct, launch one kernel, check its status."""
+"""What every backend does alike: allocate outputs, fill the parameter struct, launch one kernel,
+check its status.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Backend(ABC):
 
     @abstractmethod
     def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
-        """Begin to make the backward of a call ready; returns at once and leaves errors to `backward`."""
+        """Begin to make the backward of a call ready; returns at once and leaves errors to
+        `backward`.
+        """
 
     @abstractmethod
     def _kernel(
@@ -61,7 +65,9 @@ class Backend(ABC):
         *,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 (no elements unless asked for)."""
+        """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 (no elements unless asked
+        for).
+        """
         p = problem
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
@@ -106,7 +112,9 @@ class Backend(ABC):
         *,
         wanted: Sequence[bool],
     ) -> Gradients:
-        """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in float32."""
+        """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]`
+        in float32.
+        """
         p = problem
         q, k, v, o, do_ = (_unit_stride(t) for t in (q, k, v, o, do_))
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
@@ -145,7 +153,9 @@ class Backend(ABC):
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
-    """Kernels read channels at stride 1; a stride-0 gradient or a transposed consumer's is copied."""
+    """Kernels read channels at stride 1; a stride-0 gradient or a transposed consumer's is
+    copied.
+    """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -1,4 +1,6 @@
-"""The CUDA backends: the Sm70, Sm75 and Sm80 templates on the tensor's device and the current stream."""
+"""The CUDA backends: the Sm70, Sm75 and Sm80 templates on the tensor's device and the current
+stream.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _WORKSPACE_AT = {
 
 
 class CudaBackend(Backend):
-    """One template family; takes calls on devices that it is chosen for (EvoformerAttnBuilder.family)."""
+    """One template family; takes calls on devices that it is chosen for
+    (EvoformerAttnBuilder.family).
+    """
 
     def __init__(self, family: str) -> None:
         self.name = family.capitalize()

@@ -17,7 +17,9 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def select(problem: Problem) -> Backend:
-    """The first backend that takes `problem`; `NoBackendError` with everybody's reasons otherwise."""
+    """The first backend that takes `problem`; `NoBackendError` with everybody's reasons
+    otherwise.
+    """
     for backend in BACKENDS:
         if not backend.not_supported_reasons(problem):
             return backend

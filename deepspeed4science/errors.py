@@ -1,7 +1,7 @@
 """Every exception this project raises on purpose.
 
 EvoformerError
-├── InvalidInputError (ValueError)          the caller's tensors or arguments: expected, got, what to do
+├── InvalidInputError (ValueError)          wrong tensors or arguments: expected, got, what to do
 ├── NoBackendError (NotImplementedError)    no kernel takes this call: the reasons of every backend
 ├── DoubleBackwardError (NotImplementedError)  the gradient was differentiated again
 ├── KernelError (RuntimeError)              a kernel was launched and reported a failure
@@ -9,7 +9,8 @@ EvoformerError
     ├── ToolchainError                      a compiler, ninja or CUTLASS is missing or unfit
     └── CompileError                        the compiler refused the source
 
-`BuildError` and its children live in `op_builder.errors`, which knows nothing of torch; they are re-exported here.
+`BuildError` and its children live in `op_builder.errors`, which knows nothing of torch; they are
+re-exported here.
 """
 
 from op_builder.errors import BuildError, CompileError, EvoformerError, ToolchainError

@@ -1,9 +1,11 @@
-"""Evoformer attention as PyTorch operators: registration, autograd, autocast. Nothing here knows about hardware.
+"""Evoformer attention as PyTorch operators: registration, autograd, autocast. Nothing here knows
+about hardware.
 
 Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors:
 
     evoformer_attn(q, k, v, bias1?, bias2?, with_lse) -> (o, lse)
-    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5]) -> (dq, dk, dv, dbias1, dbias2)
+    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5])
+        -> (dq, dk, dv, dbias1, dbias2)
 
 `Library.define/impl` rather than `custom_op`: the wrapper of the latter costs 9 to 15 us a call.
 """
@@ -18,19 +20,20 @@ from torch import Tensor
 
 from deepspeed4science import backends
 from deepspeed4science.errors import DoubleBackwardError
-from deepspeed4science.problem import Problem, canonicalise, describe, split_biases
+from deepspeed4science.problem import canonicalise, describe, split_biases
 
 _LIBRARY = torch.library.Library("deepspeed4science", "DEF")
 _FORWARD = "deepspeed4science::evoformer_attn"
 _BACKWARD = "deepspeed4science::evoformer_attn_backward"
 
 _LIBRARY.define(
-    "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse) -> (Tensor, Tensor)",
+    "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? bias1, "
-    "Tensor? bias2, bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    "Tensor? bias1, Tensor? bias2, bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _FORWARD_OP = torch.ops.deepspeed4science.evoformer_attn.default
@@ -38,33 +41,38 @@ _BACKWARD_OP = torch.ops.deepspeed4science.evoformer_attn_backward.default
 
 
 def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
-    Q: Tensor,  # noqa: N803
-    K: Tensor,  # noqa: N803
-    V: Tensor,  # noqa: N803
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
     biases: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """Biased attention of AlphaFold-type models, `softmax(Q K^T / sqrt(D) + bias1 + bias2) V`, with its gradients.
+    """Biased attention of AlphaFold-type models, `softmax(Q K^T / sqrt(D) + bias1 + bias2) V`,
+    with its gradients.
 
     Scores, softmax and biases are computed in float32 whatever the dtype. Memory is linear in L.
 
     Args:
-        Q: `[B, N, Lq, H, D]`, or `[*, Lq, H, D]` of any rank >= 3; float32, bfloat16 or float16; any strides.
+        Q: `[B, N, Lq, H, D]`, or `[*, Lq, H, D]` of any rank >= 3; float32, bfloat16 or float16;
+            any strides.
         K: `[B, N, Lk, H, D]`.
         V: `[B, N, Lk, H, Dv]`; Dv may differ from D.
         biases: at most two entries, each a tensor or None; never changed.
-            bias1, broadcastable to `[B, N, 1, 1, Lk]`: the key mask (`-inf` or a large negative number hides a key).
+            bias1, broadcastable to `[B, N, 1, 1, Lk]`: the key mask (`-inf` or a large negative
+            number hides a key).
             bias2, broadcastable to `[B, 1, H, Lq, Lk]`: the pair bias, shared by all N rows.
 
     Returns:
-        `[B, N, Lq, H, Dv]` in the dtype and on the device of Q. A row whose keys are all `-inf` is 0 and has zero
-        gradients. Each input that requires a gradient gets one in its own dtype; bias gradients are summed in float32.
+        `[B, N, Lq, H, Dv]` in the dtype and on the device of Q. A row whose keys are all `-inf` is
+        0 and has zero gradients. Each input that requires a gradient gets one in its own dtype;
+        bias gradients are summed in float32.
 
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit; the message says what was expected.
         NoBackendError: no kernel takes this call on this machine; the message lists the reasons.
         BuildError: the kernel could not be compiled or loaded.
 
-    Source: Jumper et al. 2021 (doi:10.1038/s41586-021-03819-2), supplementary algorithms 7, 8, 13 and 14.
+    Source: Jumper et al. 2021 (doi:10.1038/s41586-021-03819-2), supplementary algorithms 7, 8, 13
+        and 14.
     """
     bias1, bias2 = split_biases(biases)
     q, k, v, bias1, bias2 = canonicalise(Q, K, V, bias1, bias2)
@@ -193,8 +201,9 @@ def _autograd(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tenso
 
 def _no_double_backward(ctx: Any, *gradients: Tensor | None) -> None:
     raise DoubleBackwardError(
-        "Evoformer attention has first derivatives only: its backward was differentiated again (create_graph=True, "
-        "a gradient penalty or a Hessian). Use deepspeed4science.reference.evoformer_attention for those terms."
+        "Evoformer attention has first derivatives only: its backward was differentiated again "
+        "(create_graph=True, a gradient penalty or a Hessian). Use "
+        "deepspeed4science.reference.evoformer_attention for those terms."
     )
 
 

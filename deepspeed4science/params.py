@@ -1,7 +1,7 @@
 """FwdParams and BwdParams of csrc/.../params.h as bytes: the same fields in the same order.
 
-`tests/unit/test_params.py` compiles a program that prints the offset of every field there and compares them with
-the tables here.
+`tests/unit/test_params.py` compiles a program that prints the offset of every field there and
+compares them with the tables here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One call of the op, described: the only place that checks what the caller passed.
 
-`canonicalise` turns tensors of any rank into the five dimensions `[B, N, L, H, D]` that everything below speaks;
-`describe` checks the five-dimensional tensors and returns the frozen description that backends are chosen by.
+`canonicalise` turns tensors of any rank into the five dimensions `[B, N, L, H, D]` that everything
+below speaks; `describe` checks the five-dimensional tensors and returns the frozen description
+that backends are chosen by.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ def split_biases(biases: Sequence[Tensor | None] | None) -> tuple[Tensor | None,
         )
     if len(biases) > 2:
         raise InvalidInputError(
-            f"biases: expected at most 2 entries, got {len(biases)}. Add further terms to one of the two: {_BIAS_HELP}."
+            f"biases: expected at most 2 entries, got {len(biases)}. Add further terms to one of "
+            f"the two: {_BIAS_HELP}."
         )
     for index, bias in enumerate(biases):
         if bias is not None and not isinstance(bias, Tensor):
             raise InvalidInputError(
-                f"biases[{index}]: expected a tensor or None, got {type(bias).__name__}. {_BIAS_HELP}."
+                f"biases[{index}]: expected a tensor or None, got {type(bias).__name__}. "
+                f"{_BIAS_HELP}."
             )
     first = biases[0] if len(biases) > 0 else None
     second = biases[1] if len(biases) > 1 else None
@@ -78,8 +81,8 @@ def canonicalise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """`[*, L, H, D]` of any rank >= 3 as `[B, N, L, H, D]`: views wherever strides allow.
 
-    The last dimension of `*` is N, the ones before it are flattened into B; a missing one is 1. Biases of lower rank
-    gain leading dimensions of size 1, as in any broadcast.
+    The last dimension of `*` is N, the ones before it are flattened into B; a missing one is 1.
+    Biases of lower rank gain leading dimensions of size 1, as in any broadcast.
     """
     for name, tensor in (("Q", q), ("K", k), ("V", v)):
         if not isinstance(tensor, Tensor):
@@ -110,7 +113,9 @@ def canonicalise(
 def describe(
     q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None
 ) -> Problem:
-    """Check five-dimensional tensors against the contract; raises `InvalidInputError` or returns the description."""
+    """Check five-dimensional tensors against the contract; raises `InvalidInputError` or returns
+    the description.
+    """
     if q.dim() != 5 or k.dim() != 5 or v.dim() != 5:
         raise InvalidInputError(
             f"Q, K, V: expected [B, N, L, H, D]; got Q {_shape(q)}, K {_shape(k)}, V {_shape(v)}."
@@ -120,11 +125,13 @@ def describe(
     dtype, device = q.dtype, q.device
     if k.shape != (B, N, Lk, H, D):
         raise InvalidInputError(
-            f"K: expected [B, N, Lk, H, D] = [{B}, {N}, Lk, {H}, {D}] to match Q {_shape(q)}; got {_shape(k)}."
+            f"K: expected [B, N, Lk, H, D] = [{B}, {N}, Lk, {H}, {D}] to match Q {_shape(q)}; got "
+            f"{_shape(k)}."
         )
     if v.shape != (B, N, Lk, H, Dv):
         raise InvalidInputError(
-            f"V: expected [B, N, Lk, H, Dv] = [{B}, {N}, {Lk}, {H}, Dv] to match K {_shape(k)}; got {_shape(v)}."
+            f"V: expected [B, N, Lk, H, Dv] = [{B}, {N}, {Lk}, {H}, Dv] to match K {_shape(k)}; "
+            f"got {_shape(v)}."
         )
     if Lq < 1 or Lk < 1 or D < 1 or Dv < 1:
         raise InvalidInputError(
@@ -143,7 +150,8 @@ def describe(
         )
     if k.device != device or v.device != device:
         raise InvalidInputError(
-            f"K, V: expected the device of Q, {device}; got K on {k.device}, V on {v.device}. Move them there."
+            f"K, V: expected the device of Q, {device}; got K on {k.device}, V on {v.device}. "
+            "Move them there."
         )
     if bias1 is not None:
         _check_bias("bias1", bias1, (B, N, 1, 1, Lk), device)
@@ -172,11 +180,13 @@ def _check_bias(name: str, bias: Tensor, target: tuple[int, ...], device: torch.
     ):
         names = "[B, N, 1, 1, Lk]" if name == "bias1" else "[B, 1, H, Lq, Lk]"
         raise InvalidInputError(
-            f"{name}: expected a shape broadcastable to {names} = {list(target)}; got {_shape(bias)}. {_BIAS_HELP}."
+            f"{name}: expected a shape broadcastable to {names} = {list(target)}; got "
+            f"{_shape(bias)}. {_BIAS_HELP}."
         )
     if bias.dtype not in SUPPORTED_DTYPES:
         raise InvalidInputError(
-            f"{name}: expected float32, bfloat16 or float16, added to the scores; got {bias.dtype}. "
+            f"{name}: expected float32, bfloat16 or float16, added to the scores; got "
+            f"{bias.dtype}. "
             "A boolean mask becomes a bias by torch.where(mask, 0.0, -torch.inf)."
         )
     if bias.device != device:
@@ -203,17 +213,20 @@ def _canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Te
     rank = len(lead) + 3
     if bias.dim() > rank:
         raise InvalidInputError(
-            f"{name}: expected at most the {rank} dimensions of Q; got {_shape(bias)}. {_BIAS_HELP}."
+            f"{name}: expected at most the {rank} dimensions of Q; got {_shape(bias)}. "
+            f"{_BIAS_HELP}."
         )
     bias = bias[(None,) * (max(rank, 5) - bias.dim())]
     if rank <= 5:
         return bias
-    # Several leading dimensions become B: broadcast among them first unless the bias has none of them.
+    # Several leading dimensions become B: broadcast among them first unless the bias has none of
+    # them.
     batch = lead[:-1]
     own = tuple(bias.shape[: len(batch)])
     if any(size != 1 and size != full for size, full in zip(own, batch, strict=True)):
         raise InvalidInputError(
-            f"{name}: expected leading dimensions broadcastable to {list(batch)} of Q; got {_shape(bias)}. {_BIAS_HELP}."
+            f"{name}: expected leading dimensions broadcastable to {list(batch)} of Q; got "
+            f"{_shape(bias)}. {_BIAS_HELP}."
         )
     if any(size != 1 for size in own):
         bias = bias.expand(*batch, *bias.shape[len(batch) :])

@@ -1,7 +1,7 @@
 """The definition of the op in plain PyTorch: the specification that every backend is compared with.
 
-Nothing here is fast. Given float64 tensors it is the reference of the error law; given tensors of the working dtype it
-is the eager implementation that the law compares with.
+Nothing here is fast. Given float64 tensors it is the reference of the error law; given tensors of
+the working dtype it is the eager implementation that the law compares with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def evoformer_attention(
         k: `[*, Lk, H, D]`.
         v: `[*, Lk, H, Dv]`.
         bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None.
-        bias2: broadcastable to `[*, H, Lq, Lk]` with size 1 in the last dimension of `*` (pair bias), or None.
+        bias2: broadcastable to `[*, H, Lq, Lk]` with size 1 in the last dimension of `*` (pair
+            bias), or None.
 
     Returns:
         `[*, Lq, H, Dv]`. A row whose scores are all `-inf` is 0, and so are its gradients.

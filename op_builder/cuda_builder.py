@@ -1,4 +1,6 @@
-"""CUDAOpBuilder: an op whose units nvcc compiles, each for the architecture of the device it will run on."""
+"""CUDAOpBuilder: an op whose units nvcc compiles, each for the architecture of the device it will
+run on.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return [str(paths.csrc_root()), str(cutlass.find_cutlass().require())]
 
     def cxx_args(self) -> list[str]:
-        """What nvcc hands to the host compiler; hidden symbols keep many units apart in one process."""
+        """What nvcc hands to the host compiler; hidden symbols keep many units apart in one
+        process.
+        """
         return ["-fPIC", "-fvisibility=hidden"]
 
     def nvcc_args(self) -> list[str]:
-        """-use_fast_math is not wanted: masks are infinities, and the exponential is ours already."""
+        """-use_fast_math is not wanted: masks are infinities, and the exponential is ours
+        already.
+        """
         host = [word for flag in self.cxx_args() for word in ("-Xcompiler", flag)]
         # 20014: CUTLASS's host-device helpers called from our device functions are meant to be.
         return ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014", *host]
@@ -53,7 +59,8 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
 
     def target_archs(self) -> tuple[Arch, ...]:
-        """What an install compiles for: the list, else this machine's GPUs, else one of each family.
+        """What an install compiles for: the list, else this machine's GPUs, else one of each
+        family.
 
         Raises ToolchainError, naming all lists, when nothing is left.
         """
@@ -93,7 +100,10 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             found.append(Obstacle(f"CUTLASS: {headers.reason}", headers.remedy))
         devices = gpu.detect()
         if not devices.found and not env.flag("DS_IGNORE_CUDA_DETECTION"):
-            remedy = "to compile for another machine, set DS_IGNORE_CUDA_DETECTION=1 and TORCH_CUDA_ARCH_LIST"
+            remedy = (
+                "to compile for another machine, set DS_IGNORE_CUDA_DETECTION=1 "
+                "and TORCH_CUDA_ARCH_LIST"
+            )
             found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
         if not found:
             try:

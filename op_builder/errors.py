@@ -10,8 +10,12 @@ class BuildError(EvoformerError, RuntimeError):
 
 
 class ToolchainError(BuildError):
-    """A compiler, ninja or the CUTLASS headers are missing or unfit; the message says how to mend it."""
+    """A compiler, ninja or the CUTLASS headers are missing or unfit; the message says how to mend
+    it.
+    """
 
 
 class CompileError(BuildError):
-    """The compiler refused a source: its first error with its surroundings, the command, the log and a hint."""
+    """The compiler refused a source: its first error with its surroundings, the command, the log
+    and a hint.
+    """

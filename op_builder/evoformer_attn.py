@@ -1,4 +1,6 @@
-"""EvoformerAttnBuilder: Evoformer attention on NVIDIA GPUs, from the Sm70, Sm75 and Sm80 templates."""
+"""EvoformerAttnBuilder: Evoformer attention on NVIDIA GPUs, from the Sm70, Sm75 and Sm80
+templates.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from .cuda_builder import CUDAOpBuilder
 from .errors import ToolchainError
 from .instantiations import CUDA_FAMILIES, DIRECTIONS, CudaKernel, head_dim_tier
 
-# What an install compiles for each architecture: the shapes that models train with (head dimension 32, both biases
-# for triangle and MSA row attention, bias1 alone for MSA column attention).
+# What an install compiles for each architecture: the shapes that models train with (head dimension
+# 32, both biases for triangle and MSA row attention, bias1 alone for MSA column attention).
 _PREBUILT_DTYPES = ("bf16", "fp16", "fp32")
 _PREBUILT_BIASES = ("both", "bias1")
 _PREBUILT_HEAD_DIM = 32
@@ -26,7 +28,8 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         own = arch.family(device)
         if own is None:
             raise ToolchainError(
-                f"compute capability {device[0]}.{device[1]} is below 7.0, where the templates begin; use the CPU"
+                f"compute capability {device[0]}.{device[1]} is below 7.0, where the templates "
+                "begin; use the CPU"
             )
         forced = env.text("DS4S_CUDA_FAMILY")
         if forced is None:
@@ -49,7 +52,8 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         aligned: bool,
         device: tuple[int, int],
     ) -> CudaKernel:
-        """The kernel for a call: `head_dim` is the larger of D and Dv, `device` a compute capability.
+        """The kernel for a call: `head_dim` is the larger of D and Dv, `device` a compute
+        capability.
 
         Raises ToolchainError when the device has no family or nvcc cannot compile for it.
         """

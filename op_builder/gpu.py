@@ -1,7 +1,8 @@
 """The NVIDIA GPUs of this machine, asked of the driver's management library (NVML).
 
-NVML creates no CUDA context, so that asking neither breaks a later fork nor takes memory on the GPU. It numbers GPUs
-by bus and ignores CUDA_VISIBLE_DEVICES; an op that runs asks torch for the tensor's own device instead.
+NVML creates no CUDA context, so that asking neither breaks a later fork nor takes memory on the
+GPU. It numbers GPUs by bus and ignores CUDA_VISIBLE_DEVICES; an op that runs asks torch for the
+tensor's own device instead.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def session_seed(request):
 
 def pytest_report_header(config):
     given = config.getoption("--seed")
-    return f"inputs: {'seed ' + str(given) if given is not None else 'fresh seed, printed with every failure'}"
+    return (
+        f"inputs: seed {given}" if given is not None else "inputs: fresh, seed printed on failure"
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Small calls of the CUDA op for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitize.py`.
+"""Small calls of the CUDA op for compute-sanitizer: `compute-sanitizer --tool memcheck python
+tests/sanitize.py`.
 
-Every dtype that the family has, aligned and ragged, forward and backward; memory comes straight from CUDA so that a
-read past a tensor's end is seen.
+Every dtype that the family has, aligned and ragged, forward and backward; memory comes straight
+from CUDA so that a read past a tensor's end is seen.
 """
 
 import torch

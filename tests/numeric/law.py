@@ -1,4 +1,5 @@
-"""The error law: every tensor of ours against float64, allowed little more than PyTorch eager in the same dtype.
+"""The error law: every tensor of ours against float64, allowed little more than PyTorch eager in
+the same dtype.
 
     err(ours) <= 1.25 * err(eager) + 1 ulp of the output,   err = ||x - ref|| / ||ref||
 
@@ -73,9 +74,11 @@ class Inputs:
 
 
 def run(function, inputs, dtype=None):
-    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`; None where no gradient is wanted.
+    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`; None where no gradient
+    is wanted.
 
-    With `dtype` all tensors are cast first. Without it they keep their strides: only a leaf is made of each.
+    With `dtype` all tensors are cast first. Without it they keep their strides: only a leaf is
+    made of each.
     """
     leaves = []
     for tensor, need in zip(inputs.tensors(), inputs.needs, strict=True):

@@ -1,4 +1,6 @@
-"""CONTRACT, on a GPU: the tensor's device, the current stream, graphs, 64-bit offsets, forced families, TF32."""
+"""CONTRACT, on a GPU: the tensor's device, the current stream, graphs, 64-bit offsets, forced
+families, TF32.
+"""
 
 import pytest
 import torch

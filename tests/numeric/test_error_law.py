@@ -1,4 +1,6 @@
-"""CONTRACT: every output and gradient keeps the error law, for every shape, dtype, layout and mask."""
+"""CONTRACT: every output and gradient keeps the error law, for every shape, dtype, layout and
+mask.
+"""
 
 import math
 
@@ -82,7 +84,9 @@ def biases_broadcast(inputs):
 
 
 def biases_of_one_key(inputs):
-    """Their gradients are exactly zero (softmax ignores shifts): rounding only, so no law for them."""
+    """Their gradients are exactly zero (softmax ignores shifts): rounding only, so no law for
+    them.
+    """
     inputs.bias1 = inputs.bias1[..., :1]
     inputs.bias2 = inputs.bias2[..., :1]
     inputs.needs = (True, True, True, False, False)
@@ -140,7 +144,9 @@ MASKS = {
 @each_dtype
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_masks(mask, dtype, device):
-    """Fully masked rows give 0 and zero gradients, never NaN; finite masks behave as the formula says."""
+    """Fully masked rows give 0 and zero gradients, never NaN; finite masks behave as the formula
+    says.
+    """
     inputs = BASE.inputs(dtype, device)
     mask(inputs.bias1)
     check(inputs)
@@ -212,7 +218,8 @@ def test_many_rows(dtype, device):
         generator.roll(2, 1),
         torch.randn(1, 65_600, 1, 1, 3, device=device).to(dtype),
         torch.randn(1, 1, 1, 3, 3, device=device).to(dtype),
-        # dbias2 sums over N; eager's own sum in 16 bits has no digits left there, so it is left out.
+        # dbias2 sums over N; eager's own sum in 16 bits has no digits left there, so it is left
+        # out.
         needs=(True, True, True, True, False),
     )
     check(inputs)

@@ -1,4 +1,6 @@
-"""CONTRACT: the op behaves like one of PyTorch's own under compile, export, opcheck, autocast and higher derivatives."""
+"""CONTRACT: the op behaves like one of PyTorch's own under compile, export, opcheck, autocast and
+higher derivatives.
+"""
 
 import pytest
 import torch

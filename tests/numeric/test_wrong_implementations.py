@@ -1,4 +1,6 @@
-"""The error law is a check that can fail: implementations with one planted mistake each must break it."""
+"""The error law is a check that can fail: implementations with one planted mistake each must break
+it.
+"""
 
 import pytest
 import torch
@@ -80,7 +82,9 @@ def test_the_law_notices(wrong, dtype):
 
 @pytest.mark.usefixtures("seed")
 def test_an_unwritten_output_is_noticed():
-    """What a kernel leaves out shows as NaN once memory is poisoned (`fill_uninitialized_memory`)."""
+    """What a kernel leaves out shows as NaN once memory is poisoned
+    (`fill_uninitialized_memory`).
+    """
     inputs = CASE.inputs(torch.float32, "cpu")
 
     def forgets_the_last_query(q, k, v, bias1, bias2):
