@@ -13,6 +13,15 @@ namespace ds4s::cpu {
 // float cannot say lse closely enough, and exp might overflow: such rows are shifted by their maximum, found anew.
 constexpr float kLargeLse = 64.0f;
 
+// In float32 dbias2 is summed over this many n apart before it joins the rest: one sum over hundreds of rows would
+// round more than eager's pairwise one. It takes a second array of dbias2's size.
+constexpr int64_t kDbias2Run = 32;
+
+template <typename scalar_t>
+inline bool sums_dbias2_in_runs(const BwdParams& p) {
+  return p.dbias2 != nullptr && sizeof(scalar_t) == 4 && p.N > 2 * kDbias2Run;
+}
+
 template <typename scalar_t, typename E>
 class BackwardWorker {
  public:
@@ -20,7 +29,9 @@ class BackwardWorker {
   using Vec = typename V::Vec;
   using Elem = typename E::Elem;
 
-  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch) : p_(p), s_(scratch) {
+  // dbias2_run: [B, H, Lq, Lk] where sums_dbias2_in_runs, else null.
+  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch, float* dbias2_run)
+      : p_(p), s_(scratch), dbias2_run_(dbias2_run) {
     wants_dscores_ = p.dq != nullptr || p.dk != nullptr || p.dbias1 != nullptr || p.dbias2 != nullptr;
   }
 
@@ -213,12 +224,20 @@ class BackwardWorker {
       tile.dscores_left = s_.dscores_left;
     }
     tile.dbias1 = p_.dbias1 == nullptr ? nullptr : sums.dbias1(key);
-    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : p_.dbias2 + ((b_ * p_.H + h_) * p_.Lq + q0) * p_.Lk + key;
+    const bool in_run = dbias2_run_ != nullptr && n_ >= kDbias2Run;  // the first run is summed in place
+    const int64_t dbias2_offset = ((b_ * p_.H + h_) * p_.Lq + q0) * p_.Lk + key;
+    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : (in_run ? dbias2_run_ : p_.dbias2) + dbias2_offset;
     tile.dbias2_stride = p_.Lk;
-    tile.dbias2_first = n_ == 0;
+    tile.dbias2_first = n_ == 0 || (in_run && n_ % kDbias2Run == 0);
     tile.rows = rows;
     tile.keys = count;
     tile.run(rows_);
+    if (in_run && (n_ % kDbias2Run == kDbias2Run - 1 || n_ == p_.N - 1)) {
+      for (int i = 0; i < rows; ++i) {
+        const int64_t row = dbias2_offset + i * p_.Lk;
+        for (int j = 0; j < count; ++j) p_.dbias2[row + j] += dbias2_run_[row + j];
+      }
+    }
 
     if (p_.dv != nullptr) {
       accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right,
@@ -279,6 +298,7 @@ class BackwardWorker {
 
   const BwdParams& p_;
   const BackwardScratch<E> s_;
+  float* const dbias2_run_;
   GradientRows<E> rows_;
   bool wants_dscores_;
   int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed
