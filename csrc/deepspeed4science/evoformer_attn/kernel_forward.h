@@ -26,7 +26,8 @@ template <typename scalar_t_,          // half_t; bfloat16_t (Sm80); float
           template <typename, typename, typename> class Broadcast2_ = BroadcastNoLoad,
           int kHeadDim_ = 128,              // tier: the largest D, a multiple of 16
           int kHeadDimValue_ = kSingleValueIteration_ ? kHeadDim_ : 64,  // tier of Dv; else columns of V at a time
-          bool kTf32_ = false>              // float only: TF32 tensor cores instead of full precision
+          bool kTf32_ = false,              // float only: TF32 tensor cores instead of full precision
+          int kStripes_ = 1>                // key blocks that arrive in shared memory together
 struct AttentionKernel {
   using scalar_t = scalar_t_;
   using accum_t = float;
@@ -38,6 +39,8 @@ struct AttentionKernel {
   static constexpr bool kSupportsBias = kSupportsBias_;
   static constexpr bool kSingleValueIteration = kSingleValueIteration_;
   static constexpr int kKeysPerBlock = kKeysPerBlock_;
+  static constexpr int kStripes = kStripes_;
+  static constexpr int kKeysPerStage = kKeysPerBlock * kStripes;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimValue = kHeadDimValue_;
 
@@ -52,6 +55,8 @@ struct AttentionKernel {
   static constexpr int kMinBlocksPerSm = kWarpsWanted > kNumWarps ? kWarpsWanted / kNumWarps : 1;
   static_assert(kQueriesPerBlock % 32 == 0 && kQueriesPerBlock >= 32 && kQueriesPerBlock <= 128, "32 to 128 queries");
   static_assert(kKeysPerBlock % 32 == 0 && kKeysPerBlock >= 32 && kKeysPerBlock <= 128, "32 to 128 keys");
+  static_assert(kStripes == 1 || kSingleValueIteration, "through the buffer, one key block after another");
+  static_assert(kKeysPerStage <= kNumThreads, "a thread brings one element of a row bias");
   static_assert(kHeadDim % 16 == 0 && kHeadDimValue % 16 == 0, "tiers are multiples of 16");
 
   using Traits = ds4s::ArchTraits<ArchTag>;
@@ -67,7 +72,7 @@ struct AttentionKernel {
 
   // Biases. A row bias goes through shared memory (it is every row's), a matrix bias straight into registers.
   using TileShape = cutlass::MatrixShape<kQueriesPerBlock, kKeysPerBlock>;
-  using RowShape = cutlass::MatrixShape<kNumThreads / kKeysPerBlock, kKeysPerBlock>;  // one element a thread
+  using RowShape = cutlass::MatrixShape<kNumThreads / kKeysPerStage, kKeysPerStage>;  // one element a thread
   using RowMap = ds4s::SweepThreadMap<RowShape, kNumThreads, 1>;
   using MatrixMap = ds4s::ScoreThreadMap<Mma, kWarpsM, kIsAligned>;
   template <template <typename, typename, typename> class Broadcast>
@@ -83,10 +88,10 @@ struct AttentionKernel {
   static constexpr bool kHasRowBias = Bias1::kIsRow || Bias2::kIsRow;
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
-  using KTile = ds4s::Tile<scalar_t, kKeysPerBlock, kHeadDim>;
-  using VTile = ds4s::Tile<scalar_t, kKeysPerBlock, kHeadDimValue>;
+  using KTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDim>;
+  using VTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDimValue>;
   using OTile = ds4s::Tile<output_t, kQueriesPerBlock, kHeadDimValue>;
-  static constexpr int kRowBiasBytes = kHasRowBias ? kKeysPerBlock / 2 * 16 : 0;
+  static constexpr int kRowBiasBytes = kHasRowBias ? kKeysPerStage / 2 * 16 : 0;
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes + kRowBiasBytes;
   static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes;
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
@@ -114,6 +119,7 @@ struct AttentionKernel {
     int32_t num_queries = 0, num_keys = 0;
     int32_t num_heads = 1, num_batches = 1;  // num_batches = B * N
     int32_t B = 1, N = 1;
+    int32_t group_log2 = 0;  // order of the blocks; the grid then counts num_batches rounded up to whole groups
 
     // Elements. M: next query or key; H: next head; B: next of the B * N batches; Outer: added for each next of the B.
     int64_t q_strideM = 0, k_strideM = 0, v_strideM = 0, o_strideM = 0;
@@ -124,15 +130,18 @@ struct AttentionKernel {
     int64_t bias2_strideB = 0, bias2_strideH = 0, bias2_strideM = 0;
 
     // Moves the pointers to this block's rows; num_queries becomes what is left from there. False: nothing to do.
-    // The grid is (query blocks, heads, batches), or the product of the three on x (no limit of 65,535 then): query
-    // blocks run fastest, so that K, V of one (batch, head) and bias2 of a few heads stay in L2.
+    // The grid is (query blocks, heads, batches), or the product of the three on x (no limit of 65,535 then). With
+    // group_log2 the 2^group_log2 neighbours of a batch come first, one after another: they read the same bias2 tile.
     CUTLASS_DEVICE bool advance_to_block() {
-      int32_t num_blocks = (num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
+      uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
       uint32_t id = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-      uint32_t rest = id / uint32_t(num_blocks);
-      int32_t row = int32_t(id - rest * uint32_t(num_blocks)) * kQueriesPerBlock;
-      int64_t batch = rest / uint32_t(num_heads);
-      int64_t head = rest - uint32_t(batch) * uint32_t(num_heads);
+      uint32_t in_group = id & ((1u << group_log2) - 1);
+      id >>= group_log2;
+      uint32_t rest = id / num_blocks;
+      int32_t row = int32_t(id - rest * num_blocks) * kQueriesPerBlock;
+      uint32_t group = rest / uint32_t(num_heads);
+      int64_t head = rest - group * uint32_t(num_heads);
+      int64_t batch = (group << group_log2) + in_group;
       int64_t b = uint32_t(batch) / uint32_t(N);
       int64_t n = batch - b * N;
       if (batch >= num_batches) return false;

@@ -17,8 +17,9 @@ template <typename scalar_t, int kHeadDim, int kHeadDimValue>
 struct ForwardTiles {
   static constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
   static constexpr bool kWide = sizeof(scalar_t) == 4;
-  static constexpr int kQueries = kWide ? (kLargest > 64 ? 32 : 64) : kLargest > 32 ? 64 : 128;
-  static constexpr int kKeys = kWide ? 32 : kLargest > 32 ? 64 : 32;
+  static constexpr int kQueries = kWide ? (kLargest > 64 ? 32 : 64) : kLargest > 32 && kLargest <= 64 ? 64 : 128;
+  static constexpr int kKeys = 32;
+  static constexpr int kStripes = 1;
 };
 
 template <typename scalar_t_,         // half_t, bfloat16_t, float
@@ -30,7 +31,8 @@ template <typename scalar_t_,         // half_t, bfloat16_t, float
           bool kBias2,                // bias2 is given
           bool kTf32 = false,         // float on Sm80: TF32 tensor cores
           int kQueries = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kQueries,
-          int kKeys = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kKeys>
+          int kKeys = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kKeys,
+          int kStripes = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kStripes>
 struct Forward {
   using scalar_t = scalar_t_;
   template <bool kGiven, template <typename, typename, typename> class Broadcast>
@@ -40,15 +42,16 @@ struct Forward {
   };
   using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kQueries, kKeys, /*kSingleValueIteration=*/true,
                                  kBias1 || kBias2, Choose<kBias1, BroadcastA>::template Type,
-                                 Choose<kBias2, BroadcastB>::template Type, kHeadDim, kHeadDimValue, kTf32>;
+                                 Choose<kBias2, BroadcastB>::template Type, kHeadDim, kHeadDimValue, kTf32, kStripes>;
 
   static int64_t workspace_bytes(const FwdParams& p) {
     return (needs_copy1(p) ? rows1(p).bytes() : 0) + (needs_copy2(p) ? rows2(p).bytes() : 0);
   }
 
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
-    int64_t query_blocks = (p.Lq + kQueries - 1) / kQueries;
-    int64_t blocks = query_blocks * p.H * p.B * p.N;
+    int64_t group = int64_t(1) << group_log2(p);
+    int64_t batches = (p.B * p.N + group - 1) / group * group;
+    int64_t blocks = (p.Lq + kQueries - 1) / kQueries * p.H * batches;
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
                 blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
     if (!fits) return cudaErrorInvalidValue;
@@ -65,6 +68,9 @@ struct Forward {
   }
 
  private:
+  // 16 neighbouring n share a bias2 tile while it is in L2: 1.58 instead of 1.74 ms at (1,768,768,4,32) on an H200.
+  static int32_t group_log2(const FwdParams& p) { return kBias2 && p.B * p.N >= 64 ? 4 : 0; }
+
   static BiasRows<scalar_t> rows1(const FwdParams& p) {
     return {p.bias1, {p.B, p.N, 1, p.Lk}, {p.bias1_stride[0], p.bias1_stride[1], 0, p.bias1_stride[2]}};
   }
@@ -106,6 +112,7 @@ struct Forward {
     k.num_queries = int32_t(p.Lq), k.num_keys = int32_t(p.Lk);
     k.num_heads = int32_t(p.H), k.num_batches = int32_t(p.B * p.N);
     k.B = int32_t(p.B), k.N = int32_t(p.N);
+    k.group_log2 = group_log2(p);
     // Our strides are B, N, L, H; the kernel steps over B * N by N's stride and adds the rest at each next B.
     auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {
       m = stride[2], h = stride[3], batch = stride[1], outer = stride[0] - p.N * stride[1];

@@ -26,7 +26,7 @@ struct ForwardBlock {
   using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
 
   static constexpr int kQueries = K::QTile::kRows;
-  static constexpr int kKeys = K::kKeysPerBlock;
+  static constexpr int kKeys = K::kKeysPerStage;
 
   const Params& p;
   char* const shared;
@@ -103,25 +103,29 @@ struct ForwardBlock {
         __syncthreads();
       }
 
-      // Scores in raw units.
-      float s[4][8];
-      init_scores(s, stage);
-      multiply_qk(s, q, stage);
-      add_matrices(s, bias1, bias2);
-      load_matrices(bias1, bias2, block + 1);
-      if constexpr (!K::kHasRowBias) mask_past_end(s, block);
-
-      // Probabilities.
-      Row largest;
-      if (softmax.must_move(largest, s)) {
-        softmax.move(largest);
-        softmax.rescale(o, softmax.m_prime);
-      }
-      softmax.exponentiate(s);
-
-      // O += P V.
       CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s, step, stage);
+      for (int stripe = 0; stripe < K::kStripes; ++stripe) {
+        // Scores in raw units.
+        float s[4][8];
+        int key = block * kKeys + stripe * K::kKeysPerBlock;
+        init_scores(s, stage, stripe);
+        multiply_qk(s, q, stage, stripe);
+        add_matrices(s, bias1, bias2);
+        load_matrices(bias1, bias2, key + K::kKeysPerBlock);
+        if constexpr (!K::kHasRowBias) mask_past_end(s, key);
+
+        // Probabilities.
+        Row largest;
+        if (softmax.must_move(largest, s)) {
+          softmax.move(largest);
+          softmax.rescale(o, softmax.m_prime);
+        }
+        softmax.exponentiate(s);
+
+        // O += P V.
+        CUTLASS_PRAGMA_UNROLL
+        for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s, step, stage, stripe);
+      }
 
       if constexpr (K::kAsync) {
         if (more) store_row(block + 1, stage ^ 1, next_row);
@@ -165,7 +169,7 @@ struct ForwardBlock {
 
   // This thread's element of a row bias: loaded early, converted and stored when it is there.
   struct RowElement {
-    scalar_t bias1 = scalar_t(0), bias2 = scalar_t(0);
+    uint32_t bias1 = 0, bias2 = 0;
   };
   CUTLASS_DEVICE RowElement load_row(int block) const {
     RowElement x;
@@ -174,19 +178,17 @@ struct ForwardBlock {
     return x;
   }
   template <typename BiasT>
-  CUTLASS_DEVICE void load_row_element(scalar_t& x, scalar_t* ptr, int block) const {
+  CUTLASS_DEVICE void load_row_element(uint32_t& x, const scalar_t* ptr, int block) const {
     if constexpr (BiasT::kIsRow) {
-      typename BiasT::Row::Fragment fragment;
-      BiasT::Row::load(fragment, ptr + int64_t(block) * kKeys, 0, {1, p.num_keys - block * kKeys - thread % kKeys}, 0);
-      x = fragment[0];
+      if (thread % kKeys < p.num_keys - block * kKeys) x = ptx::load_bits(ptr + int64_t(block) * kKeys);
     }
   }
   // In raw units; -inf past the last key, which masks the tail.
   CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element) const {
     if constexpr (K::kHasRowBias) {
-      float x = float(element.bias1);
-      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += float(element.bias2);
-      if constexpr (!K::Bias1::kIsRow) x = float(element.bias2);
+      float x = ptx::bits_to_float<scalar_t>(element.bias1);
+      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += ptx::bits_to_float<scalar_t>(element.bias2);
+      if constexpr (!K::Bias1::kIsRow) x = ptx::bits_to_float<scalar_t>(element.bias2);
       float raw = x * inv_scale;
       // A finite mask such as the lowest bfloat16 stays finite: a row that has nothing else is then uniform.
       if (x > -infinity()) raw = fmaxf(raw, -1e38f);
@@ -199,16 +201,16 @@ struct ForwardBlock {
     }
   }
 
-  // The pointers and the extent already contain the lane's part: the policy sees the first thread of its map.
-  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int block) {
-    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - block * kKeys - bias_start.column());
+  // From `key` on. The pointers and the extent contain the lane's part: the policy sees the first thread of its map.
+  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int key) {
+    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - key - bias_start.column());
     if constexpr (K::Bias1::kIsMatrix) {
       K::Bias1::Matrix::load(bias1, bias1_ptr, 0, extent, p.bias2_strideM);
-      bias1_ptr += kKeys;
+      bias1_ptr += K::kKeysPerBlock;
     }
     if constexpr (K::Bias2::kIsMatrix) {
       K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
-      bias2_ptr += kKeys;
+      bias2_ptr += K::kKeysPerBlock;
     }
   }
   CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
@@ -232,14 +234,14 @@ struct ForwardBlock {
     }
   }
 
-  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage) const {
+  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
         if constexpr (K::kHasRowBias) {
-          x = sRow(stage)[lane_row + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2];
+          x = sRow(stage)[lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2];
         }
         s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
       }
@@ -249,7 +251,7 @@ struct ForwardBlock {
   CUTLASS_DEVICE void load_q(FragA& a, int step) const {
     Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
   }
-  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage) const {
+  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < K::kStepsD; ++step) {
       FragA a;
@@ -261,25 +263,26 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_UNROLL
       for (int pair = 0; pair < 2; ++pair) {
         typename Mma::FragBnk b;
-        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, 0, pair, step * Mma::kStepK);
+        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, stripe * K::kKeysPerBlock, pair, step * Mma::kStepK);
         Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
       }
     }
   }
-  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage) const {
+  CUTLASS_DEVICE void multiply_pv(
+      float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage, int stripe) const {
     FragA a;
     Mma::from_scores(a, s, step, lane);
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < K::kTilesO; n += 2) {
       typename Mma::FragBkn b;
-      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, 0, step, 8 * n);
+      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, stripe * K::kKeysPerBlock, step, 8 * n);
       Mma::mma(o[n], o[n + 1], a, b);
     }
   }
 
   // Without a row bias nothing masks the keys past the end: only the last block has any.
-  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int block) const {
-    int left = p.num_keys - block * kKeys - warp_n * 32;
+  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int key) const {
+    int left = p.num_keys - key - warp_n * 32;
     if (left >= 32) return;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {

@@ -55,14 +55,14 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
       this->store_row(block, 0, this->load_row(block));
       typename Base::Frag1 bias1;
       typename Base::Frag2 bias2;
-      this->load_matrices(bias1, bias2, block);
+      this->load_matrices(bias1, bias2, block * kKeys);
       Base::wait_for_loads();
 
       float s[4][8];
-      this->init_scores(s, 0);
-      this->multiply_qk(s, q, 0);
+      this->init_scores(s, 0, 0);
+      this->multiply_qk(s, q, 0, 0);
       this->add_matrices(s, bias1, bias2);
-      if constexpr (!K::kHasRowBias) this->mask_past_end(s, block);
+      if constexpr (!K::kHasRowBias) this->mask_past_end(s, block * kKeys);
 
       // The warps of a row share one buffer, hence one reference maximum.
       Row largest;
@@ -149,7 +149,7 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < K::kTilesO * 8; ++x) o[x / 8][x % 8] = 0.f;
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s, step, 0);
+    for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s, step, 0, 0);
 
     float* mine = sMerge() + warp_m * 32 * K::kTilesO * 8 + lane;
     CUTLASS_PRAGMA_NO_UNROLL

@@ -73,6 +73,27 @@ CUTLASS_DEVICE float2 load_pair(const T* x) {
 }
 CUTLASS_DEVICE float2 load_pair(const float* x) { return make_float2(x[0], x[1]); }
 
+// One element as it stands, zero-extended to a whole register: ld.global.nc (9.7.9.8). A 16-bit variable would be
+// widened by an instruction of its own at once, which waits for the load; this waits where the value is used.
+template <typename T>
+CUTLASS_DEVICE uint32_t load_bits(const T* gmem) {
+  uint32_t x;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(x) : "l"(gmem));
+  } else {
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(gmem));
+  }
+  return x;
+}
+template <typename T>
+CUTLASS_DEVICE float bits_to_float(uint32_t x) {
+  if constexpr (sizeof(T) == 2) {
+    return unpack<T>(x).x;
+  } else {
+    return __uint_as_float(x);
+  }
+}
+
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 
