@@ -101,8 +101,8 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         devices = gpu.detect()
         if not devices.found and not env.flag("DS_IGNORE_CUDA_DETECTION"):
             remedy = (
-                "to compile for another machine, set DS_IGNORE_CUDA_DETECTION=1 "
-                "and TORCH_CUDA_ARCH_LIST"
+                "run on a machine with an NVIDIA GPU; to compile for another machine, set "
+                "DS_IGNORE_CUDA_DETECTION=1 and TORCH_CUDA_ARCH_LIST"
             )
             found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
         if not found:
