@@ -206,6 +206,31 @@ except KeyboardInterrupt:
     assert finish(process).report["answer"] == [42]
 
 
+def test_interrupt_that_the_program_survives(workshop):
+    """A terminal sends Ctrl-C to all its processes; a notebook catches it and goes on.
+
+    The build in the background goes on, too: its compiler is not among those that are told.
+    """
+    door = workshop.root / "door"
+    workshop.set_compiler(gate(door))
+    script = """
+os.setpgid(0, 0)
+jit.start([toy()])
+try:
+    while workshop.num_compilations() == 0:
+        os.sched_yield()
+    os.killpg(0, 2)
+    sys.stdin.read()
+except KeyboardInterrupt:
+    pass
+from tests.system.toys import open_gate
+open_gate(workshop.root / "door")
+report(**load())
+"""
+    assert workshop.run(script).report["answer"] == [42]
+    assert workshop.num_compilations() == 1
+
+
 FORK = """
 def in_child(what):
     reading, writing = os.pipe()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_with_torch_its_own(workshop):
     answers = run(workshop, "import torch")
     assert len(answers["before"]) == 1
     assert answers["after"] == answers["before"]
+
+
+def test_private_copy_under_another_name(workshop, tmp_path):
+    """Wheels bring runtimes whose own name is changed too, so that asking by name finds another."""
+    system = run(workshop)["after"][0]
+    copy = tmp_path / "libgomp-a34b3233.so.1"
+    data = Path(system).read_bytes()
+    renamed = data.replace(b"\0libgomp.so.1\0", b"\0libgimp.so.1\0")
+    assert renamed != data
+    copy.write_bytes(renamed)
+    answers = run(workshop, f"import ctypes; ctypes.CDLL({str(copy)!r})")
+    assert answers["before"] == answers["after"] == [str(copy)]
 
 
 def test_library_needs_no_runtime_by_name(workshop):
