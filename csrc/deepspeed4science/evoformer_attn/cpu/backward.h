@@ -51,18 +51,18 @@ template <typename scalar_t, typename E>
 class Backward {
  public:
   Backward(const BwdParams& p, const BackwardPlan& plan, float* dbias1_parts, float* chunk_sums,
-           float* dbias2_run)
+           float* dbias2_runs)
       : p_(p),
         plan_(plan),
         dbias1_parts_(dbias1_parts),
         chunk_sums_(chunk_sums),
-        dbias2_run_(dbias2_run),
+        dbias2_runs_(dbias2_runs),
         queue_(plan.groups, plan.threads),
         sums_keys_(p.dk != nullptr || p.dv != nullptr || p.dbias1 != nullptr) {}
 
   void run(int thread, int team, const BackwardScratch<E>& scratch) {
     [[maybe_unused]] typename E::Session session;
-    BackwardWorker<scalar_t, E> worker(p_, scratch, dbias2_run_);
+    BackwardWorker<scalar_t, E> worker(p_, scratch, dbias2_runs_);
     if (plan_.shared) {
       walk_together(worker, thread, team, scratch);
     } else {
@@ -170,7 +170,7 @@ class Backward {
   const BackwardPlan& plan_;
   float* const dbias1_parts_;
   float* const chunk_sums_;
-  float* const dbias2_run_;
+  float* const dbias2_runs_;
   Queue queue_;
   const bool sums_keys_;
 };
@@ -179,6 +179,12 @@ template <typename scalar_t, typename Isa>
 int backward(const BwdParams& p) {
   using E = typename EngineFor<scalar_t, Isa, kBackwardKeys>::type;
   if (const int status = E::prepare(); status != 0) return status;
+
+  if (p.B * p.N * p.H == 0) {  // nothing to sum
+    for (int64_t i = 0; p.dbias1 != nullptr && i < p.B * p.N * p.Lk; ++i) p.dbias1[i] = 0.0f;
+    for (int64_t i = 0; p.dbias2 != nullptr && i < p.B * p.H * p.Lq * p.Lk; ++i) p.dbias2[i] = 0.0f;
+    return 0;
+  }
 
   const BackwardPlan plan(p, E::kQueries);
   const BackwardScratch<E> size(nullptr, p, !plan.shared, plan.chunks);
@@ -189,19 +195,19 @@ int backward(const BwdParams& p) {
   const int64_t sums_count = KeySums::count(size.padded_keys, size.channels, size.value_channels);
   const int64_t chunk_sums_count = plan.shared ? plan.groups * plan.chunks * sums_count : 0;
   shared_size.take<float>(dbias1_count);
-  const int64_t dbias2_run_count = sums_dbias2_in_runs<scalar_t>(p) ? p.B * p.H * p.Lq * p.Lk : 0;
+  const int64_t dbias2_runs_count = dbias2_levels<scalar_t>(p) * p.B * p.H * p.Lq * p.Lk;
   shared_size.take<float>(chunk_sums_count);
-  shared_size.take<float>(dbias2_run_count);
+  shared_size.take<float>(dbias2_runs_count);
 
   const Memory memory(size.bytes * plan.threads + shared_size.bytes());
   if (memory.data() == nullptr) return ENOMEM;
   Carver shared(memory.data() + size.bytes * plan.threads);
   float* const dbias1_parts = shared.take<float>(dbias1_count);
   float* const chunk_sums = shared.take<float>(chunk_sums_count);
-  float* const dbias2_run = shared.take<float>(dbias2_run_count);
+  float* const dbias2_runs = shared.take<float>(dbias2_runs_count);
 
   Backward<scalar_t, E> run(p, plan, adds_dbias1 ? dbias1_parts : p.dbias1, chunk_sums,
-                            dbias2_run_count != 0 ? dbias2_run : nullptr);
+                            dbias2_runs);
   in_parallel(plan.threads, [&](int thread, int team) {
     const BackwardScratch<E> scratch(memory.data() + size.bytes * thread, p, !plan.shared, plan.chunks);
     run.run(thread, team, scratch);

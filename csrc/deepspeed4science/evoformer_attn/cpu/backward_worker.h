@@ -13,13 +13,16 @@ namespace ds4s::cpu {
 // float cannot say lse closely enough, and exp might overflow: such rows are shifted by their maximum, found anew.
 constexpr float kLargeLse = 64.0f;
 
-// In float32 dbias2 is summed over this many n apart before it joins the rest: one sum over hundreds of rows would
-// round more than eager's pairwise one. It takes a second array of dbias2's size.
+// In float32 dbias2 is summed over runs of 32 n, those over runs of 32 runs, and so on: one sum over hundreds of rows
+// would round more than eager's pairwise one. Each level is an array of dbias2's size, and dbias2 is the last.
 constexpr int64_t kDbias2Run = 32;
 
 template <typename scalar_t>
-inline bool sums_dbias2_in_runs(const BwdParams& p) {
-  return p.dbias2 != nullptr && sizeof(scalar_t) == 4 && p.N > 2 * kDbias2Run;
+inline int dbias2_levels(const BwdParams& p) {
+  if (p.dbias2 == nullptr || sizeof(scalar_t) != 4 || p.N <= 2 * kDbias2Run) return 0;
+  int levels = 0;
+  for (int64_t length = kDbias2Run; length < p.N; length *= kDbias2Run) ++levels;
+  return levels;
 }
 
 template <typename scalar_t, typename E>
@@ -29,9 +32,9 @@ class BackwardWorker {
   using Vec = typename V::Vec;
   using Elem = typename E::Elem;
 
-  // dbias2_run: [B, H, Lq, Lk] where sums_dbias2_in_runs, else null.
-  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch, float* dbias2_run)
-      : p_(p), s_(scratch), dbias2_run_(dbias2_run) {
+  // dbias2_runs: [dbias2_levels, B, H, Lq, Lk].
+  BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch, float* dbias2_runs)
+      : p_(p), s_(scratch), dbias2_runs_(dbias2_runs), dbias2_levels_(dbias2_levels<scalar_t>(p)) {
     wants_dscores_ = p.dq != nullptr || p.dk != nullptr || p.dbias1 != nullptr || p.dbias2 != nullptr;
   }
 
@@ -224,20 +227,14 @@ class BackwardWorker {
       tile.dscores_left = s_.dscores_left;
     }
     tile.dbias1 = p_.dbias1 == nullptr ? nullptr : sums.dbias1(key);
-    const bool in_run = dbias2_run_ != nullptr && n_ >= kDbias2Run;  // the first run is summed in place
     const int64_t dbias2_offset = ((b_ * p_.H + h_) * p_.Lq + q0) * p_.Lk + key;
-    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : (in_run ? dbias2_run_ : p_.dbias2) + dbias2_offset;
+    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : dbias2_level(0) + dbias2_offset;
     tile.dbias2_stride = p_.Lk;
-    tile.dbias2_first = n_ == 0 || (in_run && n_ % kDbias2Run == 0);
+    tile.dbias2_first = dbias2_levels_ == 0 ? n_ == 0 : n_ % kDbias2Run == 0;
     tile.rows = rows;
     tile.keys = count;
     tile.run(rows_);
-    if (in_run && (n_ % kDbias2Run == kDbias2Run - 1 || n_ == p_.N - 1)) {
-      for (int i = 0; i < rows; ++i) {
-        const int64_t row = dbias2_offset + i * p_.Lk;
-        for (int j = 0; j < count; ++j) p_.dbias2[row + j] += dbias2_run_[row + j];
-      }
-    }
+    if (dbias2_levels_ != 0) end_dbias2_runs(dbias2_offset, rows, count);
 
     if (p_.dv != nullptr) {
       accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right,
@@ -250,6 +247,25 @@ class BackwardWorker {
     if (p_.dq != nullptr) {
       accumulate(key == 0, rows, int(p_.D), count, Left<Elem>{tile.dscores_left, E::kKeys, 1},
                  s_.keys + key * s_.channels, s_.channels, s_.dq, s_.channels);
+    }
+  }
+
+  float* dbias2_level(int level) const {
+    return level == dbias2_levels_ ? p_.dbias2 : dbias2_runs_ + level * (p_.B * p_.H * p_.Lq * p_.Lk);
+  }
+
+  // A tile of every level whose run ends with this n joins the next level.
+  void end_dbias2_runs(int64_t offset, int rows, int count) const {
+    int64_t length = 1;
+    for (int level = 0; level < dbias2_levels_; ++level) {
+      length *= kDbias2Run;
+      if ((n_ + 1) % length != 0 && n_ != p_.N - 1) return;
+      const bool first = n_ / length % kDbias2Run == 0;
+      for (int i = 0; i < rows; ++i) {
+        const float* from = dbias2_level(level) + offset + i * p_.Lk;
+        float* to = dbias2_level(level + 1) + offset + i * p_.Lk;
+        for (int j = 0; j < count; ++j) to[j] = first ? from[j] : to[j] + from[j];
+      }
     }
   }
 
@@ -298,7 +314,8 @@ class BackwardWorker {
 
   const BwdParams& p_;
   const BackwardScratch<E> s_;
-  float* const dbias2_run_;
+  float* const dbias2_runs_;
+  const int dbias2_levels_;
   GradientRows<E> rows_;
   bool wants_dscores_;
   int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed

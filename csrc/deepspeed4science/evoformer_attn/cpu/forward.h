@@ -158,6 +158,8 @@ int forward(const FwdParams& p) {
   using E = typename EngineFor<scalar_t, Isa, kForwardKeys>::type;
   if (const int status = E::prepare(); status != 0) return status;
 
+  if (p.B * p.N * p.H == 0) return 0;
+
   // A task is as many queries as leave every thread four tasks; fewer than two blocks would pack K and V too often.
   const int64_t heads = p.B * p.H * p.N;
   const int64_t blocks = (p.Lq + E::kQueries - 1) / E::kQueries;
