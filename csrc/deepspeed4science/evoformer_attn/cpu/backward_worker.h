@@ -182,7 +182,8 @@ class BackwardWorker {
   void find_centers(int64_t q0, int rows) {
     if constexpr (kPreciseExp<scalar_t>) {
       for (int i = 0; i < rows; ++i) {
-        const float center = dot(at(p_.do_, p_.do_stride, b_, n_, q0 + i, h_), at(p_.o, p_.o_stride, b_, n_, q0 + i, h_));
+        const scalar_t* out = at(p_.o, p_.o_stride, b_, n_, q0 + i, h_);
+        const float center = dot(at(p_.do_, p_.do_stride, b_, n_, q0 + i, h_), out);
         // An infinite center would spread from its own key to the whole row.
         rows_.center[i] = center - center == 0.0f ? center : 0.0f;
       }

@@ -20,8 +20,9 @@
 
 namespace ds4s::cpu {
 
-// Keys of a tile. The forward's per-row work (maximum, sum, rescaling) wants few long tiles; the backward keeps a strip
-// of them whatever their length, and pads keys to whole tiles.
+// Keys of a tile, a multiple of 32 and of every vector. The forward's work for each row (maximum, sum, rescaling) wants
+// few long tiles: 96 took 13.4 ms where 192 takes 11.7 and 384 no less (AMX). The backward keeps a strip of tiles
+// whatever their length and pads keys to whole tiles, so its tiles are short.
 constexpr int kForwardKeys = 192;
 constexpr int kBackwardKeys = 96;
 

@@ -6,8 +6,8 @@
 //   P = p inverse,  dS = P ((dP - center) - delta).
 // Taking sum and delta from p itself costs three operations and makes the rows of dS sum to zero as well as eager's
 // do: delta = rowsum(dO * O) would inherit the rounding of O, and lse rounds P by up to half its own last place.
-// Any center gives the same dS; float32 takes rowsum(dO * O), so that where one key holds nearly all of P the difference
-// of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0.
+// Any center gives the same dS; float32 takes rowsum(dO * O), so that where one key holds nearly all of P the
+// difference of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0.
 #pragma once
 
 #include "bias.h"
@@ -161,7 +161,8 @@ class GradientTile {
 
   // One vector of rows i and i + 1; kTail: only its first `count` lanes are keys.
   template <bool kTail>
-  __attribute__((always_inline)) void column(const GradientRows<E>& state, float* columns, int i, int j, int count) const {
+  __attribute__((always_inline)) void column(const GradientRows<E>& state, float* columns, int i, int j,
+                                             int count) const {
     const bool both = i + 1 < rows;
     const Vec p0 = prob(state, i, j);
     const Vec p1 = both ? prob(state, i + 1, j) : V::zero();
