@@ -134,7 +134,7 @@ struct AttentionKernel {
     // group_log2 the 2^group_log2 neighbours of a batch come first, one after another: they read the same bias2 tile.
     CUTLASS_DEVICE bool advance_to_block() {
       uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
-      uint32_t id = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+      uint32_t id = ds4s::ptx::block_x() + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
       uint32_t in_group = id & ((1u << group_log2) - 1);
       id >>= group_log2;
       uint32_t rest = id / num_blocks;
@@ -175,11 +175,12 @@ struct AttentionKernel {
 
   static CUTLASS_DEVICE void attention_kernel(Params& p) {
     extern __shared__ __align__(16) char shared[];
-    if (!p.advance_to_block()) return;
+    Params block = p;
+    if (!block.advance_to_block()) return;
     if constexpr (kSingleValueIteration) {
-      ds4s::ForwardBlock<AttentionKernel>(p, shared).run();
+      ds4s::ForwardBlock<AttentionKernel>(block, shared).run(p);
     } else {
-      ds4s::ForwardBlockBuffered<AttentionKernel>(p, shared).run();
+      ds4s::ForwardBlockBuffered<AttentionKernel>(block, shared).run();
     }
   }
 };

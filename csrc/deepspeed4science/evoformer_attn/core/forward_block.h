@@ -37,7 +37,6 @@ struct ForwardBlock {
   Loader<VTile> v_loader;
   scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element of the next block
   cutlass::MatrixCoord bias_start;
-  scalar_t *row1_ptr, *row2_ptr;  // of a row: this thread's element of the first block
 
   CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
       : p(params),
@@ -54,9 +53,7 @@ struct ForwardBlock {
         k_loader(params.key_ptr, params.k_strideM, params.head_dim, thread),
         v_loader(params.value_ptr, params.v_strideM, params.head_dim_value, thread),
         bias1_ptr(params.bias1_ptr),
-        bias2_ptr(params.bias2_ptr),
-        row1_ptr(params.bias1_ptr + int(threadIdx.x) % kKeys),
-        row2_ptr(params.bias2_ptr + int(threadIdx.x) % kKeys) {
+        bias2_ptr(params.bias2_ptr) {
     ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
     auto start = K::MatrixMap::initial_offset(thread);
     bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
@@ -65,7 +62,8 @@ struct ForwardBlock {
     if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
   }
 
-  CUTLASS_DEVICE void run() {
+  // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
+  CUTLASS_DEVICE void run(Params& whole) {
     Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
     Frag1 bias1;
     Frag2 bias2;
@@ -135,7 +133,8 @@ struct ForwardBlock {
     softmax.finish_sums();
     __syncthreads();  // the last reads of K and V
     merge_warps(o, softmax);
-    store(o, softmax);
+    whole.advance_to_block();
+    store(whole, o, softmax);
   }
 
  protected:
@@ -173,14 +172,15 @@ struct ForwardBlock {
   };
   CUTLASS_DEVICE RowElement load_row(int block) const {
     RowElement x;
-    load_row_element<typename K::Bias1>(x.bias1, row1_ptr, block);
-    load_row_element<typename K::Bias2>(x.bias2, row2_ptr, block);
+    load_row_element<typename K::Bias1>(x.bias1, p.bias1_ptr, block);
+    load_row_element<typename K::Bias2>(x.bias2, p.bias2_ptr, block);
     return x;
   }
   template <typename BiasT>
   CUTLASS_DEVICE void load_row_element(uint32_t& x, const scalar_t* ptr, int block) const {
     if constexpr (BiasT::kIsRow) {
-      if (thread % kKeys < p.num_keys - block * kKeys) x = ptx::load_bits(ptr + int64_t(block) * kKeys);
+      uint32_t key = block * kKeys + thread % kKeys;
+      if (key < uint32_t(p.num_keys)) x = ptx::load_bits(ptr + key);
     }
   }
   // In raw units; -inf past the last key, which masks the tail.
@@ -252,7 +252,9 @@ struct ForwardBlock {
     Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
   }
   CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
-    CUTLASS_PRAGMA_UNROLL
+    // FFMA's many short steps one by one: all in flight at once they do not fit in the registers.
+    constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
+#pragma unroll kUnroll
     for (int step = 0; step < K::kStepsD; ++step) {
       FragA a;
       if constexpr (K::kQInRegisters) {
@@ -327,7 +329,7 @@ struct ForwardBlock {
   }
 
   // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
-  CUTLASS_DEVICE void store(const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+  CUTLASS_DEVICE void store(const Params& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
     using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
                                                         /*isFirst=*/true, /*isLast=*/true, Row>;
     output_t* sO = reinterpret_cast<output_t*>(shared);
@@ -337,7 +339,9 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < Mma::kSlots; ++slot) {
         int r = row + slot * Mma::kRowStep;
-        if (p.logsumexp_ptr && Mma::leads_row(lane) && r < p.num_queries) p.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        if (out.logsumexp_ptr && Mma::leads_row(lane) && r < out.num_queries) {
+          out.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        }
         sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
       }
       Normalize normalize(sums, softmax.m_prime);
@@ -357,8 +361,8 @@ struct ForwardBlock {
       }
     }
     __syncthreads();
-    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(p.output_ptr, p.o_strideM, sO, thread,
-                                                                     p.num_queries, p.head_dim_value);
+    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.output_ptr, out.o_strideM, sO,
+                                                                     thread, out.num_queries, out.head_dim_value);
   }
 };
 

@@ -97,6 +97,13 @@ CUTLASS_DEVICE float bits_to_float(uint32_t x) {
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 
+// blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+CUTLASS_DEVICE uint32_t block_x() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {

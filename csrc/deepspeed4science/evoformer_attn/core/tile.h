@@ -43,6 +43,7 @@ struct TileLoader {
   int64_t stride;  // elements between rows
   int row;         // of the first pass; past the tile for threads left over
   int valid;       // elements of the chunk that exist: none when <= 0
+  int first;       // the row that must exist for the first pass to read; never, where the chunk does not
   int s;           // offset in the tile
 
   // gMatrix: element (0, 0); cols: columns that exist.
@@ -51,6 +52,7 @@ struct TileLoader {
     int col = (thread - row * TileT::kChunks) * kVec;
     valid = cols - col;
     if (row >= kRowsPerPass) row = TileT::kRows;
+    first = valid > 0 ? row : 1 << 30;
     g = gMatrix + int64_t(row) * stride + col;
     s = TileT::offset(row, col);
   }
@@ -63,24 +65,24 @@ struct TileLoader {
       if (kEven || r < TileT::kRows) {
         int skew = kRowsPerPass % 8 == 0 ? TileT::offset(pass * kRowsPerPass)
                                          : TileT::offset(r) - TileT::offset(row);
-        copy_chunk(sTile + s + skew, g + pass * kRowsPerPass * stride, r < rows ? valid : 0);
+        copy_chunk(sTile + s + skew, g + pass * kRowsPerPass * stride, first + pass * kRowsPerPass < rows);
       }
     }
   }
   CUTLASS_DEVICE void advance() { g += TileT::kRows * stride; }
 
  private:
-  CUTLASS_DEVICE static void copy_chunk(T* dst, const T* src, int count) {
+  CUTLASS_DEVICE void copy_chunk(T* dst, const T* src, bool exists) const {
     if constexpr (kAligned && kAsync) {
-      ptx::cp_async_16(dst, src, count > 0);
+      ptx::cp_async_16(dst, src, exists);
     } else if constexpr (kAligned) {
       uint4 x = make_uint4(0, 0, 0, 0);
-      if (count > 0) x = *reinterpret_cast<const uint4*>(src);
+      if (exists) x = *reinterpret_cast<const uint4*>(src);
       *reinterpret_cast<uint4*>(dst) = x;
     } else {
       cutlass::AlignedArray<T, kVec> x;
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < kVec; ++e) x[e] = e < count ? src[e] : T(0);
+      for (int e = 0; e < kVec; ++e) x[e] = exists && e < valid ? src[e] : T(0);
       *reinterpret_cast<cutlass::AlignedArray<T, kVec>*>(dst) = x;
     }
   }

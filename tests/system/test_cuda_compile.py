@@ -1,0 +1,223 @@
+"""The CUDA units of every family compile, and their machine code is what it should be: matrix
+instructions there, no spills where the inner loop must not have them. Needs nvcc and no GPU; the
+published examples also run where there is one.
+"""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from op_builder import cutlass, paths, toolchain
+from op_builder.instantiations import CudaKernel
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = (
+    REPOSITORY / "tests" / "cuda_units" / "forward_examples.cu",
+    REPOSITORY / "tests" / "gpu" / "epilogue_grad_bias.cu",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    kernel: CudaKernel
+    instruction: str  # in PTX: what its products are made of
+    machine: str  # the same in machine code
+    spill_bytes: int = 0  # the most that one kernel of the unit may store
+
+    @property
+    def id(self) -> str:
+        return f"{self.kernel.name}-sm_{self.kernel.arch.replace('.', '')}"
+
+
+def unit(family, direction, dtype, head_dim, bias, arch, spill_bytes=0):
+    shape = {"sm70": "m8n8k4", "sm75": "m16n8k8", "sm80": "m16n8k16"}[family]
+    instruction = rf"mma\.sync\.aligned\.{shape}\."
+    machine = r"\bHMMA\." if arch != "7.0" else r"\bHMMA\.884\."
+    if dtype == "tf32":
+        instruction, machine = r"mma\.sync\.aligned\.m16n8k8\.\S*tf32", r"\bHMMA\.\S*TF32"
+    elif dtype == "fp32":
+        instruction, machine = r"fma\.rn\.f32", r"\bFFMA\b"
+    kernel = CudaKernel(family, direction, dtype, head_dim, bias, True, arch)
+    return Unit(kernel, instruction, machine, spill_bytes)
+
+
+# The backward holds a score tile of S and one of dP and is compiled for 168 registers; what it
+# spills are values of its prologue, used again after the loop (docs/kernels-sm80-backward.md).
+BACKWARD_SPILL_BYTES = 256
+# Before 9.0 there are fewer uniform registers: some constants of the loop move to local memory
+# (docs/kernels-sm80.md).
+CONSTANTS_SPILL_BYTES = 32
+UNITS = (
+    unit("sm75", "fwd", "fp16", 32, "both", "7.5", CONSTANTS_SPILL_BYTES),
+    unit("sm80", "fwd", "bf16", 32, "both", "8.0", CONSTANTS_SPILL_BYTES),
+    unit("sm80", "fwd", "bf16", 64, "both", "8.0"),
+    unit("sm80", "fwd", "bf16", 32, "both", "9.0"),
+    unit("sm80", "fwd", "fp16", 64, "bias1", "9.0"),
+    unit("sm80", "fwd", "tf32", 32, "both", "9.0"),
+    unit("sm80", "fwd", "fp32", 32, "none", "9.0"),
+    unit("sm80", "fwd", "fp32", 64, "both", "9.0"),
+    unit("sm70", "fwd", "fp16", 32, "both", "9.0"),
+    unit("sm75", "bwd", "fp16", 32, "bias2", "7.5", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
+)
+
+
+@pytest.fixture(scope="module")
+def nvcc():
+    tool = toolchain.find_nvcc()
+    if not tool.ok:
+        pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
+    return tool
+
+
+@pytest.fixture(scope="module")
+def includes():
+    headers = cutlass.find_cutlass()
+    if not headers.ok:
+        pytest.skip(f"CUTLASS: {headers.reason}; {headers.remedy}")
+    return [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
+
+
+def compiled(command):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def wheel_folders(package):
+    """Where the NVIDIA wheels put things: <site-packages>/nvidia/<package>."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else ()
+    return [Path(root) / package for root in roots or () if (Path(root) / package).is_dir()]
+
+
+def disassembler():
+    """nvdisasm from the wheel nvidia-cuda-nvdisasm or beside nvcc; None: PTX has to do."""
+    folders = [folder / "bin" for folder in wheel_folders("cu13")]
+    if nvcc_path := toolchain.find_nvcc().path:
+        folders.append(nvcc_path.parent)
+    return next((f / "nvdisasm" for f in folders if (f / "nvdisasm").is_file()), None)
+
+
+def spilled_bytes(log):
+    return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.id)
+def test_unit(unit, nvcc, includes, tmp_path):
+    """It compiles for its architecture; ptxas finds registers; the products are matrix ones."""
+    target = "sm_" + unit.kernel.arch.replace(".", "")
+    if target not in toolchain.targets(nvcc).real:
+        pytest.skip(f"nvcc {nvcc.version} does not compile for {target}")
+    source, ptx, cubin = (tmp_path / f"unit.{suffix}" for suffix in ("cu", "ptx", "cubin"))
+    source.write_text(unit.kernel.source())
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014"]
+    compiled([nvcc.path, "-ptx", f"-arch={target}", *flags, *includes, "-o", ptx, source])
+    assert re.search(unit.instruction, ptx.read_text())
+    log = compiled([nvcc.path, "-cubin", f"-arch={target}", "-Xptxas=-v", "-o", cubin, ptx])
+    assert spilled_bytes(log) <= unit.spill_bytes, log
+    if tool := disassembler():
+        assert re.search(unit.machine, compiled([tool, "-c", cubin]))
+
+
+SM70 = """\
+#include "kernel_forward.h"
+#include "kernel_backward.h"
+template <int kHeadDim>
+using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm70, true, 64, 32, true, true,
+                               BroadcastA, BroadcastB, kHeadDim>;
+template __global__ void attention_forward<Kernel<32>>(Kernel<32>::Params);
+template __global__ void attention_forward<Kernel<64>>(Kernel<64>::Params);
+using Config = ds4s::BackwardConfig<cutlass::half_t, cutlass::arch::Sm70, 32, true, false, true>;
+using Rows = ds4s::RowPassConfig<Config, ds4s::Gradients::kDq>;
+using Tiles = ds4s::BiasPassConfig<Config>;
+template __global__ void ds4s::backward_row_pass<Rows>(
+    const __grid_constant__ ds4s::BackwardArgs, int);
+template __global__ void ds4s::backward_bias_pass<Tiles>(
+    const __grid_constant__ ds4s::BackwardArgs, int);
+"""
+
+
+class Nvrtc:
+    """The runtime compiler of CUDA 12, the last that makes machine code for Volta."""
+
+    WHEELS = "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12 12.9"
+
+    def __init__(self):
+        libraries = [
+            library
+            for folder in wheel_folders("cuda_nvrtc")
+            for library in folder.glob("lib/libnvrtc.so.12")
+        ]
+        packages = ("cuda_runtime", "cuda_cccl")
+        self.includes = [folder / "include" for p in packages for folder in wheel_folders(p)]
+        if not libraries or len(self.includes) < len(packages):
+            pytest.skip(f"the wheels {self.WHEELS} are not installed")
+        self.library = ctypes.CDLL(str(libraries[0]))
+
+    def text(self, program, name):
+        size = ctypes.c_size_t()
+        getattr(self.library, f"nvrtcGet{name}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(self.library, f"nvrtcGet{name}")(program, buffer)
+        return buffer.raw
+
+    def compile(self, source, options):
+        """(status, log, machine code)"""
+        program = ctypes.c_void_p()
+        self.library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"unit.cu", 0, None, None
+        )
+        words = [str(word).encode() for word in options]
+        words += [f"-I{folder}".encode() for folder in self.includes]
+        status = self.library.nvrtcCompileProgram(
+            program, len(words), (ctypes.c_char_p * len(words))(*words)
+        )
+        log = self.text(program, "ProgramLog").decode()
+        return status, log, b"" if status else self.text(program, "CUBIN")
+
+
+def test_volta_machine_code(includes, tmp_path):
+    """True sm_70 code, which nvcc 13 refuses: device headers stay free of host-only includes."""
+    options = ["--std=c++17", "-arch=sm_70", "--ptxas-options=-v", "-default-device", *includes]
+    status, log, cubin = Nvrtc().compile(SM70, options)
+    assert status == 0, log
+    spills = {
+        name: int(stores)
+        for name, stores in re.findall(
+            r"Function properties for (\S+)\s.*?(\d+) bytes spill stores", log, re.DOTALL
+        )
+        if "attention_forward" in name
+    }
+    assert spills and not any(spills.values()), log
+    path = tmp_path / "volta.cubin"
+    path.write_bytes(cubin)
+    if tool := disassembler():
+        assert re.search(r"\bHMMA\.884\.", compiled([tool, "-c", path]))
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_compile(source, nvcc, includes, tmp_path):
+    """The headers' published examples, as they are."""
+    flags = ["-std=c++17", "-cubin", "-arch=sm_80", "-Ofc=max"]
+    compiled([nvcc.path, *flags, *includes, "-o", tmp_path / "examples.cubin", source])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(source, nvcc, includes, tmp_path):
+    """The same on this machine's GPU, each against a loop on the host."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    program = tmp_path / "examples"
+    flags = ["-std=c++17", f"-arch=sm_{major}{minor}", "-cudart", "static"]
+    compiled([nvcc.path, *flags, *includes, "-o", program, source])
+    compiled([program])
