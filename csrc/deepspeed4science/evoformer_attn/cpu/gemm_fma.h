@@ -107,6 +107,19 @@ struct FmaEngine {
 
   template <bool kAccumulate>
   static void multiply(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
+    multiply_piece<kAccumulate>(m, n, k < kMaxDepth ? k : kMaxDepth, a, b, ldb, c, ldc);
+    for (int x = kMaxDepth; x < k; x += kMaxDepth) {
+      const Left<float> rest{a.data + int64_t(x) * a.depth_stride, a.row_stride, a.depth_stride};
+      multiply_piece<true>(m, n, k - x < kMaxDepth ? k - x : kMaxDepth, rest, b + int64_t(x) * ldb, ldb, c, ldc);
+    }
+  }
+
+ private:
+  // Many short sums round less than a long one.
+  static constexpr int kMaxDepth = 256;
+
+  template <bool kAccumulate>
+  static void multiply_piece(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     constexpr int kMost = V::kTileVecs;
     int vecs = (n + V::kWidth - 1) / V::kWidth;
     while (vecs > 0) {
@@ -125,7 +138,6 @@ struct FmaEngine {
     }
   }
 
- private:
   template <int kVecs, bool kAccumulate>
   static void strip(int m, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     for (int i = 0; i < m; i += V::kTileRows) {
