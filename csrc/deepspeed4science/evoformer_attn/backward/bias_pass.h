@@ -2,8 +2,8 @@
 // bias2 and of dbias2 in registers and walks over the rows n (or a slice of them): S and dP are computed again, bias2 is
 // read once for all n, and nothing is added through memory until the end.
 //
-// Warp w owns queries 32 w .. 32 w + 31 and all kCols keys. Shared memory, kStages times: tiles of Q, dO, K, V and the
-// row of bias1 for one n.
+// A warp owns 32 queries x 32 kStripes keys. Shared memory, for each stage: tiles of Q, dO, K, V and the statistics of
+// their rows for one n.
 #pragma once
 
 #include "backward/scores.h"
@@ -19,32 +19,31 @@ struct BiasPass {
   using ColTile = Tile<scalar_t, Config::kCols, Config::kHeadDim>;
   using Operand = RowOperand<Mma, RowTile, scalar_t, Config::kResident>;
   template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
+
+  // One half of the threads brings Q and K, the other dO and V; a small block brings both with all of them.
+  static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
 
   static constexpr int kCols = Config::kCols;
-  static constexpr int kStripes = Config::kStripes;
+  static constexpr int kStripes = Config::kStripes;  // of a warp
+  static constexpr int kRowWarps = Config::kRows / 32;
   static constexpr int kSlots = Mma::kSlots;
-  static constexpr int kChunkTiles = Config::kResident ? 2 : 4;
+  static constexpr int kChunkTiles = Config::kChunkTiles;
   using Exponent = Probabilities<Config, ColTile, kChunkTiles, /*kLseInColumns=*/false>;
-  static constexpr int kStageBytes = 2 * RowTile::kBytes + 2 * ColTile::kBytes + kCols * 4;
+  static constexpr int kRowValuesBytes = Config::kRows * 12;  // exponent, dp twice
+  static constexpr int kStageBytes = 2 * RowTile::kBytes + 2 * ColTile::kBytes + kCols * kColumnBytes + kRowValuesBytes;
+  static_assert(Config::kRows <= Config::kThreads && kCols <= Config::kThreads, "a thread brings at most one of each");
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes; }
 
-  // What a query contributes to one n.
-  struct RowValues {
-    float exponent[kSlots], dp[kSlots];
-    CUTLASS_DEVICE void load(const BackwardArgs& args, int64_t base, int rows) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kSlots; ++slot) {
-        bool exists = slot * Mma::kRowStep < rows;
-        exponent[slot] = exists ? args.negative_lse[base + slot * Mma::kRowStep] * Exponent::row_unit : negative_infinity();
-        dp[slot] = exists ? args.negative_delta[base + slot * Mma::kRowStep] : 0.f;
-      }
-    }
+  // What a thread brings for one n: bias1 of a key, -lse and -delta of a query.
+  struct Statistics {
+    float column, exponent, dp;
   };
 
   CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
     const BwdParams& p = args.p;
-    int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
+    int thread = int(threadIdx.x), lane = thread & 31;
+    int warp_row = thread / 32 % kRowWarps * 32, warp_col = thread / 32 / kRowWarps * (32 * kStripes);
 
     // Which tile and which n.
     uint32_t row_blocks = uint32_t(p.Lq + Config::kRows - 1) / Config::kRows;
@@ -60,54 +59,82 @@ struct BiasPass {
     int rows_left = int(p.Lq) - row0, cols_left = int(p.Lk) - col0;
     int lane_row = warp_row + Mma::row_of_lane(lane);
 
-    // One n arrives in one stage.
-    const scalar_t* gQ = element<const scalar_t>(p.q, p.q_stride, b, 0, row0, h);
-    const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, 0, row0, h);
-    const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, 0, col0, h);
-    const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, 0, col0, h);
+    // One n arrives in one stage; load() is called once for each, in order.
+    int half = int(uniform(uint32_t(thread / Config::kLoadThreads)));
+    const scalar_t *g_rows[kSources], *g_cols[kSources];
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kSources; ++x) {
+      bool second = x + half == 1;
+      g_rows[x] = second ? element<const scalar_t>(p.do_, p.do_stride, b, n_begin, row0, h)
+                         : element<const scalar_t>(p.q, p.q_stride, b, n_begin, row0, h);
+      g_cols[x] = second ? element<const scalar_t>(p.v, p.v_stride, b, n_begin, col0, h)
+                         : element<const scalar_t>(p.k, p.k_stride, b, n_begin, col0, h);
+    }
     auto stage_begin = [&](int stage) { return reinterpret_cast<scalar_t*>(shared + stage * kStageBytes); };
     constexpr int kRowElements = RowTile::kBytes / sizeof(scalar_t), kColElements = ColTile::kBytes / sizeof(scalar_t);
     auto stage_columns = [&](int stage) {
       return reinterpret_cast<float*>(stage_begin(stage) + 2 * kRowElements + 2 * kColElements);
     };
-    auto load = [&](int n, int stage) {
-      scalar_t* s = stage_begin(stage);
-      int t = thread, d = int(p.D), dv = int(p.Dv);
+    auto load = [&](int stage) {
+      int t = thread - half * Config::kLoadThreads;
       ptx::keep(t);  // the loaders' registers are needed here only
-      Loader<RowTile>(gQ + n * p.q_stride[1], p.q_stride[2], d, t).load(s, rows_left);
-      Loader<RowTile>(gDo + n * p.do_stride[1], p.do_stride[2], dv, t).load(s + kRowElements, rows_left);
-      Loader<ColTile>(gK + n * p.k_stride[1], p.k_stride[2], d, t).load(s + 2 * kRowElements, cols_left);
-      Loader<ColTile>(gV + n * p.v_stride[1], p.v_stride[2], dv, t)
-          .load(s + 2 * kRowElements + kColElements, cols_left);
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kSources; ++x) {
+        bool second = x + half == 1;
+        scalar_t* s = stage_begin(stage);
+        int cols = second ? int(p.Dv) : int(p.D);
+        Loader<RowTile>(g_rows[x], second ? p.do_stride[2] : p.q_stride[2], cols, t)
+            .load(s + (second ? kRowElements : 0), rows_left);
+        Loader<ColTile>(g_cols[x], second ? p.v_stride[2] : p.k_stride[2], cols, t)
+            .load(s + 2 * kRowElements + (second ? kColElements : 0), cols_left);
+        g_rows[x] += second ? p.do_stride[1] : p.q_stride[1];
+        g_cols[x] += second ? p.v_stride[1] : p.k_stride[1];
+      }
       if constexpr (Config::kAsync) ptx::cp_async_commit();
     };
     Exponent probabilities(p.scale);
     float unit = probabilities.column_unit();
-    auto load_column = [&](int n) {
-      if (thread >= kCols || thread >= cols_left) return negative_infinity();
-      return args.bias1 ? args.bias1[(b * p.N + n) * p.Lk + col0 + thread] * unit : 0.f;
+    int64_t row_index = ((b * p.N + n_begin) * p.H + h) * p.Lq + row0 + thread;
+    const float* g_bias1 = args.bias1 ? args.bias1 + (b * p.N + n_begin) * p.Lk + col0 + thread : nullptr;
+    auto load_statistics = [&] {
+      Statistics x{negative_infinity(), negative_infinity(), 0.f};
+      if (thread < kCols && thread < cols_left) {
+        x.column = g_bias1 ? *g_bias1 * unit : 0.f;
+      }
+      if (thread < Config::kRows && thread < rows_left) {
+        x.exponent = args.negative_lse[row_index] * Exponent::row_unit;
+        x.dp = args.negative_delta[row_index];
+      }
+      row_index += p.H * p.Lq;
+      if (g_bias1) g_bias1 += p.Lk;
+      return x;
     };
-    auto row_base = [&](int n) { return ((b * p.N + n) * p.H + h) * p.Lq + row0 + lane_row; };
+    auto store_statistics = [&](int stage, const Statistics& x) {
+      float* sColumns = stage_columns(stage);
+      if (thread < kCols) store_column(sColumns, thread, x.column);
+      if (thread < Config::kRows) {
+        float* sRows = sColumns + 2 * kCols;
+        *reinterpret_cast<float2*>(sRows + 2 * thread) = make_float2(x.dp, x.dp);
+        sRows[2 * Config::kRows + thread] = x.exponent;
+      }
+    };
 
     // The tile of bias2, and of its gradient.
     BiasFragment<Mma, scalar_t> bias[kStripes];
     float dbias[kStripes][4][8] = {};
-    const scalar_t* gBias = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
-                            h * args.bias2.stride_h + (row0 + lane_row) * args.bias2.stride_row + col0 +
-                            Mma::first_column(lane);
+    const scalar_t* gBias =
+        static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b + h * args.bias2.stride_h;
+    int lane_col = col0 + warp_col + Mma::first_column(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < kStripes; ++stripe) {
-      bias[stripe].load(gBias + 32 * stripe, args.bias2.stride_row, rows_left - lane_row,
-                        cols_left - Mma::first_column(lane) - 32 * stripe);
+      bias[stripe].load(gBias, int(args.bias2.stride_row), row0 + lane_row, int(p.Lq) - 1, lane_col + 32 * stripe,
+                        int(p.Lk - 1) / Mma::kVec * Mma::kVec);
     }
 
-    int lane_nk = Mma::template lane_b_nk<ColTile>(lane), stage = 0;
-    RowValues rows, next_rows;
+    int lane_nk = Mma::template lane_b_nk<ColTile>(lane) + ColTile::offset(warp_col), stage = 0;
     if (n_begin < n_end) {
-      load(n_begin, 0);
-      float x = load_column(n_begin);
-      if (thread < kCols) stage_columns(0)[thread] = x;
-      rows.load(args, row_base(n_begin), rows_left - lane_row);
+      load(0);
+      store_statistics(0, load_statistics());
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int n = n_begin; n < n_end; ++n) {
@@ -116,15 +143,23 @@ struct BiasPass {
       __syncthreads();
       bool more = n + 1 < n_end;
       int next_stage = stages == 2 ? stage ^ 1 : 0;
-      float next_column = 0.f;
-      if (Config::kMaxStages == 2 && stages == 2 && more) load(n + 1, next_stage);
-      if (more) {
-        next_column = load_column(n + 1);
-        next_rows.load(args, row_base(n + 1), rows_left - lane_row);
-      }
+      Statistics next;
+      if (Config::kMaxStages == 2 && stages == 2 && more) load(next_stage);
+      if (more) next = load_statistics();
 
       const scalar_t* s = stage_begin(stage);
-      const float* sColumns = stage_columns(stage);
+      const float* sColumns = stage_columns(stage) + 2 * warp_col;
+      const float* sRows = stage_columns(stage) + 2 * kCols;
+      float exponent[kSlots], dp_begin[8];
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < kSlots; ++slot) {
+        exponent[slot] = sRows[2 * Config::kRows + lane_row + slot * Mma::kRowStep];
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; i += 2) {
+        float2 x = *reinterpret_cast<const float2*>(sRows + 2 * (lane_row + Mma::slot_of(i) * Mma::kRowStep));
+        dp_begin[i] = x.x, dp_begin[i + 1] = x.y;
+      }
       Operand operand_q, operand_do;
       operand_q.attach(s, warp_row, lane);
       operand_do.attach(s + kRowElements, warp_row, lane);
@@ -133,36 +168,42 @@ struct BiasPass {
       const scalar_t* sV = sK + kColElements;
       CUTLASS_PRAGMA_UNROLL
       for (int stripe = 0; stripe < kStripes; ++stripe) {
+        bias[stripe].keep_packed();
         float score[4][8], dp[4][8];
         CUTLASS_PRAGMA_UNROLL
         for (int first = 0; first < 4; first += kChunkTiles) {
           if (stripe + first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need too many registers
           CUTLASS_PRAGMA_UNROLL
-          for (int j = first; j < first + kChunkTiles; ++j) begin_with_rows<Mma>(dp[j], rows.dp);
-          probabilities(score, first, operand_q, sK + ColTile::offset(32 * stripe), sColumns + 32 * stripe,
-                        rows.exponent, bias[stripe], lane);
+          for (int j = first; j < first + kChunkTiles; ++j) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 8; ++i) dp[j][i] = Config::kExact ? 0.f : dp_begin[i];
+          }
+          probabilities(score, first, operand_q, sK + ColTile::offset(32 * stripe), sColumns + 64 * stripe, exponent,
+                        bias[stripe], lane);
           multiply_rows<Mma, ColTile, kChunkTiles / 2>(dp, first / 2, operand_do, sV + ColTile::offset(32 * stripe));
           CUTLASS_PRAGMA_UNROLL
           for (int j = first; j < first + kChunkTiles; ++j) {
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < 8; ++i) dbias[stripe][j][i] = fmaf(score[j][i], dp[j][i], dbias[stripe][j][i]);
+            for (int i = 0; i < 8; ++i) {
+              float x = Config::kExact ? dp[j][i] + dp_begin[i] : dp[j][i];
+              dbias[stripe][j][i] = fmaf(score[j][i], x, dbias[stripe][j][i]);
+            }
           }
         }
       }
 
       if (stages == 1 && more) {
         __syncthreads();
-        load(n + 1, 0);
+        load(0);
       }
-      if (more && thread < kCols) stage_columns(next_stage)[thread] = next_column;
-      rows = next_rows;
+      if (more) store_statistics(next_stage, next);
       stage = next_stage;
     }
 
     // One slice stores; several add, or leave their parts.
     float* out = args.dbias2_parts ? args.dbias2_parts + slice * (p.B * p.H * p.Lq * p.Lk) : p.dbias2;
     bool adds = args.dbias2_slices > 1 && !args.dbias2_parts;
-    out += ((b * p.H + h) * p.Lq + row0 + lane_row) * p.Lk + col0 + Mma::first_column(lane);
+    out += ((b * p.H + h) * p.Lq + row0 + lane_row) * p.Lk + lane_col;
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < kStripes; ++stripe) {
       CUTLASS_PRAGMA_UNROLL
@@ -174,7 +215,7 @@ struct BiasPass {
           float v[4];
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 4; ++i) v[i] = dbias[stripe][Mma::tile_of(group, e + i)][Mma::value_of(slot, e + i)];
-          int valid = row < rows_left - lane_row ? cols_left - Mma::first_column(lane) - col : 0;
+          int valid = row < rows_left - lane_row ? int(p.Lk) - lane_col - col : 0;
           put(out + row * p.Lk + col, v, valid, p.Lk % 4 == 0, adds);
         }
       }

@@ -25,6 +25,7 @@ struct BackwardConfig {
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
   static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
 
+  static constexpr bool kTf32 = kTf32_;
   // Full precision: exponents are added up with fewer roundings (scores.h).
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;
 
@@ -34,8 +35,9 @@ struct BackwardConfig {
   // Four warps of 32 rows while the tiles are narrow; fewer where two row tiles would fill Turing's 64 KiB.
   static constexpr int kWarps = kRowBytes <= 128 ? 4 : kRowBytes <= 256 ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
   static constexpr int kRows = 32 * kWarps;
-  static constexpr int kCols = kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kCols = kRowBytes <= 64 ? 128 : kRowBytes <= 128 ? 64 : 32;
   static constexpr int kStripes = kCols / 32;
 
   // dk and dv together need 2 kHeadDim registers a lane; past 128 two passes compute one each.
@@ -58,8 +60,14 @@ struct RowPassConfig : Config {
 
 template <typename Config>
 struct BiasPassConfig : Config {
-  static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && Config::kRowBytes <= 128;
-  static constexpr int kMinBlocks = 8 / Config::kWarps;
+  static constexpr bool kIs16Bit = sizeof(typename Config::scalar_t) == 2;
+  static constexpr int kStripes = Config::kRowBytes <= 64 ? 2 : 1;  // of 32 keys, for each warp
+  static constexpr int kCols = Config::kRowBytes <= 64 ? 128 : Config::kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kThreads = Config::kRows * kCols / (32 * kStripes);
+  static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
+  static constexpr bool kResident = kIs16Bit && Config::kRowBytes <= 128;
+  static constexpr int kChunkTiles = kIs16Bit ? 2 : 4;
+  static constexpr int kMinBlocks = 8 * 32 / kThreads;
 };
 
 }  // namespace ds4s

@@ -43,21 +43,32 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 }
 
-// The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ...
-template <bool kAligned, int kGroup, typename scalar_t>
+// The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ... As the matrix products do it:
+// with TF32 operands are rounded (x may be exempt), in full precision each chunk of four is summed first.
+template <typename Config, int kGroup, bool kRoundsX, typename scalar_t>
 CUTLASS_DEVICE float dot_share(const scalar_t* x, const scalar_t* y, int count, int lane) {
   constexpr int kVec = 16 / int(sizeof(scalar_t));
+  auto operand = [](float a) { return Config::kTf32 ? __uint_as_float(ptx::to_tf32(a)) : a; };
   float sum = 0.f;
   for (int chunk = lane * kVec; chunk < count; chunk += kGroup * kVec) {
-    if constexpr (kAligned) {
-      cutlass::AlignedArray<scalar_t, kVec> a = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(x + chunk);
-      cutlass::AlignedArray<scalar_t, kVec> b = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(y + chunk);
-      CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < kVec; ++e) sum = fmaf(float(a[e]), float(b[e]), sum);
+    cutlass::AlignedArray<scalar_t, kVec> a, b;
+    if constexpr (Config::kIsAligned) {
+      a = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(x + chunk);
+      b = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(y + chunk);
     } else {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int e = 0; e < kVec && chunk + e < count; ++e) sum = fmaf(float(x[chunk + e]), float(y[chunk + e]), sum);
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < kVec; ++e) {
+        bool exists = chunk + e < count;
+        a[e] = exists ? x[chunk + e] : scalar_t(0), b[e] = exists ? y[chunk + e] : scalar_t(0);
+      }
     }
+    float part = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < kVec; ++e) {
+      float factor = kRoundsX ? operand(float(a[e])) : float(a[e]);
+      part = fmaf(factor, operand(float(b[e])), part);
+    }
+    sum += part;
   }
   return sum;
 }
@@ -67,7 +78,9 @@ template <typename Config>
 struct PrepareRows {
   using scalar_t = typename Config::scalar_t;
   static constexpr int kChunks = Config::kHeadDim * int(sizeof(scalar_t)) / 16;
-  static constexpr int kGroup = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  // Full precision: one lane, so that delta is bit for bit dP's sum where P = 1 and they must cancel.
+  static constexpr int kGroup =
+      Config::kExact ? 1 : kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
   static constexpr int kRowsPerBlock = kPrepareThreads / kGroup;
 
   CUTLASS_DEVICE static float reduce(float x) {
@@ -94,7 +107,7 @@ struct PrepareRows {
     if (args.shift && args.shift[bn] != 0.f) {
       again(args, b, n, q, h, gDo, lane, lse, delta);
     } else {
-      delta = reduce(dot_share<Config::kIsAligned, kGroup>(gO, gDo, int(p.Dv), lane));
+      delta = reduce(dot_share<Config, kGroup, /*kRoundsX=*/false>(gO, gDo, int(p.Dv), lane));
       lse = lse == negative_infinity() ? -negative_infinity() : lse;
     }
     if (exists && lane == 0) negative_lse[out] = -lse, negative_delta[out] = -delta;
@@ -114,9 +127,9 @@ struct PrepareRows {
     for (int64_t k = 0; k < p.Lk; ++k) {
       const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, k, h);
       const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, k, h);
-      float s = p.scale * reduce(dot_share<Config::kIsAligned, kGroup>(gQ, gK, int(p.D), lane)) + bias1[k];
+      float s = p.scale * reduce(dot_share<Config, kGroup, true>(gQ, gK, int(p.D), lane)) + bias1[k];
       if constexpr (Config::kHasBias2) s += float(bias2[k]);
-      float dp = reduce(dot_share<Config::kIsAligned, kGroup>(gDo, gV, int(p.Dv), lane));
+      float dp = reduce(dot_share<Config, kGroup, true>(gDo, gV, int(p.Dv), lane));
       if (s == negative_infinity()) continue;
       float m_new = fmaxf(m, s), keep = ptx::exp2((m - m_new) * kLog2e), e = ptx::exp2((s - m_new) * kLog2e);
       sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;

@@ -9,8 +9,8 @@
 //   out              dq = scale dS K                      dk = scale dS^T Q,  dv = P^T dO,  dbias1 = row sums
 //
 // What depends on the column is the accumulator's first value, so it costs nothing; what depends on the row joins the
-// exponent. Warp w owns rows 32 w .. 32 w + 31 and all columns. Shared memory: two row tiles; kStages times (two column
-// tiles, two values for each column).
+// exponent. Warp w owns rows 32 w .. 32 w + 31 and all columns. Shared memory: for each stage two column tiles and two
+// values for each column; two row tiles, in the second stage's place if the loop does not read them there.
 #pragma once
 
 #include "backward/scores.h"
@@ -24,8 +24,11 @@ struct RowPass {
   using RowTile = Tile<scalar_t, Config::kRows, Config::kHeadDim>;
   using ColTile = Tile<scalar_t, Config::kCols, Config::kHeadDim>;
   using Operand = RowOperand<Mma, RowTile, scalar_t, Config::kResident>;
-  template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using RowLoader = TileLoader<scalar_t, RowTile, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using ColLoader = TileLoader<scalar_t, ColTile, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
+
+  // Each half of the threads brings one of the two column tiles; a small block brings both with all of them.
+  static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
 
   static constexpr bool kKeyRows = Config::kKeyRows;
   static constexpr bool kWantsDs = Config::kWantsDs;
@@ -34,8 +37,13 @@ struct RowPass {
   static constexpr int kTiles = Config::kHeadDim / 8;
   static constexpr int kChunkTiles = Config::kResident ? 2 : 4;  // score tiles alive at a time
   static constexpr int kRowBytes = (1 + kWantsDs) * RowTile::kBytes;
-  static constexpr int kStageBytes = 2 * ColTile::kBytes + 2 * kCols * 4;
-  static constexpr int shared_bytes(int stages) { return kRowBytes + stages * kStageBytes; }
+  static constexpr int kStageBytes = 2 * ColTile::kBytes + 2 * kCols * kColumnBytes;
+  CUTLASS_HOST_DEVICE static constexpr int rows_begin(int stages) {
+    return (Config::kResident ? 1 : stages) * kStageBytes;
+  }
+  static constexpr int shared_bytes(int stages) {
+    return rows_begin(stages) + (stages == 2 && Config::kResident && kStageBytes > kRowBytes ? kStageBytes : kRowBytes);
+  }
 
   // What a column contributes, on its way from global memory to shared memory.
   struct ColumnValues {
@@ -59,8 +67,8 @@ struct RowPass {
     }
     CUTLASS_DEVICE static void store(float* sColumns, const ColumnValues& x) {
       if (int(threadIdx.x) >= kCols) return;
-      sColumns[threadIdx.x] = x.score;
-      if constexpr (kKeyRows && kWantsDs) sColumns[kCols + threadIdx.x] = x.dp;
+      store_column(sColumns, int(threadIdx.x), x.score);
+      if constexpr (kKeyRows && kWantsDs) store_column(sColumns + 2 * kCols, int(threadIdx.x), x.dp);
     }
   };
 
@@ -68,12 +76,16 @@ struct RowPass {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
-    // Which rows: row blocks run fastest, then heads, so that one bias2 stays in L2.
+    // Which rows. Among 16 neighbouring n the n runs fastest, then row blocks, then heads: those 16 blocks read the same
+    // rows of bias2, and what they walk over stays in L2.
     int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
-    uint32_t rest = uniform(blockIdx.x / row_blocks);
-    int row0 = int(blockIdx.x - rest * row_blocks) * Config::kRows;
-    int64_t bn = uniform(rest / uint32_t(p.H)), h = rest - uint32_t(bn) * uint32_t(p.H);
+    uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H), group = min(batches, 16u);
+    uint32_t first = blockIdx.x / (per_batch * group) * group, id = blockIdx.x - first * per_batch;
+    group = min(batches - first, group);
+    uint32_t rest = uniform(id / group);
+    int64_t bn = uniform(first + id - rest * group), h = uniform(rest / row_blocks);
+    int row0 = int(rest - uint32_t(h) * row_blocks) * Config::kRows;
     int64_t b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
     int rows_left = num_rows - row0 - warp_row;
 
@@ -83,11 +95,14 @@ struct RowPass {
     const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, kKeyRows ? 0 : row0, h);
     const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, kKeyRows ? row0 : 0, h);
     const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, kKeyRows ? row0 : 0, h);
-    Loader<RowTile> rows1(kKeyRows ? gK : gQ, kKeyRows ? p.k_stride[2] : p.q_stride[2], d, thread);
-    Loader<RowTile> rows2(kKeyRows ? gV : gDo, kKeyRows ? p.v_stride[2] : p.do_stride[2], dv, thread);
-    const scalar_t *gCols1 = kKeyRows ? gQ : gK, *gCols2 = kKeyRows ? gDo : gV;
+    RowLoader rows1(kKeyRows ? gK : gQ, kKeyRows ? p.k_stride[2] : p.q_stride[2], d, thread);
+    RowLoader rows2(kKeyRows ? gV : gDo, kKeyRows ? p.v_stride[2] : p.do_stride[2], dv, thread);
     int64_t cols1_stride = kKeyRows ? p.q_stride[2] : p.k_stride[2];
     int64_t cols2_stride = kKeyRows ? p.do_stride[2] : p.v_stride[2];
+    int half = int(uniform(uint32_t(thread / Config::kLoadThreads)));
+    const scalar_t* g_cols[kSources];
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kSources; ++x) g_cols[x] = x + half == 1 ? (kKeyRows ? gDo : gV) : (kKeyRows ? gQ : gK);
 
     // Statistics of the rows and of the columns.
     int64_t bnh_q = (bn * p.H + h) * p.Lq;
@@ -96,6 +111,7 @@ struct RowPass {
     Columns columns{kKeyRows ? args.negative_lse + bnh_q : bias1, args.negative_delta + bnh_q,
                     probabilities.column_unit(), num_cols};
     float row_exponent[Mma::kSlots], row_dp[Mma::kSlots];
+    RowBegin<Mma> dp_begin;
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
       int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
@@ -110,26 +126,34 @@ struct RowPass {
       }
     }
     const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
-    const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h +
-                            (row0 + warp_row + Mma::row_of_lane(lane)) * bias2.stride_row + Mma::first_column(lane);
-    int bias_rows = rows_left - Mma::row_of_lane(lane), bias_cols = num_cols - Mma::first_column(lane);
+    if constexpr (!kKeyRows) dp_begin.set(row_dp);
+    const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h;
+    int bias_row = row0 + warp_row + Mma::row_of_lane(lane), last_col = (num_cols - 1) / Mma::kVec * Mma::kVec;
+    auto load_bias = [&](BiasFragment<Mma, scalar_t>& bias, int col) {
+      bias.load(gBias, int(bias2.stride_row), bias_row, num_rows - 1, col + Mma::first_column(lane), last_col);
+    };
 
     // Shared memory, and this lane's place in it.
-    scalar_t* sRows1 = reinterpret_cast<scalar_t*>(shared);
-    scalar_t* sRows2 = reinterpret_cast<scalar_t*>(shared + RowTile::kBytes);
-    char* sStages = shared + kRowBytes;
+    scalar_t* sRows1 = reinterpret_cast<scalar_t*>(shared + rows_begin(stages));
+    scalar_t* sRows2 = sRows1 + RowTile::kBytes / sizeof(scalar_t);
     int lane_nk = Mma::template lane_b_nk<ColTile>(lane), lane_kn = Mma::template lane_b_kn<ColTile>(lane);
+    // Called once for each tile, in order.
     auto load_columns = [&](int tile, int stage) {
-      scalar_t* s = reinterpret_cast<scalar_t*>(sStages + stage * kStageBytes);
-      int col0 = tile * kCols, t = thread;
+      scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
+      int t = thread - half * Config::kLoadThreads;
       ptx::keep(t);  // the loaders' registers are needed here only, not all through the loop
-      Loader<ColTile>(gCols1 + col0 * cols1_stride, cols1_stride, d, t).load(s, num_cols - col0);
-      Loader<ColTile>(gCols2 + col0 * cols2_stride, cols2_stride, dv, t)
-          .load(s + ColTile::kBytes / sizeof(scalar_t), num_cols - col0);
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kSources; ++x) {
+        bool second = x + half == 1;
+        int64_t stride = second ? cols2_stride : cols1_stride;
+        ColLoader(g_cols[x], stride, second ? dv : d, t)
+            .load(s + (second ? ColTile::kBytes / sizeof(scalar_t) : 0), num_cols - tile * kCols);
+        g_cols[x] += kCols * stride;
+      }
       if constexpr (Config::kAsync) ptx::cp_async_commit();
     };
     auto stage_columns = [&](int stage) {
-      return reinterpret_cast<float*>(sStages + stage * kStageBytes + 2 * ColTile::kBytes);
+      return reinterpret_cast<float*>(shared + stage * kStageBytes + 2 * ColTile::kBytes);
     };
 
     // First tiles.
@@ -138,7 +162,7 @@ struct RowPass {
     load_columns(0, 0);
     columns.store(stage_columns(0), columns.load(0));
     BiasFragment<Mma, scalar_t> bias;
-    if constexpr (Config::kHasBias2) bias.load(gBias, bias2.stride_row, bias_rows, bias_cols);
+    if constexpr (Config::kHasBias2) load_bias(bias, 0);
     Operand operand1, operand2;
     operand1.attach(sRows1, warp_row, lane);
     operand2.attach(sRows2, warp_row, lane);
@@ -151,7 +175,6 @@ struct RowPass {
     float out_dv[kWantsDv ? kTiles : 2][8] = {}, out_ds[kWantsDs ? kTiles : 2][8] = {};
     float row_sum[Mma::kSlots] = {};
     const bool wants_dbias1 = kKeyRows && kWantsDs && p.dbias1;
-    const bool wants_ds = !kKeyRows || p.dk || wants_dbias1, wants_out_ds = !kKeyRows || p.dk, wants_dv = p.dv;
 
     int num_tiles = (num_cols + kCols - 1) / kCols, stage = 0;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -164,62 +187,62 @@ struct RowPass {
       if (Config::kMaxStages == 2 && stages == 2 && more) load_columns(tile + 1, next_stage);
       if (more) next = columns.load((tile + 1) * kCols);
 
-      const scalar_t* s1 = reinterpret_cast<const scalar_t*>(sStages + stage * kStageBytes);
+      const scalar_t* s1 = reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
       const scalar_t* s2 = s1 + ColTile::kBytes / sizeof(scalar_t);
       const float* sColumns = stage_columns(stage);
+      int stripes = min(Config::kStripes, (num_cols - tile * kCols + 31) / 32);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int stripe = 0; stripe < Config::kStripes; ++stripe) {
+      for (int stripe = 0; stripe < stripes; ++stripe) {
         const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s2_nk = s2 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s1_kn = s1 + ColTile::offset(32) * stripe + lane_kn;
         const scalar_t* s2_kn = s2 + ColTile::offset(32) * stripe + lane_kn;
-        const float* column = sColumns + 32 * stripe;
+        const float* column = sColumns + 64 * stripe;
         float s[4][8], dp[4][8];
         CUTLASS_PRAGMA_UNROLL
         for (int first = 0; first < 4; first += kChunkTiles) {
           if (first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
           // Scores, dP - delta.
           probabilities(s, first, operand1, s1_nk, column, row_exponent, bias, lane);
-          if (Config::kHasBias2 && first + kChunkTiles == 4) {
-            int col = tile * kCols + 32 * (stripe + 1);
-            bias.load(gBias + col, bias2.stride_row, bias_rows, bias_cols - col);
-          }
+          if (Config::kHasBias2 && first + kChunkTiles == 4) load_bias(bias, tile * kCols + 32 * (stripe + 1));
           if constexpr (kWantsDv) {
-            if (wants_dv) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
-                multiply_scores<Mma, ColTile>(out_dv, s, step, s2_kn, lane);
-              }
+            CUTLASS_PRAGMA_UNROLL
+            for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+              multiply_scores<Mma, ColTile>(out_dv, s, step, s2_kn, lane);
             }
           }
           if constexpr (kWantsDs) {
-            if (!wants_ds) continue;
             CUTLASS_PRAGMA_UNROLL
             for (int j = first; j < first + kChunkTiles; ++j) {
-              if constexpr (kKeyRows) {
-                begin_with_columns<Mma>(dp[j], j, column + kCols, lane);
+              if constexpr (Config::kExact) {
+                CUTLASS_PRAGMA_UNROLL
+                for (int i = 0; i < 8; ++i) dp[j][i] = 0.f;
+              } else if constexpr (kKeyRows) {
+                begin_with_columns<Mma>(dp[j], j, column + 2 * kCols, lane);
               } else {
-                begin_with_rows<Mma>(dp[j], row_dp);
+                dp_begin.begin(dp[j]);
               }
             }
             multiply_rows<Mma, ColTile, kChunkTiles / 2>(dp, first / 2, operand2, s2_nk);
             CUTLASS_PRAGMA_UNROLL
             for (int j = first; j < first + kChunkTiles; ++j) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int i = 0; i < 8; ++i) dp[j][i] *= s[j][i];
-            }
-            if (kKeyRows && wants_dbias1) {
-              CUTLASS_PRAGMA_UNROLL
-              for (int j = first; j < first + kChunkTiles; ++j) {
-                CUTLASS_PRAGMA_UNROLL
-                for (int i = 0; i < 8; ++i) row_sum[Mma::slot_of(i)] += dp[j][i];
+              float begin[8];
+              if constexpr (Config::kExact && kKeyRows) {
+                begin_with_columns<Mma>(begin, j, column + 2 * kCols, lane);
+              } else if constexpr (Config::kExact) {
+                dp_begin.begin(begin);
               }
-            }
-            if (wants_out_ds) {
               CUTLASS_PRAGMA_UNROLL
-              for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
-                multiply_scores<Mma, ColTile>(out_ds, dp, step, s1_kn, lane);
-              }
+              for (int i = 0; i < 8; ++i) dp[j][i] = s[j][i] * (Config::kExact ? dp[j][i] + begin[i] : dp[j][i]);
+            }
+            if constexpr (kKeyRows) {
+              // Sums of their own for each step: fewer roundings at the size of the whole.
+              CUTLASS_PRAGMA_UNROLL
+              for (int slot = 0; slot < Mma::kSlots; ++slot) row_sum[slot] += sum_of_slot(dp, first, slot);
+            }
+            CUTLASS_PRAGMA_UNROLL
+            for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+              multiply_scores<Mma, ColTile>(out_ds, dp, step, s1_kn, lane);
             }
           }
         }
@@ -255,6 +278,19 @@ struct RowPass {
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
+  }
+
+  CUTLASS_DEVICE static float sum_of_slot(const float (&x)[4][8], int first, int slot) {
+    float sum = 0.f;
+    bool is_first = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int y = 8 * first; y < 8 * (first + kChunkTiles); y += 2) {
+      const float* pair = &x[y / 8][y % 8];
+      if (Mma::slot_of(y % 8) != slot) continue;
+      sum = is_first ? pair[0] + pair[1] : sum + (pair[0] + pair[1]);
+      is_first = false;
+    }
+    return sum;
   }
 
   // dbias1 is also summed over heads: each head's part, or atomically.

@@ -66,45 +66,76 @@ CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4]
   }
 }
 
-// One value for each column of tile j, from shared memory: a lane's values i and i + 1.
+// One value for each column in shared memory, every pair twice, (x, y, x, y): as the matrix instruction takes it where an
+// accumulator begins, for two rows at once.
+constexpr int kColumnBytes = 8;
+CUTLASS_DEVICE void store_column(float* sColumns, int column, float x) {
+  float* pair = sColumns + column / 2 * 4 + column % 2;
+  pair[0] = x, pair[2] = x;
+}
+// Of tile j, a lane's values 4 half .. 4 half + 3.
 template <typename Mma>
-CUTLASS_DEVICE float2 column_pair(const float* sColumns, int j, int i, int lane) {
-  return *reinterpret_cast<const float2*>(sColumns + Mma::Permuted::at(j, 0) +
-                                          Mma::Permuted::at(0, Mma::column_of(lane, i)));
+CUTLASS_DEVICE float4 columns_of(const float* sColumns, int j, int half, int lane) {
+  return *reinterpret_cast<const float4*>(sColumns + 2 * Mma::Permuted::at(0, Mma::column_of(lane, 0)) +
+                                          2 * Mma::Permuted::at(j, Mma::column_of(0, 4 * half)));
 }
 // What an accumulator begins with.
 template <typename Mma>
 CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sColumns, int lane) {
   CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < 8; i += 2) {
-    float2 x = column_pair<Mma>(sColumns, j, i, lane);
-    tile[i] = x.x, tile[i + 1] = x.y;
+  for (int half = 0; half < 2; ++half) {
+    float4 x = columns_of<Mma>(sColumns, j, half, lane);
+    tile[4 * half] = x.x, tile[4 * half + 1] = x.y, tile[4 * half + 2] = x.z, tile[4 * half + 3] = x.w;
   }
 }
+
+// One value for each of a lane's rows, as an accumulator begins with them: registers of their own, or they would be
+// copied together for every tile.
 template <typename Mma>
-CUTLASS_DEVICE void begin_with_rows(float (&tile)[8], const float (&rows)[Mma::kSlots]) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < 8; ++i) tile[i] = rows[Mma::slot_of(i)];
-}
+struct RowBegin {
+  float values[8];
+  CUTLASS_DEVICE void set(const float (&rows)[Mma::kSlots]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) values[i] = opaque(rows[Mma::slot_of(i)]);
+  }
+  CUTLASS_DEVICE void begin(float (&tile)[8]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) tile[i] = values[i];
+  }
+
+ private:
+  CUTLASS_DEVICE static float opaque(float x) {
+    int bits = __float_as_int(x);
+    ptx::keep(bits);
+    return __int_as_float(bits);
+  }
+};
 
 // A lane's part of a 32 x 32 bias tile, as it lies in memory: 16-byte vectors of neighbouring columns.
 template <typename Mma, typename scalar_t>
 struct BiasFragment {
   uint32_t words[Mma::kSlots][Mma::kGroups][4];
 
-  // g: the lane's row of slot 0 and its first column. rows, cols: how many exist from there on.
-  CUTLASS_DEVICE void load(const scalar_t* g, int64_t stride, int rows, int cols) {
+  // From the lane's row of slot 0 and its first column on. What lies past the last row or the last vector repeats it:
+  // there P is 0 or goes nowhere.
+  CUTLASS_DEVICE void load(const scalar_t* g, int stride, int row, int last_row, int col, int last_col) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+    for (int group = 0; group < Mma::kGroups; ++group) {
+      const scalar_t* column = g + min(col + group * Mma::kGroupStep, last_col);
       CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < Mma::kGroups; ++group) {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (slot * Mma::kRowStep < rows && group * Mma::kGroupStep < cols) {
-          x = __ldg(reinterpret_cast<const uint4*>(g + slot * Mma::kRowStep * stride + group * Mma::kGroupStep));
-        }
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        int64_t offset = int64_t(min(row + slot * Mma::kRowStep, last_row)) * stride;
+        uint4 x = __ldg(reinterpret_cast<const uint4*>(column + offset));
         words[slot][group][0] = x.x, words[slot][group][1] = x.y;
         words[slot][group][2] = x.z, words[slot][group][3] = x.w;
       }
+    }
+  }
+  // Keeps the compiler from unpacking it once and for all, which takes twice the registers.
+  CUTLASS_DEVICE void keep_packed() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < Mma::kSlots * Mma::kGroups * 4; ++x) {
+      ptx::keep(reinterpret_cast<int&>(words[x / (4 * Mma::kGroups)][x / 4 % Mma::kGroups][x % 4]));
     }
   }
   CUTLASS_DEVICE float2 pair(int slot, int group, int e) const {
@@ -159,7 +190,7 @@ struct Probabilities {
         float2 b = make_float2(0.f, 0.f);
         if constexpr (Config::kHasBias2) b = bias.pair(slot, group, e);
         if constexpr (kExact) {
-          float2 column = column_pair<Mma>(sColumns, j, i, lane);
+          float4 column = columns_of<Mma>(sColumns, j, i / 4, lane);
           s[j][i] = exact(s[j][i], b.x, row[slot], column.x);
           s[j][i + 1] = exact(s[j][i + 1], b.y, row[slot], column.y);
         } else {
