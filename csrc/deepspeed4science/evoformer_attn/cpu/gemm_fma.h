@@ -116,7 +116,7 @@ struct FmaEngine {
 
  private:
   // Many short sums round less than a long one.
-  static constexpr int kMaxDepth = 256;
+  static constexpr int kMaxDepth = 128;
 
   template <bool kAccumulate>
   static void multiply_piece(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
