@@ -27,7 +27,11 @@ template <typename scalar_t_,          // half_t; bfloat16_t (Sm80); float
           int kHeadDim_ = 128,              // tier: the largest D, a multiple of 16
           int kHeadDimValue_ = kSingleValueIteration_ ? kHeadDim_ : 64,  // tier of Dv; else columns of V at a time
           bool kTf32_ = false,              // float only: TF32 tensor cores instead of full precision
-          int kStripes_ = 1>                // key blocks that arrive in shared memory together
+          int kStripes_ = 1,                // key blocks that arrive in shared memory together
+          int kInFlight_ = 1,               // of these, whose scores a warp computes before it turns to their softmax
+          // Warps to be resident on a multiprocessor, which spread over four register files: 8, 12 or 16 of them leave
+          // 255, 168 or 128 registers a thread. O takes one register a lane for each column of V.
+          int kWarpsWanted_ = getWarpsPerSm<scalar_t_, ArchTag>() - (kHeadDimValue_ > 32 ? 4 : 0)>
 struct AttentionKernel {
   using scalar_t = scalar_t_;
   using accum_t = float;
@@ -40,6 +44,7 @@ struct AttentionKernel {
   static constexpr bool kSingleValueIteration = kSingleValueIteration_;
   static constexpr int kKeysPerBlock = kKeysPerBlock_;
   static constexpr int kStripes = kStripes_;
+  static constexpr int kInFlight = kInFlight_;
   static constexpr int kKeysPerStage = kKeysPerBlock * kStripes;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimValue = kHeadDimValue_;
@@ -49,13 +54,11 @@ struct AttentionKernel {
   static constexpr int kWarpsN = kKeysPerBlock / 32;
   static constexpr int kNumWarps = kQueriesPerBlock * kKeysPerBlock / 1024;
   static constexpr int kNumThreads = kNumWarps * kWarpSize;
-  // O takes one register a lane for each column of V. Warps spread over four register files: 8, 12 or 16 of them leave
-  // 255, 168 or 128 registers a thread.
-  static constexpr int kWarpsWanted = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
-  static constexpr int kMinBlocksPerSm = kWarpsWanted > kNumWarps ? kWarpsWanted / kNumWarps : 1;
+  static constexpr int kMinBlocksPerSm = kWarpsWanted_ > kNumWarps ? kWarpsWanted_ / kNumWarps : 1;
   static_assert(kQueriesPerBlock % 32 == 0 && kQueriesPerBlock >= 32 && kQueriesPerBlock <= 128, "32 to 128 queries");
   static_assert(kKeysPerBlock % 32 == 0 && kKeysPerBlock >= 32 && kKeysPerBlock <= 128, "32 to 128 keys");
   static_assert(kStripes == 1 || kSingleValueIteration, "through the buffer, one key block after another");
+  static_assert(kStripes % kInFlight == 0, "whole groups of key blocks");
   static_assert(kKeysPerStage <= kNumThreads, "a thread brings one element of a row bias");
   static_assert(kHeadDim % 16 == 0 && kHeadDimValue % 16 == 0, "tiers are multiples of 16");
 

@@ -12,15 +12,29 @@
 
 namespace ds4s {
 
-// Tile sizes, with the limit or the measurement that chose them (docs/kernels-sm80.md, Outcome).
-template <typename scalar_t, int kHeadDim, int kHeadDimValue>
+// Tile sizes, with the limit or the measurement that chose them (H200, bf16, both biases; docs/kernels-sm80.md,
+// Outcome). Meanings: AttentionKernel's parameters.
 struct ForwardTiles {
-  static constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
-  static constexpr bool kWide = sizeof(scalar_t) == 4;
-  static constexpr int kQueries = kWide ? (kLargest > 64 ? 32 : 64) : kLargest > 32 && kLargest <= 64 ? 64 : 128;
-  static constexpr int kKeys = 32;
-  static constexpr int kStripes = 1;
+  int queries, keys, stripes, in_flight, warps;
 };
+
+template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue>
+constexpr ForwardTiles forward_tiles() {
+  constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
+  constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
+  // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
+  constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
+  constexpr bool kStaged = kRoomy && has_large_shared_memory();
+  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps};
+  // (1,768,768,4,32): 1.42 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69.
+  if (kLargest <= 32) return {128, 32, kStaged ? 4 : 1, 1, kWarps};
+  // (1,48,768,16,48): 0.51 ms, with one stripe 0.57, and 8 warps 0.67.
+  if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12};
+  // (1,256,1024,4,64): 1.25 ms, with one in flight 1.33 to 1.43, one stripe 1.37 to 1.42, 128 x 32 1.37.
+  if (kLargest <= 64) return {64, 32, kStaged ? 2 : 1, kStaged ? 2 : 1, kWarps};
+  // (1,64,1024,8,128): 1.15 ms, with one stripe 1.30.
+  return {128, 32, kStaged ? 2 : 1, 1, kWarps};
+}
 
 template <typename scalar_t_,         // half_t, bfloat16_t, float
           typename ArchTag,           // the family: Sm70, Sm75, Sm80
@@ -29,20 +43,19 @@ template <typename scalar_t_,         // half_t, bfloat16_t, float
           int kHeadDimValue,          // tier of Dv
           bool kBias1,                // bias1 is given
           bool kBias2,                // bias2 is given
-          bool kTf32 = false,         // float on Sm80: TF32 tensor cores
-          int kQueries = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kQueries,
-          int kKeys = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kKeys,
-          int kStripes = ForwardTiles<scalar_t_, kHeadDim, kHeadDimValue>::kStripes>
+          bool kTf32 = false>         // float on Sm80: TF32 tensor cores
 struct Forward {
   using scalar_t = scalar_t_;
+  static constexpr ForwardTiles kTiles = forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue>();
   template <bool kGiven, template <typename, typename, typename> class Broadcast>
   struct Choose {
     template <typename M, typename S, typename T>
     using Type = typename cutlass::platform::conditional<kGiven, Broadcast<M, S, T>, BroadcastNoLoad<M, S, T>>::type;
   };
-  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kQueries, kKeys, /*kSingleValueIteration=*/true,
+  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, /*kSingleValueIteration=*/true,
                                  kBias1 || kBias2, Choose<kBias1, BroadcastA>::template Type,
-                                 Choose<kBias2, BroadcastB>::template Type, kHeadDim, kHeadDimValue, kTf32, kStripes>;
+                                 Choose<kBias2, BroadcastB>::template Type, kHeadDim, kHeadDimValue, kTf32,
+                                 kTiles.stripes, kTiles.in_flight, kTiles.warps>;
 
   static int64_t workspace_bytes(const FwdParams& p) {
     return (needs_copy1(p) ? rows1(p).bytes() : 0) + (needs_copy2(p) ? rows2(p).bytes() : 0);
@@ -51,7 +64,7 @@ struct Forward {
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
     int64_t group = int64_t(1) << group_log2(p);
     int64_t batches = (p.B * p.N + group - 1) / group * group;
-    int64_t blocks = (p.Lq + kQueries - 1) / kQueries * p.H * batches;
+    int64_t blocks = (p.Lq + kTiles.queries - 1) / kTiles.queries * p.H * batches;
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
                 blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
     if (!fits) return cudaErrorInvalidValue;

@@ -15,6 +15,20 @@ struct ArchTraits {
   static constexpr bool kHasLdmatrix = kCapability >= 75;  // 8x8 matrices from shared memory
 };
 
+// Whether every GPU that this unit is compiled for has 228 KiB of shared memory on a multiprocessor: 9.0 to 10.3. The
+// others have 164 (8.0), 100 (8.6, 8.9, 12.0), 96 (7.0) or 64 (7.5). The host must know it too: it sizes the launch.
+CUTLASS_HOST_DEVICE constexpr bool has_large_shared_memory() {
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  for (int arch : kArchs) {
+    if (arch < 900 || arch >= 1100) return false;
+  }
+  return true;
+#else
+  return false;  // a runtime compiler, which sees no host side
+#endif
+}
+
 }  // namespace ds4s
 
 // Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of

@@ -65,10 +65,11 @@ struct ForwardBlock {
   // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
   CUTLASS_DEVICE void run(Params& whole) {
     Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
-    Frag1 bias1;
-    Frag2 bias2;
+    Frag1 bias1[K::kInFlight];
+    Frag2 bias2[K::kInFlight];
     if constexpr (K::kAsync) load_keys(0, 0), store_row(0, 0, load_row(0));
-    load_matrices(bias1, bias2, 0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], t * K::kKeysPerBlock);
 
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
     if constexpr (K::kQInRegisters) {
@@ -101,28 +102,36 @@ struct ForwardBlock {
         __syncthreads();
       }
 
-      CUTLASS_PRAGMA_UNROLL
-      for (int stripe = 0; stripe < K::kStripes; ++stripe) {
+      // Not unrolled: four turns in sight of the scheduler cost registers and gain nothing.
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
         // Scores in raw units.
-        float s[4][8];
+        float s[K::kInFlight][4][8];
         int key = block * kKeys + stripe * K::kKeysPerBlock;
-        init_scores(s, stage, stripe);
-        multiply_qk(s, q, stage, stripe);
-        add_matrices(s, bias1, bias2);
-        load_matrices(bias1, bias2, key + K::kKeysPerBlock);
-        if constexpr (!K::kHasRowBias) mask_past_end(s, key);
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          init_scores(s[t], stage, stripe + t);
+          multiply_qk(s[t], q, stage, stripe + t);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          add_matrices(s[t], bias1[t], bias2[t]);
+          load_matrices(bias1[t], bias2[t], key + (K::kInFlight + t) * K::kKeysPerBlock);
+          if constexpr (!K::kHasRowBias) mask_past_end(s[t], key + t * K::kKeysPerBlock);
+        }
 
-        // Probabilities.
+        // Probabilities, and O += P V.
         Row largest;
-        if (softmax.must_move(largest, s)) {
+        if (must_move(softmax, largest, s)) {
           softmax.move(largest);
           softmax.rescale(o, softmax.m_prime);
         }
-        softmax.exponentiate(s);
-
-        // O += P V.
         CUTLASS_PRAGMA_UNROLL
-        for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s, step, stage, stripe);
+        for (int t = 0; t < K::kInFlight; ++t) {
+          softmax.exponentiate(s[t]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s[t], step, stage, stripe + t);
+        }
       }
 
       if constexpr (K::kAsync) {
@@ -246,6 +255,19 @@ struct ForwardBlock {
         s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
       }
     }
+  }
+
+  // RowSoftmax::must_move over all scores in flight.
+  CUTLASS_DEVICE static bool must_move(const Softmax& softmax, Row& largest, const float (&s)[K::kInFlight][4][8]) {
+    bool moves = softmax.must_move(largest, s[0]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 1; t < K::kInFlight; ++t) {
+      Row others;
+      moves |= softmax.must_move(others, s[t]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) largest[slot] = fmaxf(largest[slot], others[slot]);
+    }
+    return moves;
   }
 
   CUTLASS_DEVICE void load_q(FragA& a, int step) const {
