@@ -55,6 +55,15 @@ class CudaBackend(Backend):
         if max(problem.D, problem.Dv) > HEAD_DIM_TIERS[-1]:
             largest = f"D = {problem.D}, Dv = {problem.Dv}"
             reasons.append(f"{largest}: the largest head dimension is {HEAD_DIM_TIERS[-1]}")
+        elif (
+            (major, minor) == (7, 5)
+            and problem.dtype == torch.float32
+            and max(problem.D, problem.Dv) > 96
+        ):
+            reasons.append(
+                "float32 with a head dimension above 96 needs more than the 64 KiB of shared "
+                "memory of compute capability 7.5; use float16"
+            )
         return reasons
 
     def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
