@@ -1,0 +1,48 @@
+"""Every instruction set of this processor keeps the error law, not only the one it would choose."""
+
+import math
+
+import pytest
+import torch
+
+from deepspeed4science import backends
+from deepspeed4science.backend_cpu import CpuBackend
+from op_builder import cpu_isa
+from op_builder.errors import BuildError
+from op_builder.instantiations import CPU_ISAS
+from tests.numeric.cases import DTYPES, Case
+from tests.numeric.law import check
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+CASES = (
+    Case("typical", B=2, N=5, Lq=130, H=3),
+    Case("ragged", Lq=71, Lk=37, D=19, Dv=40),
+    Case("one-key", Lq=7, Lk=1),
+    Case("no-bias", Lq=40, bias1=False, bias2=False),
+)
+
+
+@pytest.fixture(params=CPU_ISAS)
+def isa(request, monkeypatch):
+    """Forces one instruction set upon the op."""
+    monkeypatch.setenv("DS4S_CPU_ISA", request.param)
+    try:
+        cpu_isa.best("bf16")
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(backends, "BACKENDS", (CpuBackend(),))
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_every_instruction_set_keeps_the_law(isa, dtype):
+    for case in CASES:
+        check(case.inputs(dtype, "cpu"))
+    masked = CASES[0].inputs(dtype, "cpu")
+    masked.bias1[:, 1] = -math.inf
+    masked.bias1[:, 2, ..., :64] = -math.inf
+    check(masked)
+    used = {kernel.name for kernel in backends.BACKENDS[0]._kernels.values()}
+    expected = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
+    assert {name.rpartition("_")[2] for name in used} == {expected}
