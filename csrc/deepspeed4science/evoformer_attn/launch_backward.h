@@ -46,10 +46,10 @@ class Backward {
     prepare();
     if (p_.dk || p_.dv || p_.dbias1) {
       if constexpr (Config::kSplitsKeys) {
-        if (p_.dk || p_.dbias1) row_pass<Gradients::kDk>();
+        if (p_.dk || p_.dbias1) key_pass<Gradients::kDk>();
         if (p_.dv) row_pass<Gradients::kDv>();
       } else {
-        row_pass<Gradients::kDkDv>();
+        key_pass<Gradients::kDkDv>();
       }
     }
     if (p_.dq) row_pass<Gradients::kDq>();
@@ -175,16 +175,22 @@ class Backward {
     return {at<void>(offset), copies_b_ == 1 ? 0 : copies_h_ * rows * pitch, copies_h_ == 1 ? 0 : rows * pitch, pitch};
   }
 
+  // dk, dv or both; with dbias1 where it is wanted.
   template <Gradients kWhat>
+  void key_pass() {
+    if (!p_.dbias1) return row_pass<kWhat>();
+    if (dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
+    row_pass<kWhat, true>();
+    if (dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
+  }
+
+  template <Gradients kWhat, bool kWantsDbias1 = false>
   void row_pass() {
-    using PassConfig = RowPassConfig<Config, kWhat>;
+    using PassConfig = RowPassConfig<Config, kWhat, kWantsDbias1>;
     using Pass = RowPass<PassConfig>;
-    constexpr bool kGivesDbias1 = PassConfig::kKeyRows && PassConfig::kWantsDs;
-    if (kGivesDbias1 && p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     int64_t blocks = ceil_div(PassConfig::kKeyRows ? p_.Lk : p_.Lq, Config::kRows) * p_.H * p_.B * p_.N;
     int num_stages = stages<Pass>();
     start(backward_row_pass<PassConfig>, blocks, Config::kThreads, Pass::shared_bytes(num_stages), args_, num_stages);
-    if (kGivesDbias1 && p_.dbias1 && dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
   }
 
   void bias_pass() {

@@ -35,7 +35,7 @@ struct RowPass {
   static constexpr bool kWantsDv = Config::kWantsDv;
   static constexpr int kCols = Config::kCols;
   static constexpr int kTiles = Config::kHeadDim / 8;
-  static constexpr int kChunkTiles = Config::kResident ? 2 : 4;  // score tiles alive at a time
+  static constexpr int kChunkTiles = Config::kChunkTiles;
   static constexpr int kRowBytes = (1 + kWantsDs) * RowTile::kBytes;
   static constexpr int kStageBytes = 2 * ColTile::kBytes + 2 * kCols * kColumnBytes;
   CUTLASS_HOST_DEVICE static constexpr int rows_begin(int stages) {
@@ -174,7 +174,6 @@ struct RowPass {
 
     float out_dv[kWantsDv ? kTiles : 2][8] = {}, out_ds[kWantsDs ? kTiles : 2][8] = {};
     float row_sum[Mma::kSlots] = {};
-    const bool wants_dbias1 = kKeyRows && kWantsDs && p.dbias1;
 
     int num_tiles = (num_cols + kCols - 1) / kCols, stage = 0;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -190,7 +189,8 @@ struct RowPass {
       const scalar_t* s1 = reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
       const scalar_t* s2 = s1 + ColTile::kBytes / sizeof(scalar_t);
       const float* sColumns = stage_columns(stage);
-      int stripes = min(Config::kStripes, (num_cols - tile * kCols + 31) / 32);
+      // One stripe is no loop: ptxas would keep room for the accumulators of D = 128 twice (456 bytes spilled, not 16).
+      int stripes = Config::kStripes == 1 ? 1 : min(Config::kStripes, (num_cols - tile * kCols + 31) / 32);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stripe = 0; stripe < stripes; ++stripe) {
         const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
@@ -235,7 +235,7 @@ struct RowPass {
               CUTLASS_PRAGMA_UNROLL
               for (int i = 0; i < 8; ++i) dp[j][i] = s[j][i] * (Config::kExact ? dp[j][i] + begin[i] : dp[j][i]);
             }
-            if constexpr (kKeyRows) {
+            if constexpr (Config::kWantsDbias1) {
               // Sums of their own for each step: fewer roundings at the size of the whole.
               CUTLASS_PRAGMA_UNROLL
               for (int slot = 0; slot < Mma::kSlots; ++slot) row_sum[slot] += sum_of_slot(dp, first, slot);
@@ -266,7 +266,7 @@ struct RowPass {
     } else {
       if constexpr (kWantsDs) {
         if (p.dk) store(p.dk, p.dk_stride, out_ds, p.scale, d);
-        if (wants_dbias1) store_row_sums(args, row_sum, bn, h, row0 + warp_row, rows_left, lane);
+        if constexpr (Config::kWantsDbias1) store_row_sums(args, row_sum, bn, h, row0 + warp_row, rows_left, lane);
       }
       if constexpr (kWantsDv) {
         if (p.dv) store(p.dv, p.dv_stride, out_dv, 1.f, dv);
