@@ -26,6 +26,11 @@ namespace ds4s::cpu {
 constexpr int kForwardKeys = 192;
 constexpr int kBackwardKeys = 96;
 
+// Queries of a tile of the pair engine. 32 x 192 scores are half of the first-level cache: 64 took 4 % longer. In the
+// backward 32 took 15 % longer than 64.
+template <int kKeys>
+constexpr int kPairQueries = kKeys == kForwardKeys ? 32 : 64;
+
 template <typename scalar_t, typename Isa, int kKeys>
 struct EngineFor {
   using type = FmaEngine<Isa, kKeys>;
@@ -34,12 +39,12 @@ struct EngineFor {
 #if defined(__AVX512BF16__)
 template <int kKeys>
 struct EngineFor<bfloat16_t, Avx512, kKeys> {
-  using type = PairEngine<DotMultiplier, kKeys>;
+  using type = PairEngine<DotMultiplier, kPairQueries<kKeys>, kKeys>;
 };
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 template <int kKeys>
 struct EngineFor<bfloat16_t, Amx, kKeys> {
-  using type = PairEngine<AmxMultiplier, kKeys>;
+  using type = PairEngine<AmxMultiplier, kPairQueries<kKeys>, kKeys>;
 };
 #endif
 #endif

@@ -8,6 +8,8 @@ namespace ds4s::cpu {
 // Below this exp is a denormal float: taken as 0, since products with denormals are a hundred times slower.
 constexpr float kExpCutoff = -87.33f;
 
+constexpr float kLog2e = 0x1.715476p0f;
+
 // exp(z) for z <= 0 (or slightly above), NaN for NaN. Relative error: kPrecise 1e-7, otherwise 3e-6 (more without a
 // fused multiply-add, of the size of the rounding of z log2 e).
 // n = round(z log2 e), then exp z = 2^n exp(z - n ln 2), the latter by a minimax polynomial with exp 0 = 1.
@@ -15,7 +17,7 @@ template <bool kPrecise, typename V>
 inline typename V::Vec exp(typename V::Vec z) {
   using Vec = typename V::Vec;
   const Vec magic = V::set1(0x1.8p23f);  // adding it leaves an integer in the low bits of the significand
-  const Vec log2e = V::set1(0x1.715476p0f);
+  const Vec log2e = V::set1(kLog2e);
   const Vec n = V::sub(V::fma(z, log2e, magic), magic);
   Vec r, y;
   if constexpr (kPrecise) {
@@ -37,6 +39,21 @@ inline typename V::Vec exp(typename V::Vec z) {
   }
   y = V::fma(y, r, V::set1(1.0f));
   return V::scale_above(y, n, z, V::set1(kExpCutoff));
+}
+
+// Where a base is larger, a product with log2 e in front of the subtraction loses too much.
+constexpr float kCoarseExpLimit = 256.0f;
+
+// 2^z for what becomes bfloat16: relative error 7.5e-5, NaN for NaN, 0 below the floats.
+template <typename V>
+inline typename V::Vec coarse_exp2(typename V::Vec z) {
+  using Vec = typename V::Vec;
+  const Vec r = V::above_floor(z);
+  Vec y = V::set1(0x1.3f96a4p-4f);
+  y = V::fma(y, r, V::set1(0x1.cefc4cp-3f));
+  y = V::fma(y, r, V::set1(0x1.64444cp-1f));
+  y = V::fma(y, r, V::set1(0x1.fff632p-1f));
+  return V::scale_above(y, z, z, V::set1(-126.0f));
 }
 
 }  // namespace ds4s::cpu

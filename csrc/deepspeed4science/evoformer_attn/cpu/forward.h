@@ -23,8 +23,7 @@ struct ForwardScratch {
   Elem* values;   // [Lk][value channels]
   float* bias1;   // [Lk]
   Elem* queries;  // [kQueries][channels]
-  float* scores;  // [kQueries][kKeys]
-  Elem* probs;    // [kQueries][kKeys], the same memory as scores where kInPlace
+  float* scores;  // [kQueries][kKeys], and P in their place
   float* out;     // [kQueries][value channels]
   float* gather;  // [kQueries][kKeys] for a bias2 whose columns are not contiguous
 
@@ -42,7 +41,6 @@ struct ForwardScratch {
     bias1 = carver.take<float>(padded_keys);
     queries = carver.take<Elem>(int64_t(E::kQueries) * channels);
     scores = carver.take<float>(E::kQueries * E::kKeys);
-    probs = E::kInPlace ? reinterpret_cast<Elem*>(scores) : carver.take<Elem>(E::kQueries * E::kKeys);
     out = carver.take<float>(int64_t(E::kQueries) * value_channels);
     gather = carver.take<float>(gathers_bias2(p) ? E::kQueries * E::kKeys : 0);
     bytes = carver.bytes();
@@ -63,6 +61,8 @@ class Forward {
   }
 
  private:
+  static constexpr int kProbStride = E::kKeys * int(sizeof(float) / sizeof(typename E::Elem));
+
   static const scalar_t* at(const void* data, const int64_t* stride, int64_t b, int64_t n, int64_t l, int64_t h) {
     return static_cast<const scalar_t*>(data) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
   }
@@ -97,10 +97,10 @@ class Forward {
                                   E::kKeys);
 
       const BiasTile bias2 = bias2_tile(p_, b, h, q, key, rows, count, s_.gather, E::kKeys);
-      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, s_.probs, rows, count, p_.scale, s_.bias1 + key, bias2,
+      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, rows, count, p_.scale, s_.bias1 + key, bias2,
                                              state_);
 
-      const Left<typename E::Elem> probs{s_.probs, E::kKeys, 1};
+      const Left<typename E::Elem> probs{reinterpret_cast<const typename E::Elem*>(s_.scores), kProbStride, 1};
       const typename E::Elem* values = s_.values + key * s_.value_channels;
       if (key == 0) {
         E::template multiply<false>(rows, int(p_.Dv), count, probs, values, s_.value_channels, s_.out,

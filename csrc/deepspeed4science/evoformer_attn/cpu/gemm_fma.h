@@ -61,6 +61,7 @@ struct FmaEngine {
   static constexpr int kDepthAlign = 1;         // a product's depth needs no padding
   static constexpr int kChannelAlign = V::kWidth;
   static constexpr bool kInPlace = true;        // a score tile serves as operand where it stands
+  static constexpr int kProbVecs = 1;
   static constexpr bool kPacksTransposedLeft = false;
 
   struct Session {};  // per-thread state of the processor: none

@@ -15,17 +15,17 @@
 
 namespace ds4s::cpu {
 
-template <typename Multiplier, int kKeys_>
+template <typename Multiplier, int kQueries_, int kKeys_>
 struct PairEngine {
   using V = Avx512;
   using Elem = bfloat16_t;
 
-  // A multiple of 32, the depth of an AMX tile product. 32 took 15 % longer, 128 the same.
-  static constexpr int kQueries = 64;
+  static constexpr int kQueries = kQueries_;  // a multiple of 32, the depth of an AMX tile product
   static constexpr int kKeys = kKeys_;
   static constexpr int kDepthAlign = Multiplier::kDepthAlign;
   static constexpr int kChannelAlign = Multiplier::kChannelAlign;
   static constexpr bool kInPlace = false;
+  static constexpr int kProbVecs = 2;  // vectors the forward's softmax makes at a time
   static constexpr bool kPacksTransposedLeft = true;
 
   using Session = typename Multiplier::Session;
@@ -93,6 +93,11 @@ struct PairEngine {
   }
 
   static void store_left(Elem* out, __m512 x) { store_half(out, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))); }
+
+  // Two vectors of one row: one conversion instead of two.
+  static void store_left(Elem* out, __m512 x, __m512 y) {
+    _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(y, x)));
+  }
 
   // One vector of rows i and i + 1 (i even).
   static void store_right(Elem* out, int i, int j, __m512 x, __m512 y) {

@@ -87,7 +87,10 @@ struct Avx512 {
     }
   }
 
-  // x * 2^n where z >= cutoff or z is NaN, else 0. n holds integers.
+  // z - floor(z).
+  static Vec above_floor(Vec z) { return _mm512_reduce_ps(z, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+
+  // x * 2^floor(n) where z >= cutoff or z is NaN, else 0.
   static Vec scale_above(Vec x, Vec n, Vec z, Vec cutoff) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(z, cutoff, _CMP_NLT_UQ), x, n);
   }
@@ -100,7 +103,10 @@ struct Avx512 {
     return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
   }
   static Vec widen(__m256i bits) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    // Word 2 i + 1 from word i, zeros between: one instruction where conversion and shift are two.
+    const __m512i order = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4,
+                                           0, 3, 0, 2, 0, 1, 0, 0, 0);
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, order, _mm512_castsi256_si512(bits)));
   }
   static __m256i to_half(Vec x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static __m256i to_bfloat16(Vec x) {

@@ -12,87 +12,126 @@ template <int kQueries>
 struct RowState {
   alignas(64) float max[kQueries];    // running maximum m of the scores, -inf before the first visible key
   alignas(64) float sum[kQueries];    // running sum l of exp(s - m)
-  alignas(64) float total[kQueries];  // sum of exp(s - m) over the last tile alone
   alignas(64) float alpha[kQueries];  // exp(m before this tile - m): what the accumulator must be multiplied by
 
   void reset() {
     for (int i = 0; i < kQueries; ++i) {
       max[i] = -kInfinity;
-      sum[i] = total[i] = alpha[i] = 0.0f;
+      sum[i] = alpha[i] = 0.0f;
     }
   }
 };
 
-// scores [rows][kKeys] = Q K^T in, P = exp(s - m) out as left operand `probs` (the same memory where kInPlace).
-// Columns past `keys` become 0 as far as a product reads.
+// exp(row - base) as one row of a left operand; its sum, lane by lane. Whole kProbVecs vectors are read and written;
+// `to` may be where `row` is.
+template <bool kPrecise, typename E>
+inline typename E::V::Vec exp_row(const float* row, typename E::Elem* to, int keys, float base) {
+  using V = typename E::V;
+  using Vec = typename V::Vec;
+  constexpr int kWidth = V::kWidth;
+  Vec total = V::zero();
+  if constexpr (E::kProbVecs == 2) {
+    if (base > -kCoarseExpLimit && base < kCoarseExpLimit) {
+      // The rounding of base log2 e is common to the row and cancels in P.
+      const Vec log2e = V::set1(kLog2e);
+      const Vec shift = V::set1(-base * kLog2e);
+      for (int j = 0; j < keys; j += 2 * kWidth) {
+        const Vec x = coarse_exp2<V>(V::fma(V::load(row + j), log2e, shift));
+        const Vec y = coarse_exp2<V>(V::fma(V::load(row + j + kWidth), log2e, shift));
+        total = V::add(total, V::add(x, y));
+        E::store_left(to + j, x, y);
+      }
+      return total;
+    }
+  }
+  const Vec bases = V::set1(base);
+  for (int j = 0; j < keys; j += kWidth) {
+    const Vec p = exp<kPrecise, V>(V::sub(V::load(row + j), bases));
+    total = V::add(total, p);
+    E::store_left(to + j, p);
+  }
+  return total;
+}
+
+// scores [rows][kKeys] = Q K^T in, P = exp(s - m) out as left operand, each row where its scores were.
+// Columns past `keys` become 0 as far as a product reads. Rows go by a vector of them: maxima and sums of single rows
+// would be long chains, each waiting for the one before.
 template <bool kPrecise, int kKind, typename E>
-inline void softmax_tile_kind(float* scores, typename E::Elem* probs, int rows, int keys, float scale,
+inline void softmax_tile_kind(float* scores, int rows, int keys, float scale,
                               const float* bias1, const BiasTile& bias2, RowState<E::kQueries>& state) {
   using V = typename E::V;
   using Vec = typename V::Vec;
   constexpr int kWidth = V::kWidth;
+  static_assert(E::kProbVecs * kWidth % E::kDepthAlign == 0);
   const int whole = keys / kWidth * kWidth;
   const int tail = keys - whole;
-  const int padded = round_up(keys, E::kDepthAlign);
+  const int padded = round_up(keys, E::kProbVecs * kWidth);
   const Vec scales = V::set1(scale);
 
-  for (int i = 0; i < rows; ++i) {
-    float* row = scores + i * E::kKeys;
-    const int64_t bias_row = i * bias2.row_stride;
+  for (int first = 0; first < rows; first += kWidth) {
+    const int count = rows - first < kWidth ? rows - first : kWidth;
 
-    Vec highest = V::set1(-kInfinity);
-    for (int j = 0; j < whole; j += kWidth) {
-      Vec s = V::fma(V::load(row + j), scales, V::load(bias1 + j));
-      s = add_bias2<V, kKind>(s, bias2, bias_row + j);
-      V::store(row + j, s);
-      highest = V::max(highest, s);
+    Vec highest[kWidth];
+    for (int i = 0; i < count; ++i) {
+      float* row = scores + (first + i) * E::kKeys;
+      const int64_t bias_row = (first + i) * bias2.row_stride;
+      Vec most = V::set1(-kInfinity);
+      for (int j = 0; j < whole; j += kWidth) {
+        Vec s = V::fma(V::load(row + j), scales, V::load(bias1 + j));
+        s = add_bias2<V, kKind>(s, bias2, bias_row + j);
+        V::store(row + j, s);
+        most = V::max(most, s);
+      }
+      if (tail != 0) {
+        Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
+        s = add_bias2_first<V, kKind>(s, bias2, bias_row + whole, tail);
+        s = V::select(V::first(tail), s, V::set1(-kInfinity));
+        V::store(row + whole, s);
+        most = V::max(most, s);
+      }
+      for (int j = round_up(keys, kWidth); j < padded; j += kWidth) V::store(row + j, V::set1(-kInfinity));
+      highest[i] = most;
     }
-    if (tail != 0) {
-      Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
-      s = add_bias2_first<V, kKind>(s, bias2, bias_row + whole, tail);
-      s = V::select(V::first(tail), s, V::set1(-kInfinity));
-      V::store(row + whole, s);
-      highest = V::max(highest, s);
-    }
+    for (int i = count; i < kWidth; ++i) highest[i] = V::zero();
 
-    const float before = state.max[i];
-    const float tile_max = V::reduce_max(highest);
-    const float now = before > tile_max ? before : tile_max;
+    V::transpose(highest);
+    const Vec before = V::load(state.max + first);
+    Vec now = before;
+    for (int i = 0; i < kWidth; ++i) now = V::max(now, highest[i]);
+    V::store(state.max + first, now);
     // With no visible key yet any finite base makes exp(-inf - base) = 0.
-    const float base = now == -kInfinity ? 0.0f : now;
-    state.max[i] = now;
-    state.alpha[i] = before - base;
+    const Vec base = V::max(V::set1(-0x1.fffffep127f), now);
+    alignas(64) float bases[kWidth];
+    V::store(bases, base);
 
-    const Vec bases = V::set1(base);
-    Vec total = V::zero();
-    for (int j = 0; j < keys; j += kWidth) {
-      const Vec p = exp<kPrecise, V>(V::sub(V::load(row + j), bases));
-      total = V::add(total, p);
-      E::store_left(probs + i * E::kKeys + j, p);
+    Vec totals[kWidth];
+    for (int i = 0; i < count; ++i) {
+      float* const row = scores + (first + i) * E::kKeys;
+      totals[i] = exp_row<kPrecise, E>(row, reinterpret_cast<typename E::Elem*>(row), padded, bases[i]);
     }
-    for (int j = round_up(keys, kWidth); j < padded; j += kWidth) E::store_left(probs + i * E::kKeys + j, V::zero());
-    state.total[i] = V::reduce_add(total);
-  }
+    for (int i = count; i < kWidth; ++i) totals[i] = V::zero();
 
-  for (int i = 0; i < rows; i += kWidth) {
-    const Vec alpha = exp<kPrecise, V>(V::load(state.alpha + i));
-    V::store(state.alpha + i, alpha);
-    V::store(state.sum + i, V::fma(V::load(state.sum + i), alpha, V::load(state.total + i)));
+    V::transpose(totals);
+    Vec total = totals[0];
+    for (int i = 1; i < kWidth; ++i) total = V::add(total, totals[i]);
+    const Vec alpha = exp<kPrecise, V>(V::sub(before, base));
+    V::store(state.alpha + first, alpha);
+    V::store(state.sum + first, V::fma(V::load(state.sum + first), alpha, total));
   }
 }
 
 template <bool kPrecise, typename E>
-inline void softmax_tile(float* scores, typename E::Elem* probs, int rows, int keys, float scale, const float* bias1,
+inline void softmax_tile(float* scores, int rows, int keys, float scale, const float* bias1,
                          const BiasTile& bias2, RowState<E::kQueries>& state) {
   switch (bias2.kind) {
     case kFloat32:
-      return softmax_tile_kind<kPrecise, kFloat32, E>(scores, probs, rows, keys, scale, bias1, bias2, state);
+      return softmax_tile_kind<kPrecise, kFloat32, E>(scores, rows, keys, scale, bias1, bias2, state);
     case kFloat16:
-      return softmax_tile_kind<kPrecise, kFloat16, E>(scores, probs, rows, keys, scale, bias1, bias2, state);
+      return softmax_tile_kind<kPrecise, kFloat16, E>(scores, rows, keys, scale, bias1, bias2, state);
     case kBFloat16:
-      return softmax_tile_kind<kPrecise, kBFloat16, E>(scores, probs, rows, keys, scale, bias1, bias2, state);
+      return softmax_tile_kind<kPrecise, kBFloat16, E>(scores, rows, keys, scale, bias1, bias2, state);
     default:
-      return softmax_tile_kind<kPrecise, kNoBias, E>(scores, probs, rows, keys, scale, bias1, bias2, state);
+      return softmax_tile_kind<kPrecise, kNoBias, E>(scores, rows, keys, scale, bias1, bias2, state);
   }
 }
 
