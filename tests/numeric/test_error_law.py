@@ -195,6 +195,7 @@ def test_float32_biases_with_16_bit_inputs(dtype, device):
 def test_gradients_of_large_spread(dtype, device):
     inputs = BASE.inputs(dtype, device)
     spread = torch.exp(3 * torch.randn(*inputs.q.shape[:-1], 1, device=device))
+    spread = spread.clamp(max=2e3)  # float16 ends at 65,504
     inputs.do = (torch.randn(inputs.q.shape, device=device) * spread).to(dtype)
     check(inputs)
 
