@@ -1,7 +1,9 @@
 // O = softmax(scale Q K^T + bias1 + bias2) V, lse = log(sum(exp(scores))): tiled, with an online softmax.
 //
 // One task is (b, h, n) and a range of queries; a thread packs K and V once, then for each block of kQueries rows
-// walks over the keys: scores -> softmax_tile -> accumulator. Tasks have n innermost: bias2[b, h] stays in the cache.
+// walks over the keys: scores -> softmax_tile -> accumulator. Tasks have h innermost, so that the heads of a row, which
+// share pages and often lines, come one after the other; where bias2[b] of all heads is too large for a core's cache,
+// n is innermost, and bias2[b, h] stays there.
 // Scratch per thread: K and V packed, 4 Lk (D + Dv) bytes, and tiles of kQueries rows.
 #pragma once
 
@@ -153,6 +155,14 @@ class Forward {
   RowState<E::kQueries> state_;
 };
 
+// Most bytes of bias2[b] for which heads are innermost: less than the second-level cache of a server's core.
+constexpr int64_t kHeadsInnermostBytes = 1536 * 1024;
+
+inline bool heads_innermost(const FwdParams& p) {
+  if (p.bias2 == nullptr) return true;
+  return p.H * p.Lq * p.Lk * (p.bias2_dtype == kFloat32 ? 4 : 2) <= kHeadsInnermostBytes;
+}
+
 template <typename scalar_t, typename Isa>
 int forward(const FwdParams& p) {
   using E = typename EngineFor<scalar_t, Isa, kForwardKeys>::type;
@@ -175,6 +185,7 @@ int forward(const FwdParams& p) {
   const Memory memory(bytes * threads);
   if (memory.data() == nullptr) return ENOMEM;
 
+  const bool by_head = heads_innermost(p);
   Queue queue(heads * parts, threads);
   in_parallel(threads, [&](int thread, int) {
     [[maybe_unused]] typename E::Session session;
@@ -182,10 +193,15 @@ int forward(const FwdParams& p) {
     for (int64_t first, last; queue.take(first, last);) {
       for (int64_t task = first; task < last; ++task) {
         const int64_t part = task % parts;
-        const int64_t head = task / parts;  // (b * H + h) * N + n
+        const int64_t head = task / parts;
+        const int64_t b = head / (p.N * p.H);
         const int64_t q0 = part * part_rows;
         const int64_t q1 = q0 + part_rows < p.Lq ? q0 + part_rows : p.Lq;
-        worker.run(head / p.N / p.H, head / p.N % p.H, head % p.N, q0, q1);
+        if (by_head) {
+          worker.run(b, head % p.H, head / p.H % p.N, q0, q1);
+        } else {
+          worker.run(b, head / p.N % p.H, head % p.N, q0, q1);
+        }
       }
     }
   });
