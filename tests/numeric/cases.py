@@ -75,8 +75,8 @@ class Case:
 SHAPES = [
     Case("typical", B=2, N=5, Lq=130, H=4),
     Case("one-key", Lq=1),
-    Case("one-query-many-keys", Lq=1, Lk=77),
-    Case("one-key-many-queries", Lq=77, Lk=1),
+    Case("one-query-many-keys", N=40, Lq=1, Lk=77),
+    Case("one-key-many-queries", N=40, Lq=77, Lk=1),
     Case("L16", Lq=16),
     Case("L17", Lq=17),
     Case("L64", Lq=64),
