@@ -72,8 +72,10 @@ class Backend(ABC):
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
         o = torch.empty((p.B, p.N, p.Lq, p.H, p.Dv), dtype=p.dtype, device=p.device)
-        lse_shape = (p.B, p.N, p.H, p.Lq) if with_lse else 0
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=p.device)
+        if with_lse:
+            lse = torch.empty((p.B, p.N, p.H, p.Lq), dtype=torch.float32, device=p.device)
+        else:
+            lse = torch.empty(0, dtype=torch.float32, device=p.device)
         packed = params.FWD_LAYOUT.pack(
             q.data_ptr(),
             k.data_ptr(),

@@ -65,14 +65,13 @@ def split_biases(biases: Sequence[Tensor | None] | None) -> tuple[Tensor | None,
             f"biases: expected at most 2 entries, got {len(biases)}. Add further terms to one of "
             f"the two: {_BIAS_HELP}."
         )
-    for index, bias in enumerate(biases):
-        if bias is not None and not isinstance(bias, Tensor):
-            raise InvalidInputError(
-                f"biases[{index}]: expected a tensor or None, got {type(bias).__name__}. "
-                f"{_BIAS_HELP}."
-            )
     first = biases[0] if len(biases) > 0 else None
     second = biases[1] if len(biases) > 1 else None
+    for name, bias in (("bias1", first), ("bias2", second)):
+        if bias is not None and not isinstance(bias, Tensor):
+            raise InvalidInputError(
+                f"{name}: expected a tensor or None, got {type(bias).__name__}. {_BIAS_HELP}."
+            )
     return first, second
 
 
@@ -84,9 +83,9 @@ def canonicalise(
     The last dimension of `*` is N, the ones before it are flattened into B; a missing one is 1.
     Biases of lower rank gain leading dimensions of size 1, as in any broadcast.
     """
-    for name, tensor in (("Q", q), ("K", k), ("V", v)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidInputError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        kinds = ", ".join(type(t).__name__ for t in (q, k, v))
+        raise InvalidInputError(f"Q, K, V: expected a tensor for each, got {kinds}.")
     rank = q.dim()
     if rank < 3 or k.dim() != rank or v.dim() != rank:
         raise InvalidInputError(
