@@ -96,7 +96,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_CUDA_FAMILY",
-        "force the CUDA template family: `sm70`, `sm75`, `sm80` or `sm90`",
+        "force the CUDA template family: `sm70`, `sm75` or `sm80`",
         "the device's own",
     ),
     Variable(
