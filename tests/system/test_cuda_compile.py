@@ -50,7 +50,7 @@ def unit(family, direction, dtype, head_dim, bias, arch, spill_bytes=0):
 # The backward holds a score tile of S and one of dP and is compiled for 168 registers; what it
 # spills are values of its prologue, used again after the loop (docs/kernels-sm80-backward.md).
 BACKWARD_SPILL_BYTES = 256
-# Where the scores, O and two biases fill the registers, or before 9.0, which has fewer uniform ones,
+# Where the scores, O and two biases fill the registers, or before 9.0 with its fewer uniform ones,
 # some constants of the loop move to local memory (docs/kernels-sm80.md, Spills).
 CONSTANTS_SPILL_BYTES = 32
 UNITS = (
