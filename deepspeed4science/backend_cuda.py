@@ -1,5 +1,5 @@
-"""The CUDA backends: the Sm70, Sm75 and Sm80 templates on the tensor's device and the current
-stream.
+"""What the CUDA backends do alike, on the tensor's device and the current stream; the Sm70, Sm75
+and Sm80 templates need no more.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from deepspeed4science import params
 from deepspeed4science.backend import DTYPE_NAMES, Backend
 from deepspeed4science.problem import Problem
-from op_builder import EvoformerAttnBuilder
+from op_builder import EvoformerAttnBuilder, env
 from op_builder.errors import BuildError
-from op_builder.instantiations import HEAD_DIM_TIERS, CudaKernel
+from op_builder.instantiations import HEAD_DIM_TIERS, CudaKernel, has_row
 from op_builder.loaded import LoadedKernel
 
 _POINTER = struct.Struct("=Q")
@@ -28,7 +28,7 @@ _WORKSPACE_AT = {
 
 class CudaBackend(Backend):
     """One template family; takes calls on devices that it is chosen for
-    (EvoformerAttnBuilder.family).
+    (EvoformerAttnBuilder.families).
     """
 
     def __init__(self, family: str) -> None:
@@ -38,20 +38,22 @@ class CudaBackend(Backend):
         self._kernels: dict[CudaKernel, LoadedKernel] = {}
         self._specs: dict[tuple[object, ...], CudaKernel] = {}
         self._prefetched: set[CudaKernel] = set()
+        self._families: dict[tuple[torch.device, str | None], tuple[str, ...]] = {}
 
     def not_supported_reasons(self, problem: Problem) -> list[str]:
         if problem.device.type != "cuda":
             return [f"tensors are on {problem.device}, not on a CUDA device"]
-        major, minor = _capability(problem.device)
         try:
-            chosen = self._builder.family((major, minor))
+            chosen = self._families_on(problem.device)
         except BuildError as error:
             return [str(error)]
+        major, minor = _capability(problem.device)
         reasons = []
-        if chosen != self._family:
-            reasons.append(f"compute capability {major}.{minor} is served by {chosen}")
-        if problem.dtype == torch.bfloat16 and self._family != "sm80":
-            reasons.append("bfloat16 needs compute capability 8.0; use float16")
+        if self._family not in chosen:
+            served = f"compute capability {major}.{minor} is served by {chosen[0]}"
+            reasons.append(served)
+        if not has_row(self._family, "fwd", DTYPE_NAMES[problem.dtype]):
+            reasons.append(_WRONG_DTYPE[problem.dtype])
         if max(problem.D, problem.Dv) > HEAD_DIM_TIERS[-1]:
             largest = f"D = {problem.D}, Dv = {problem.Dv}"
             reasons.append(f"{largest}: the largest head dimension is {HEAD_DIM_TIERS[-1]}")
@@ -65,6 +67,14 @@ class CudaBackend(Backend):
                 "memory of compute capability 7.5; use float16"
             )
         return reasons
+
+    def _families_on(self, device: torch.device) -> tuple[str, ...]:
+        """The builder's answer, which takes milliseconds, asked once."""
+        key = (device, env.text("DS4S_CUDA_FAMILY"))
+        known = self._families.get(key)
+        if known is None:
+            known = self._families[key] = self._builder.families(_capability(device))
+        return known
 
     def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
         spec = self._spec("bwd", problem, inputs[:3])
@@ -84,15 +94,16 @@ class CudaBackend(Backend):
     def _spec(
         self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
     ) -> CudaKernel:
-        aligned = all(tensor is None or _is_aligned(tensor) for tensor in tensors)
+        family, aligned = self._row(direction, problem, tensors)
         dtype = DTYPE_NAMES[problem.dtype]
-        if dtype == "fp32" and self._family == "sm80" and _allows_tf32():
+        if dtype == "fp32" and family == "sm80" and _allows_tf32():
             dtype = "tf32"
         bias = _BIAS_NAMES[problem.bias1 is not None, problem.bias2 is not None]
-        key = (direction, dtype, problem.D, problem.Dv, bias, aligned, problem.device)
+        key = (family, direction, dtype, problem.D, problem.Dv, bias, aligned, problem.device)
         spec = self._specs.get(key)
         if spec is None:
             spec = self._specs[key] = self._builder.kernel(
+                family=family,
                 direction=direction,
                 dtype=dtype,
                 head_dim=max(problem.D, problem.Dv),
@@ -101,6 +112,12 @@ class CudaBackend(Backend):
                 device=_capability(problem.device),
             )
         return spec
+
+    def _row(
+        self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
+    ) -> tuple[str, bool]:
+        """family and aligned of the kernel that suits these tensors."""
+        return self._family, all(tensor is None or _is_aligned(tensor) for tensor in tensors)
 
     def _options(self, problem: Problem) -> tuple[int, int]:
         return 0, int(torch.are_deterministic_algorithms_enabled())
@@ -124,6 +141,11 @@ class CudaBackend(Backend):
                 packed = packed[:at] + _POINTER.pack(workspace.data_ptr()) + packed[at + 8 :]
             return kernel.run(packed, torch.cuda.current_stream(device).cuda_stream)
 
+
+_WRONG_DTYPE = {
+    torch.float32: "float32: wgmma multiplies 16-bit numbers",
+    torch.bfloat16: "bfloat16 needs compute capability 8.0; use float16",
+}
 
 _BIAS_NAMES = {
     (False, False): "none",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from deepspeed4science.backend import Backend
 from deepspeed4science.backend_cpu import CpuBackend
 from deepspeed4science.backend_cuda import CudaBackend
+from deepspeed4science.backend_sm90 import Sm90Backend
 from deepspeed4science.errors import NoBackendError
 from deepspeed4science.problem import Problem
 
 BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),  # first, since its refusal is the cheapest
+    Sm90Backend(),
     CudaBackend("sm80"),
     CudaBackend("sm75"),
     CudaBackend("sm70"),

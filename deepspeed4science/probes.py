@@ -167,15 +167,18 @@ def _gpu(gpu: dict[str, Any]) -> GpuRow:
     """The op's own builder chooses the family: it knows what is forced, and what cannot be."""
     from op_builder import ALL_OPS, arch, env
 
-    major, minor = gpu["capability"]
+    device = tuple(gpu["capability"])
     builder = ALL_OPS.get("evoformer_attn")
     choose = getattr(builder, "family", arch.family)
+    explain = getattr(builder, "family_note", lambda _: "")
+    note = ""
     try:
-        family = choose((major, minor)) or "none: 7.0 is the oldest served"
+        family = choose(device) or "none: 7.0 is the oldest served"
         family += " (DS4S_CUDA_FAMILY)" if env.text("DS4S_CUDA_FAMILY") else ""
+        note = explain(device)
     except RuntimeError as error:  # op_builder's errors are such
         family = f"none: {error}"
-    return GpuRow(gpu["name"], f"{major}.{minor}", family)
+    return GpuRow(gpu["name"], ".".join(map(str, device)), family, note)
 
 
 def _no_gpu(torch: TorchAnswer) -> str:

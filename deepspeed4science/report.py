@@ -55,6 +55,7 @@ class GpuRow:
     name: str
     capability: str  # "9.0"
     family: str  # the template family it gets, "sm80"; or why none
+    note: str = ""  # which calls go to another family, or why not to the GPU's own
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _software_lines(software: Sequence[SoftwareRow]) -> list[str]:
 def _machine_lines(report: Report) -> list[str]:
     lines = [
         f"GPU    {gpu.name}, compute capability {gpu.capability}, templates {gpu.family}"
+        + (f"; {gpu.note}" if gpu.note else "")
         for gpu in report.gpus
     ] or [f"GPU    none: {report.no_gpu}"]
     isas = ", ".join(f"{dtype} {isa}" for dtype, isa in report.cpu.isa.items())

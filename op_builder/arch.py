@@ -86,6 +86,10 @@ class Arch:
         return self.ptx and not self.suffix and device >= (self.major, self.minor)
 
 
+# wgmma and TMA exist in code for exactly this one.
+HOPPER = Arch(9, 0, "a")
+
+
 def parse(text: str | None, *, source: str = "TORCH_CUDA_ARCH_LIST") -> tuple[Arch, ...]:
     """The architectures in a list as PyTorch's users write it; empty when there is nothing in it.
 
@@ -145,11 +149,10 @@ def gencode(archs: Sequence[Arch]) -> tuple[str, ...]:
     return tuple(flag for one in archs for flag in one.gencode())
 
 
-def family(device: tuple[int, int], *, want_sm90: bool = False) -> str | None:
-    """The template family that serves a compute capability; None below 7.0.
+def family(device: tuple[int, int]) -> str | None:
+    """The template family made for a compute capability; None below 7.0.
 
-    Above 9.0 the Sm80 templates serve: mma.sync is legal there, Hopper's wgmma is not. On 9.0
-    itself they serve too, unless the Hopper kernels are wanted.
+    Above 9.0 it is Sm80's: mma.sync is legal there, Hopper's wgmma is not.
     """
     if device < (7, 0):
         return None
@@ -157,7 +160,22 @@ def family(device: tuple[int, int], *, want_sm90: bool = False) -> str | None:
         return "sm70"
     if device < (8, 0):
         return "sm75"
-    return "sm90" if want_sm90 and device == (9, 0) else "sm80"
+    return "sm90" if device == (HOPPER.major, HOPPER.minor) else "sm80"
+
+
+def hopper_obstacle(requested: Sequence[Arch], supported: Collection[str] | None) -> str:
+    """Why Hopper's own kernels cannot be compiled for; empty when they can.
+
+    requested, supported: as for `intersect`; 9.0 and 9.0a both ask for HOPPER. supported may be
+    None: there is no nvcc, and what was compiled earlier has to do.
+    """
+    hopper = (HOPPER.major, HOPPER.minor)
+    if requested and all((one.major, one.minor) != hopper for one in requested):
+        asked = "; ".join(map(str, requested))
+        return f"TORCH_CUDA_ARCH_LIST asks for {asked}: neither 9.0 nor 9.0a"
+    if supported is not None and HOPPER.real not in supported:
+        return f"this nvcc does not compile for {HOPPER.real}; CUDA 12.0 is the first that does"
+    return ""
 
 
 def intersect(

@@ -96,11 +96,14 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_CUDA_FAMILY",
-        "force the CUDA template family: `sm70`, `sm75` or `sm80`",
+        "force the CUDA template family: `sm70`, `sm75`, `sm80` or `sm90`",
         "the device's own",
     ),
     Variable(
-        "DS4S_VERBOSE", "1 or 0: show progress while compiling, or not", "what the caller says"
+        "DS4S_VERBOSE",
+        "1 or 0: show progress while compiling and, once each, why a call takes an older family; "
+        "or not",
+        "what the caller says",
     ),
 )
 

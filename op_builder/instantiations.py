@@ -81,8 +81,15 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 )
 
 
-CUDA_FAMILIES = ("sm70", "sm75", "sm80")
 CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")
+# What each family has kernels for, oldest family first; "tf32" is float32 on TF32 tensor cores.
+CUDA_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
+    "sm70": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
+    "sm75": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
+    "sm80": {"fwd": CUDA_DTYPES, "bwd": CUDA_DTYPES},
+    "sm90": {"fwd": ("fp16", "bf16"), "bwd": ()},
+}
+CUDA_FAMILIES = tuple(CUDA_ROWS)
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
 
@@ -93,6 +100,7 @@ _CUDA_SCALAR = {
     "bf16": "cutlass::bfloat16_t",
 }
 _CUDA_HEADER = {"fwd": "launch_forward.h", "bwd": "launch_backward.h"}
+_SM90_LAUNCH = {"fwd": "ds4s::sm90::Forward"}
 
 _CUDA_UNIT = """\
 // {name}: written by op_builder/instantiations.py.
@@ -114,27 +122,32 @@ DS4S_EXPORT const char* ds4s_status_string(int status) {{
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One kernel of the Sm70, Sm75 or Sm80 templates, compiled for one architecture."""
+    """One kernel of a template family, compiled for one architecture."""
 
     family: str  # one of CUDA_FAMILIES: whose instructions it uses
     direction: str  # one of DIRECTIONS
     dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
     head_dim: int  # one of HEAD_DIM_TIERS
     bias: str  # one of CUDA_BIASES; a backward reads bias1 at run time: "none" or "bias2"
-    aligned: bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces
-    arch: str  # what nvcc compiles for, "9.0": at least the family's own
+    aligned: (
+        bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces; sm90: True
+    )
+    arch: str  # what nvcc compiles for, "9.0": at least the family's own; sm90: "9.0a"
 
     @property
     def name(self) -> str:
-        aligned = "aligned" if self.aligned else "unaligned"
-        return f"{self.family}_{self.direction}_{self.dtype}_d{self.head_dim}_{self.bias}_{aligned}"
+        name = f"{self.family}_{self.direction}_{self.dtype}_d{self.head_dim}_{self.bias}"
+        if self.family == "sm90":  # TMA reads nothing else
+            return name
+        return name + ("_aligned" if self.aligned else "_unaligned")
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
         workspace_bytes, run = self._functions()
+        folder = "sm90/" if self.family == "sm90" else ""
         return _CUDA_UNIT.format(
             name=self.name,
-            header=_CUDA_HEADER[self.direction],
+            header=folder + _CUDA_HEADER[self.direction],
             params=_PARAMS[self.direction],
             workspace_bytes=workspace_bytes,
             run=run,
@@ -149,6 +162,9 @@ class CudaKernel:
         bias2 = f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}"
         tf32 = f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}"
         tier = self.head_dim
+        if self.family == "sm90":
+            launch = f"{_SM90_LAUNCH[self.direction]}<{scalar}, {tier}, {bias1}, {bias2}>"
+            return f"{launch}::workspace_bytes", f"{launch}::run"
         if self.direction == "fwd":
             launch = (
                 f"ds4s::Forward<{scalar}, {family}, {aligned}, {tier}, {tier}, "
@@ -160,6 +176,11 @@ class CudaKernel:
             f"ds4s::backward_workspace_bytes{arguments}",
             f"ds4s::launch_backward{arguments}",
         )
+
+
+def has_row(family: str, direction: str, dtype: str) -> bool:
+    """Whether `family` has kernels of this direction for this dtype (one of CUDA_DTYPES)."""
+    return dtype in CUDA_ROWS[family][direction]
 
 
 def _cpp(value: bool) -> str:

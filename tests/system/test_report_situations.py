@@ -355,7 +355,9 @@ def test_a_gpu_and_its_op(state: str, tmp_path: Path) -> None:
     seen = report(Machine(tmp_path, torch=cuda_torch(H200), prelude=cuda_op(state)))
     assert (seen.code, seen.json["verdict"]) == (0, "usable on the GPU")
     assert seen.op("evoformer_attn")["state"] == state
-    assert seen.json["gpus"] == [{"name": "NVIDIA H200", "capability": "9.0", "family": "sm80"}]
+    assert seen.json["gpus"] == [
+        {"name": "NVIDIA H200", "capability": "9.0", "family": "sm90", "note": ""}
+    ]
 
 
 def test_a_gpu_whose_op_cannot_be_had_is_not_usable(tmp_path: Path) -> None:

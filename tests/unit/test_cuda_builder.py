@@ -2,10 +2,11 @@
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
-from op_builder import ALL_OPS, EvoformerAttnBuilder, gpu
+from op_builder import ALL_OPS, EvoformerAttnBuilder, gpu, toolchain
 from op_builder.errors import BuildError, ToolchainError
 from op_builder.instantiations import (
     CUDA_BIASES,
@@ -14,8 +15,11 @@ from op_builder.instantiations import (
     DIRECTIONS,
     HEAD_DIM_TIERS,
     CudaKernel,
+    has_row,
     head_dim_tier,
 )
+from op_builder.nvcc import Targets
+from op_builder.tool import Tool
 
 BUILDER = EvoformerAttnBuilder()
 
@@ -25,24 +29,89 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "detect", lambda: gpu.Gpus(reason="there is no driver"))
 
 
+@pytest.fixture
+def nvcc(monkeypatch):
+    """A compiler for everything but Volta, and nothing that was asked for."""
+    for name in ("DS4S_CUDA_FAMILY", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    set_nvcc(monkeypatch, "sm_75", "sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
+
+
+def set_nvcc(monkeypatch, *real):
+    tool = Tool("nvcc", Path("/nvcc"), "13.0.88", ok=True)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: tool)
+    monkeypatch.setattr(toolchain, "targets", lambda tool: Targets(real))
+
+
 @pytest.mark.parametrize(
     ("device", "family"),
     [
         *(((7, 0), "sm70"), ((7, 2), "sm70"), ((7, 5), "sm75")),
-        *((device, "sm80") for device in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
+        *((device, "sm80") for device in ((8, 0), (8, 9), (10, 0), (12, 0))),
+        ((9, 0), "sm90"),
     ],
 )
-def test_family_of_a_device(device, family, monkeypatch):
-    monkeypatch.delenv("DS4S_CUDA_FAMILY", raising=False)
+def test_family_of_a_device(device, family, nvcc):
     assert BUILDER.family(device) == family
+    deputy = ("sm80",) if family == "sm90" else ()
+    assert BUILDER.families(device) == (family, *deputy)
 
 
-def test_a_lower_family_can_be_forced_and_a_higher_one_cannot(monkeypatch):
+def test_a_lower_family_can_be_forced_and_a_higher_one_cannot(nvcc, monkeypatch):
     monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm70")
-    assert BUILDER.family((9, 0)) == "sm70"
+    assert BUILDER.families((9, 0)) == ("sm70",)
     monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm80")
+    assert BUILDER.families((9, 0)) == ("sm80",)
     with pytest.raises(ToolchainError, match=r"one of sm70, sm75 on compute capability 7\.5"):
         BUILDER.family((7, 5))
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm90")
+    assert BUILDER.families((9, 0)) == ("sm90", "sm80")
+    with pytest.raises(ToolchainError, match=r"one of sm70, sm75, sm80 on .* 10\.0; got sm90"):
+        BUILDER.family((10, 0))
+
+
+def test_without_sm_90a_sm80_serves_hopper_and_says_why(nvcc, monkeypatch):
+    """nvcc of CUDA 11.8 knows sm_90 but not what wgmma needs; nor does a list without 9.0."""
+    set_nvcc(monkeypatch, "sm_80", "sm_90")
+    assert BUILDER.families((9, 0)) == ("sm80",)
+    assert BUILDER.family_note((9, 0)).startswith("not sm90: this nvcc does not compile for sm_90a")
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm90")
+    with pytest.raises(ToolchainError, match=r"got sm90.*not sm90: this nvcc"):
+        BUILDER.family((9, 0))
+    monkeypatch.delenv("DS4S_CUDA_FAMILY")
+    set_nvcc(monkeypatch, "sm_80", "sm_90", "sm_90a")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    assert BUILDER.families((9, 0)) == ("sm80",)
+    assert "neither 9.0 nor 9.0a" in BUILDER.family_note((9, 0))
+
+
+def test_the_note_tells_who_does_the_rest(nvcc):
+    assert BUILDER.family_note((9, 0)) == (
+        "sm80 for the backward, float32 and what TMA cannot read"
+    )
+    assert BUILDER.family_note((8, 0)) == ""
+
+
+@pytest.mark.parametrize("requested", ["", "9.0", "9.0a", "9.0+PTX"])
+def test_sm90_is_compiled_for_9_0a_whatever_9_0_is_called(requested, nvcc, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", requested)
+    row = BUILDER.kernel(
+        family="sm90",
+        direction="fwd",
+        dtype="bf16",
+        head_dim=24,
+        bias="both",
+        aligned=True,
+        device=(9, 0),
+    )
+    assert row == CudaKernel("sm90", "fwd", "bf16", 32, "both", True, "9.0a")
+    assert row.name == "sm90_fwd_bf16_d32_both"
+    source = row.source()
+    assert '#include "sm90/launch_forward.h"' in source
+    launch = "ds4s::sm90::Forward<cutlass::bfloat16_t, 32, /*kBias1=*/true, /*kBias2=*/true>"
+    assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
+    (job,) = BUILDER.jobs([row])
+    assert "-gencode=arch=compute_90a,code=sm_90a" in job.flags
 
 
 def test_before_volta_there_is_none():
@@ -57,7 +126,9 @@ def test_names_and_sources_are_different_for_different_kernels():
         for family, direction, dtype, tier, bias, aligned in itertools.product(
             CUDA_FAMILIES, DIRECTIONS, CUDA_DTYPES, HEAD_DIM_TIERS, CUDA_BIASES, (True, False)
         )
-        if direction == "fwd" or bias in ("none", "bias2")
+        if (direction == "fwd" or bias in ("none", "bias2"))
+        and has_row(family, direction, dtype)
+        and (aligned or family != "sm90")
     ]
     assert len({row.name for row in rows}) == len(rows)
     assert len({row.source() for row in rows}) == len(rows)
@@ -110,17 +181,40 @@ def test_the_op_is_listed():
     assert ALL_OPS["evoformer_attn"].BUILD_VAR == "DS_BUILD_EVOFORMER_ATTN"
 
 
-def test_prebuilt_rows_fit_their_architectures(no_gpu, monkeypatch):
-    """bfloat16 only from 8.0 on; every family once for each architecture asked for."""
-    targets = pytest.importorskip("op_builder.toolchain").targets
-    if not targets(pytest.importorskip("op_builder.toolchain").find_nvcc()).real:
-        pytest.skip("no nvcc to ask for its architectures")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0")
+def prebuilt(monkeypatch, requested):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", requested)
     rows = BUILDER.prebuilt_kernels()
+    assert len(set(rows)) == len(rows)
+    return rows
+
+
+def test_prebuilt_rows_fit_their_architectures(no_gpu, nvcc, monkeypatch):
+    """bfloat16 only from 8.0 on; every family once for each architecture asked for."""
+    rows = prebuilt(monkeypatch, "7.5;8.0;9.0")
     assert {(row.family, row.arch) for row in rows} == {
         ("sm75", "7.5"),
         ("sm80", "8.0"),
         ("sm80", "9.0"),
+        ("sm90", "9.0a"),
     }
     assert all(row.dtype != "bf16" for row in rows if row.family == "sm75")
-    assert len(set(rows)) == len(rows)
+
+
+def test_prebuilt_for_hopper_is_what_a_call_there_asks_for(no_gpu, nvcc, monkeypatch):
+    """Sm90 where it has rows, Sm80 for the rest; for a list without 9.0a, too."""
+    rows = prebuilt(monkeypatch, "9.0")
+    for row in rows:
+        expected = "sm90" if has_row("sm90", row.direction, row.dtype) else "sm80"
+        assert row.family == expected, row
+    assert prebuilt(monkeypatch, "9.0;9.0a")[: len(rows)] == rows
+
+
+def test_prebuilt_ptx_keeps_the_forward_of_later_gpus(no_gpu, nvcc, monkeypatch):
+    rows = prebuilt(monkeypatch, "9.0+PTX")
+    assert CudaKernel("sm80", "fwd", "bf16", 32, "both", True, "9.0+PTX") in rows
+    assert CudaKernel("sm90", "fwd", "bf16", 32, "both", True, "9.0a") in rows
+
+
+def test_prebuilt_without_sm_90a(no_gpu, nvcc, monkeypatch):
+    set_nvcc(monkeypatch, "sm_80", "sm_90")
+    assert {row.family for row in prebuilt(monkeypatch, "9.0")} == {"sm80"}

@@ -16,7 +16,7 @@ CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compile
 CPU_NOT = OpRow("evoformer_attn_cpu", "cpu", "not", "", (Why("no compiler", "install g++"),))
 CUDA_OK = OpRow("evoformer_attn", "cuda", "cached", "2 of 8 kernels compiled")
 CUDA_NOT = OpRow("evoformer_attn", "cuda", "not", "", (Why("no nvcc", "pip install nvcc"),))
-GPU = GpuRow("NVIDIA H200", "9.0", "sm80")
+GPU = GpuRow("NVIDIA H200", "9.0", "sm90", "sm80 for float32")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,15 @@ def made_up(**changes: object) -> Report:
 def test_table_and_json_say_the_same() -> None:
     text, data = report.render(made_up()), json.loads(report.to_json(made_up()))
     assert set(data) == set(Report.__dataclass_fields__)
-    for part in ("no nvcc", "pip install nvcc", "NVIDIA H200", "9.0", "sm80", "fp32 avx512", "amx"):
+    for part in (
+        "no nvcc",
+        "pip install nvcc",
+        "NVIDIA H200",
+        "9.0",
+        "sm90; sm80 for",
+        "fp32 avx512",
+        "amx",
+    ):
         assert part in text
         assert part.split()[-1] in json.dumps(data)
     assert "/cache: 3 kernels, 0.0 MiB (12345 bytes)" in text
