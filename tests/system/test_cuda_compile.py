@@ -69,6 +69,7 @@ UNITS = (
     unit("sm75", "bwd", "fp16", 32, "bias2", "7.5", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "fp32", 32, "bias2", "9.0"),
 )
 
 

@@ -30,6 +30,7 @@ template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bo
 class Backward {
   using Config = BackwardConfig<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>;
   using Bias = BiasPassConfig<Config>;
+  using QueryValue = typename Config::QueryValue;
   static constexpr int64_t kVec = 16 / int64_t(sizeof(scalar_t));
 
  public:
@@ -76,8 +77,8 @@ class Backward {
 
   void plan() {
     int64_t rows = p_.B * p_.N * p_.H * p_.Lq;
-    lse_ = reserve(true, rows * 4);
-    delta_ = reserve(true, rows * 4);
+    lse_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
+    delta_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
     bias1_ = reserve(p_.bias1, p_.B * p_.N * p_.Lk * 4);
     shift_ = reserve(p_.bias1, p_.B * p_.N * 4);
     dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
@@ -148,8 +149,8 @@ class Backward {
     args_.p = p_;
     args_.bias1 = at<float>(bias1_);
     args_.shift = at<float>(shift_);
-    args_.negative_lse = at<float>(lse_);
-    args_.negative_delta = at<float>(delta_);
+    args_.negative_lse = at<void>(lse_);
+    args_.negative_delta = at<void>(delta_);
     args_.dbias1_parts = at<float>(dbias1_parts_);
     args_.dbias2_parts = at<float>(dbias2_parts_);
     args_.dbias2_slices = int32_t(slices_);
@@ -167,8 +168,14 @@ class Backward {
               at<scalar_t>(bias2_t_), pitch_t_);
       }
     }
-    int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * batches;
-    start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(lse_), at<float>(delta_));
+    if constexpr (Config::kExact) {
+      int64_t blocks = ceil_div(p_.Lq, Config::kRows) * p_.H * batches;
+      start(row_statistics<Config>, blocks, Config::kThreads, RowStatistics<Config>::kSharedBytes, args_,
+            at<float2>(lse_), at<float2>(delta_));
+    } else {
+      int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * batches;
+      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(lse_), at<float>(delta_));
+    }
   }
 
   BiasMatrix copy(int64_t offset, int64_t rows, int64_t pitch) const {

@@ -20,8 +20,8 @@ struct BackwardArgs {
   BiasMatrix bias2_t;          // rows are keys
   const float* bias1;          // [B, N, Lk], less shift; null without bias1
   const float* shift;          // [B, N], what bias1 lost; null without bias1
-  const float* negative_lse;   // [B, N, H, Lq], of the shifted scores; -inf for a row with no visible key
-  const float* negative_delta; // [B, N, H, Lq]
+  const void* negative_lse;    // [B, N, H, Lq] QueryValue, of the shifted scores; -inf for a row with no visible key
+  const void* negative_delta;  // [B, N, H, Lq] QueryValue
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // into how many parts the rows n are cut

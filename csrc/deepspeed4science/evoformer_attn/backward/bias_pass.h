@@ -30,14 +30,16 @@ struct BiasPass {
   static constexpr int kSlots = Mma::kSlots;
   static constexpr int kChunkTiles = Config::kChunkTiles;
   using Exponent = Probabilities<Config, ColTile, kChunkTiles, /*kLseInColumns=*/false>;
-  static constexpr int kRowValuesBytes = Config::kRows * 12;  // exponent, dp twice
+  using QueryValue = typename Config::QueryValue;
+  static constexpr int kRowValuesBytes = Config::kRows * (8 + int(sizeof(QueryValue)));  // dp (one part: twice), exponent
   static constexpr int kStageBytes = 2 * RowTile::kBytes + 2 * ColTile::kBytes + kCols * kColumnBytes + kRowValuesBytes;
   static_assert(Config::kRows <= Config::kThreads && kCols <= Config::kThreads, "a thread brings at most one of each");
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes; }
 
   // What a thread brings for one n: bias1 of a key, -lse and -delta of a query.
   struct Statistics {
-    float column, exponent, dp;
+    float column;
+    QueryValue exponent, dp;
   };
 
   CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
@@ -97,13 +99,14 @@ struct BiasPass {
     int64_t row_index = ((b * p.N + n_begin) * p.H + h) * p.Lq + row0 + thread;
     const float* g_bias1 = args.bias1 ? args.bias1 + (b * p.N + n_begin) * p.Lk + col0 + thread : nullptr;
     auto load_statistics = [&] {
-      Statistics x{negative_infinity(), negative_infinity(), 0.f};
+      Statistics x{negative_infinity(), one_part<QueryValue>(negative_infinity()), one_part<QueryValue>(0.f)};
       if (thread < kCols && thread < cols_left) {
         x.column = g_bias1 ? *g_bias1 * unit : 0.f;
       }
       if (thread < Config::kRows && thread < rows_left) {
-        x.exponent = args.negative_lse[row_index] * Exponent::row_unit;
-        x.dp = args.negative_delta[row_index];
+        x.exponent = static_cast<const QueryValue*>(args.negative_lse)[row_index];
+        if constexpr (!Config::kExact) x.exponent *= Exponent::row_unit;
+        x.dp = static_cast<const QueryValue*>(args.negative_delta)[row_index];
       }
       row_index += p.H * p.Lq;
       if (g_bias1) g_bias1 += p.Lk;
@@ -114,8 +117,14 @@ struct BiasPass {
       if (thread < kCols) store_column(sColumns, thread, x.column);
       if (thread < Config::kRows) {
         float* sRows = sColumns + 2 * kCols;
-        *reinterpret_cast<float2*>(sRows + 2 * thread) = make_float2(x.dp, x.dp);
-        sRows[2 * Config::kRows + thread] = x.exponent;
+        float2 dp;
+        if constexpr (Config::kExact) {
+          dp = x.dp;
+        } else {
+          dp = make_float2(x.dp, x.dp);
+        }
+        *reinterpret_cast<float2*>(sRows + 2 * thread) = dp;
+        reinterpret_cast<QueryValue*>(sRows + 2 * Config::kRows)[thread] = x.exponent;
       }
     };
 
@@ -150,10 +159,12 @@ struct BiasPass {
       const scalar_t* s = stage_begin(stage);
       const float* sColumns = stage_columns(stage) + 2 * warp_col;
       const float* sRows = stage_columns(stage) + 2 * kCols;
-      float exponent[kSlots], dp_begin[8];
+      QueryValue exponent[kSlots];
+      float dp_begin[8];
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < kSlots; ++slot) {
-        exponent[slot] = sRows[2 * Config::kRows + lane_row + slot * Mma::kRowStep];
+        int row = lane_row + slot * Mma::kRowStep;
+        exponent[slot] = reinterpret_cast<const QueryValue*>(sRows + 2 * Config::kRows)[row];
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 8; i += 2) {
@@ -185,7 +196,8 @@ struct BiasPass {
           for (int j = first; j < first + kChunkTiles; ++j) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < 8; ++i) {
-              float x = Config::kExact ? dp[j][i] + dp_begin[i] : dp[j][i];
+              float x = dp[j][i];
+              if constexpr (Config::kExact) x = subtract_delta(x, make_float2(dp_begin[i & ~1], dp_begin[i | 1]));
               dbias[stripe][j][i] = fmaf(score[j][i], x, dbias[stripe][j][i]);
             }
           }

@@ -26,8 +26,11 @@ struct BackwardConfig {
   static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
 
   static constexpr bool kTf32 = kTf32_;
-  // Full precision: exponents are added up with fewer roundings (scores.h).
+  // Full precision: sums are taken with fewer roundings (scores.h).
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;
+  // How lse and delta of a query are kept. Full precision, where one float of either has too few digits: the largest
+  // score and the sum that goes with it, delta in two parts (statistics.h).
+  using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
 
   static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");

@@ -1,7 +1,7 @@
 // Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of parts.
 //
 //   prepare_bias1    float copy of bias1, less its largest value where that is so far from 0 that lse loses precision
-//   prepare_rows     -lse and -delta, delta = rowsum(do * o)
+//   prepare_rows     -lse and -delta, delta = rowsum(do * o); in full precision statistics.h does this
 //   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
 //   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
 //
@@ -78,9 +78,7 @@ template <typename Config>
 struct PrepareRows {
   using scalar_t = typename Config::scalar_t;
   static constexpr int kChunks = Config::kHeadDim * int(sizeof(scalar_t)) / 16;
-  // Full precision: one lane, so that delta is bit for bit dP's sum where P = 1 and they must cancel.
-  static constexpr int kGroup =
-      Config::kExact ? 1 : kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  static constexpr int kGroup = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
   static constexpr int kRowsPerBlock = kPrepareThreads / kGroup;
 
   CUTLASS_DEVICE static float reduce(float x) {

@@ -24,6 +24,8 @@ struct RowPass {
   using RowTile = Tile<scalar_t, Config::kRows, Config::kHeadDim>;
   using ColTile = Tile<scalar_t, Config::kCols, Config::kHeadDim>;
   using Operand = RowOperand<Mma, RowTile, scalar_t, Config::kResident>;
+  using Exponent = Probabilities<Config, ColTile, Config::kChunkTiles, /*kLseInColumns=*/Config::kKeyRows>;
+  using QueryValue = typename Config::QueryValue;
   using RowLoader = TileLoader<scalar_t, RowTile, Config::kThreads, Config::kIsAligned, Config::kAsync>;
   using ColLoader = TileLoader<scalar_t, ColTile, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
 
@@ -47,20 +49,25 @@ struct RowPass {
 
   // What a column contributes, on its way from global memory to shared memory.
   struct ColumnValues {
-    float score;  // -inf past the end
-    float dp;
+    typename Exponent::Column score;  // -inf past the end
+    QueryValue dp;
   };
 
   struct Columns {
-    const float *score_ptr, *dp_ptr;  // may be null
+    const typename Exponent::Column* score_ptr;  // may be null
+    const QueryValue* dp_ptr;
     float unit;
     int count;
     CUTLASS_DEVICE ColumnValues load(int column) const {
-      ColumnValues x{negative_infinity(), 0.f};
+      ColumnValues x{one_part<typename Exponent::Column>(negative_infinity()), one_part<QueryValue>(0.f)};
       if (int(threadIdx.x) >= kCols) return x;
       column += int(threadIdx.x);
       if (column < count) {
-        x.score = score_ptr ? score_ptr[column] * unit : 0.f;
+        if constexpr (kKeyRows && Config::kExact) {
+          x.score = score_ptr[column];
+        } else {
+          x.score = score_ptr ? score_ptr[column] * unit : 0.f;
+        }
         if constexpr (kKeyRows && kWantsDs) x.dp = dp_ptr[column];
       }
       return x;
@@ -106,27 +113,37 @@ struct RowPass {
 
     // Statistics of the rows and of the columns.
     int64_t bnh_q = (bn * p.H + h) * p.Lq;
-    Probabilities<Config, ColTile, kChunkTiles, /*kLseInColumns=*/kKeyRows> probabilities(p.scale);
+    Exponent probabilities(p.scale);
     const float* bias1 = args.bias1 ? args.bias1 + bn * p.Lk : nullptr;
-    Columns columns{kKeyRows ? args.negative_lse + bnh_q : bias1, args.negative_delta + bnh_q,
-                    probabilities.column_unit(), num_cols};
-    float row_exponent[Mma::kSlots], row_dp[Mma::kSlots];
+    const QueryValue* negative_lse = static_cast<const QueryValue*>(args.negative_lse) + bnh_q;
+    const QueryValue* negative_delta = static_cast<const QueryValue*>(args.negative_delta) + bnh_q;
+    Columns columns{nullptr, negative_delta, probabilities.column_unit(), num_cols};
+    if constexpr (kKeyRows) {
+      columns.score_ptr = negative_lse;
+    } else {
+      columns.score_ptr = bias1;
+    }
+    typename Exponent::Row row_exponent[Mma::kSlots];
+    QueryValue row_dp[Mma::kSlots];
     RowBegin<Mma> dp_begin;
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
       int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
       bool exists = r < rows_left;
       r += row0 + warp_row;
-      row_dp[slot] = 0.f;
+      row_dp[slot] = one_part<QueryValue>(0.f);
       if constexpr (kKeyRows) {
         row_exponent[slot] = exists && bias1 ? bias1[r] * probabilities.row_unit : 0.f;
+      } else if constexpr (Config::kExact) {
+        row_exponent[slot] = exists ? negative_lse[r] : one_part<QueryValue>(negative_infinity());
+        if (exists) row_dp[slot] = negative_delta[r];
       } else {
-        row_exponent[slot] = exists ? args.negative_lse[bnh_q + r] * probabilities.row_unit : negative_infinity();
-        if (exists) row_dp[slot] = args.negative_delta[bnh_q + r];
+        row_exponent[slot] = exists ? negative_lse[r] * probabilities.row_unit : negative_infinity();
+        if (exists) row_dp[slot] = negative_delta[r];
       }
     }
     const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
-    if constexpr (!kKeyRows) dp_begin.set(row_dp);
+    if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
     const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h;
     int bias_row = row0 + warp_row + Mma::row_of_lane(lane), last_col = (num_cols - 1) / Mma::kVec * Mma::kVec;
     auto load_bias = [&](BiasFragment<Mma, scalar_t>& bias, int col) {
@@ -226,14 +243,16 @@ struct RowPass {
             multiply_rows<Mma, ColTile, kChunkTiles / 2>(dp, first / 2, operand2, s2_nk);
             CUTLASS_PRAGMA_UNROLL
             for (int j = first; j < first + kChunkTiles; ++j) {
-              float begin[8];
-              if constexpr (Config::kExact && kKeyRows) {
-                begin_with_columns<Mma>(begin, j, column + 2 * kCols, lane);
-              } else if constexpr (Config::kExact) {
-                dp_begin.begin(begin);
-              }
               CUTLASS_PRAGMA_UNROLL
-              for (int i = 0; i < 8; ++i) dp[j][i] = s[j][i] * (Config::kExact ? dp[j][i] + begin[i] : dp[j][i]);
+              for (int i = 0; i < 8; ++i) {
+                if constexpr (Config::kExact && kKeyRows) {
+                  float4 delta = columns_of<Mma>(column + 2 * kCols, j, i / 4, lane);
+                  dp[j][i] = subtract_delta(dp[j][i], column_of_pair(delta, i));
+                } else if constexpr (Config::kExact) {
+                  dp[j][i] = subtract_delta(dp[j][i], row_dp[Mma::slot_of(i)]);
+                }
+                dp[j][i] *= s[j][i];
+              }
             }
             if constexpr (Config::kWantsDbias1) {
               // Sums of their own for each step: fewer roundings at the size of the whole.

@@ -66,12 +66,30 @@ CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4]
   }
 }
 
+// A statistic of one part or of two, of which the second is 0.
+template <typename T>
+CUTLASS_DEVICE T one_part(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return x;
+  } else {
+    return make_float2(x, 0.f);
+  }
+}
+
 // One value for each column in shared memory, every pair twice, (x, y, x, y): as the matrix instruction takes it where an
 // accumulator begins, for two rows at once.
 constexpr int kColumnBytes = 8;
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float x) {
   float* pair = sColumns + column / 2 * 4 + column % 2;
   pair[0] = x, pair[2] = x;
+}
+// A pair for each column instead: (x, y) of two columns side by side, their second parts after them.
+CUTLASS_DEVICE void store_column(float* sColumns, int column, float2 x) {
+  float* pair = sColumns + column / 2 * 4 + column % 2;
+  pair[0] = x.x, pair[2] = x.y;
+}
+CUTLASS_DEVICE float2 column_of_pair(const float4& columns, int i) {
+  return i % 2 == 0 ? make_float2(columns.x, columns.z) : make_float2(columns.y, columns.w);
 }
 // Of tile j, a lane's values 4 half .. 4 half + 3.
 template <typename Mma>
@@ -153,14 +171,17 @@ struct BiasFragment {
 // units of row_unit.
 //
 // Fast: 2^(to_log2 (rows x columns^T + column) + log2(e) bias2 + row), one FMA for each term but the column's, which the
-// accumulator begins with. Exact (float in full precision): exp(((scale S + bias1) + bias2) - lse), the small terms first,
-// for in base 2, or with lse inside of the product's sums, roundings would be several times larger.
+// accumulator begins with. Exact (float in full precision): exp(((scale S + bias1) + bias2) - max) / sum, the small terms
+// first, for in base 2, or with a statistic inside of the product's sums, roundings would be several times larger.
 template <typename Config, typename ColTile, int kTiles, bool kLseInColumns>
 struct Probabilities {
   using Mma = typename Config::Mma;
   using scalar_t = typename Config::scalar_t;
   static constexpr bool kExact = Config::kExact;
   static constexpr float row_unit = kExact ? 1.f : kLog2e;
+  using QueryValue = typename Config::QueryValue;
+  using Column = typename cutlass::platform::conditional<kLseInColumns, QueryValue, float>::type;
+  using Row = typename cutlass::platform::conditional<kLseInColumns, float, QueryValue>::type;
   float scale, to_log2;
 
   CUTLASS_DEVICE explicit Probabilities(float scale_) : scale(scale_), to_log2(scale_ * kLog2e) {}
@@ -168,7 +189,7 @@ struct Probabilities {
 
   template <typename Operand>
   CUTLASS_DEVICE void operator()(float (&s)[4][8], int first, Operand& rows, const scalar_t* lane_b,
-                                 const float* sColumns, const float (&row)[Mma::kSlots],
+                                 const float* sColumns, const Row (&row)[Mma::kSlots],
                                  const BiasFragment<Mma, scalar_t>& bias, int lane) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = first; j < first + kTiles; ++j) {
@@ -191,8 +212,13 @@ struct Probabilities {
         if constexpr (Config::kHasBias2) b = bias.pair(slot, group, e);
         if constexpr (kExact) {
           float4 column = columns_of<Mma>(sColumns, j, i / 4, lane);
-          s[j][i] = exact(s[j][i], b.x, row[slot], column.x);
-          s[j][i + 1] = exact(s[j][i + 1], b.y, row[slot], column.y);
+          if constexpr (kLseInColumns) {
+            s[j][i] = exact(s[j][i], b.x, row[slot], column_of_pair(column, 0));
+            s[j][i + 1] = exact(s[j][i + 1], b.y, row[slot], column_of_pair(column, 1));
+          } else {
+            s[j][i] = exact(s[j][i], b.x, column.x, row[slot]);
+            s[j][i + 1] = exact(s[j][i + 1], b.y, column.y, row[slot]);
+          }
         } else {
           s[j][i] = fast(s[j][i], b.x, row[slot]);
           s[j][i + 1] = fast(s[j][i + 1], b.y, row[slot]);
@@ -201,16 +227,23 @@ struct Probabilities {
     }
   }
 
+  // What exact() takes the exponential of, and statistics.h the maximum.
+  CUTLASS_DEVICE float exact_score(float s, float bias1, float bias2) const { return fmaf(s, scale, bias1) + bias2; }
+
  private:
   CUTLASS_DEVICE float fast(float s, float bias2, float row) const {
     float shift = Config::kHasBias2 ? fmaf(bias2, kLog2e, row) : row;
     return ptx::exp2(fmaf(s, to_log2, shift));
   }
-  CUTLASS_DEVICE float exact(float s, float bias2, float row, float column) const {
-    float bias1 = kLseInColumns ? row : column, negative_lse = kLseInColumns ? column : row;
-    return expf((fmaf(s, scale, bias1) + bias2) + negative_lse);
+  // lse: -max, 1 / sum.
+  CUTLASS_DEVICE float exact(float s, float bias2, float bias1, float2 lse) const {
+    return expf(exact_score(s, bias1, bias2) + lse.x) * lse.y;
   }
 };
+
+// dS / P in full precision; delta: its two parts, negative. Their difference with dP is taken one after the other, for
+// where one key holds nearly all of P the first is nearly exact.
+CUTLASS_DEVICE float subtract_delta(float dp, float2 delta) { return (dp + delta.x) + delta.y; }
 
 // factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: what exists.
 template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
