@@ -1,0 +1,201 @@
+"""Hopper's own kernels: that they really run where they should, and their tiles' own edges.
+
+Everything else in this folder runs on them too, wherever they are the GPU's family.
+"""
+
+import pytest
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention, backend_cuda
+from deepspeed4science.reference import evoformer_attention
+from op_builder import EvoformerAttnBuilder
+from op_builder.instantiations import has_row
+from tests.numeric.cases import Case, cuda_reason
+from tests.numeric.law import check
+
+
+def reason_to_skip():
+    if reason := cuda_reason():
+        return reason
+    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    return None if family == "sm90" else f"the family here is {family}"
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or ""),
+    pytest.mark.usefixtures("seed"),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+BACKWARD = "sm90_bwd" if has_row("sm90", "bwd", "bf16") else "sm80_bwd"
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Names of the kernels that calls were given, in order."""
+    names = []
+    real = backend_cuda.CudaBackend._kernel
+
+    def note(self, *arguments):
+        kernel = real(self, *arguments)
+        names.append(kernel.name)
+        return kernel
+
+    monkeypatch.setattr(backend_cuda.CudaBackend, "_kernel", note)
+    return names
+
+
+@each_dtype
+@pytest.mark.parametrize("D", [8, 16, 24, 32, 40, 48, 64, 88, 96, 104, 128])
+def test_every_head_dimension_is_its_own(D, dtype, ran):
+    """And the law holds in each tier, at both its ends."""
+    check(Case("tier", N=3, Lq=130, D=D).inputs(dtype, "cuda"))
+    forwards = [name for name in ran if "_fwd_" in name]
+    assert forwards and all(name.startswith("sm90_fwd_") for name in forwards)
+
+
+def heads_first(x):
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def padded(x):
+    """Rows 16 bytes apart from where they would be."""
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+    return wide[..., :-8].copy_(x)
+
+
+def slice_of_more(x):
+    more = torch.randn(2, x.shape[1] + 2, *x.shape[2:], device=x.device).to(x.dtype)
+    return more[:1, 1:-1].copy_(x)
+
+
+@pytest.mark.parametrize("layout", [heads_first, padded, slice_of_more])
+def test_layouts_of_models_need_neither_copy_nor_another_family(layout, ran):
+    inputs = Case("layout", N=5, Lq=70).inputs(torch.bfloat16, "cuda")
+    inputs.q, inputs.k, inputs.v = layout(inputs.q), layout(inputs.k), layout(inputs.v)
+    check(inputs)
+    assert {name[:8] for name in ran} == {"sm90_fwd", BACKWARD}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_tma_cannot_read_is_sm80s_and_right(name, ran):
+    inputs = Case("expanded", N=5, Lq=70).inputs(torch.float16, "cuda")
+    setattr(inputs, name, getattr(inputs, name)[:, :1].expand_as(getattr(inputs, name)))
+    check(inputs)
+    assert {name[:8] for name in ran} == {"sm80_fwd", "sm80_bwd"}
+
+
+LENGTHS = sorted({1, 7, 8, *(tile + step for tile in (64, 128, 192, 256) for step in (-1, 0, 1))})
+
+
+@pytest.mark.parametrize("Lk", LENGTHS)
+def test_every_edge_of_a_key_tile(Lk):
+    check(Case("keys", N=2, Lq=33, Lk=Lk, H=1).inputs(torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("Lq", LENGTHS)
+def test_every_edge_of_a_query_tile(Lq):
+    check(Case("queries", N=2, Lq=Lq, Lk=40, H=1).inputs(torch.float16, "cuda"))
+
+
+@pytest.mark.parametrize(("bias1", "bias2"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("N", [1, 2, 3, 4, 7])
+def test_rows_that_share_a_tile_of_bias2(N, bias1, bias2):
+    """Whatever number of rows one block takes: also the last rows of one B and the first of the
+    next.
+    """
+    case = Case("rows", B=3, N=N, Lq=72, H=3, D=16, bias1=bool(bias1), bias2=bool(bias2))
+    check(case.inputs(torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("L", [70, 72])
+@pytest.mark.parametrize("over", ["B", "H", "Lq", "B, H", "Lk"])
+def test_broadcast_pair_bias(over, L):
+    """bias2 of size 1 over some dimensions; rows of even and of ragged length."""
+    inputs = Case("broadcast", B=2, N=3, Lq=L, H=2).inputs(torch.bfloat16, "cuda")
+    for name in over.split(", "):
+        inputs.bias2 = inputs.bias2.narrow({"B": 0, "H": 2, "Lq": 3, "Lk": 4}[name], 0, 1)
+    check(inputs)
+
+
+def test_more_tiles_than_blocks_and_fewer():
+    """A persistent grid walks over many tiles for each of its blocks, and may have none to do."""
+    check(Case("many", B=2, N=150, Lq=130, H=4).inputs(torch.bfloat16, "cuda"))
+    check(Case("one", N=1, Lq=20, H=1).inputs(torch.bfloat16, "cuda"))
+
+
+@each_dtype
+@pytest.mark.parametrize("L", [65, 389])
+def test_lse_is_the_natural_logarithm(L, dtype):
+    """Backwards of any family rebuild P from it: an error of lse is a relative error of P, to be
+    small against P's own rounding (an eighth of it). A row without keys has -inf.
+    """
+    inputs = Case("lse", N=2, Lq=L, H=2).inputs(dtype, "cuda")
+    inputs.bias1[:, 1] = -torch.inf
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.bias1, inputs.bias2)
+    _, lse = torch.ops.deepspeed4science.evoformer_attn(*tensors, True)
+    q, k, _, bias1, bias2 = (t.double() for t in tensors)
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) / q.shape[-1] ** 0.5 + bias1 + bias2
+    assert (lse[:, 1] == -torch.inf).all()
+    error = (lse[:, 0].double() - scores.logsumexp(-1)[:, 0]).abs().max()
+    assert error <= torch.finfo(dtype).eps / 8
+
+
+def test_bit_identical_over_runs_and_without_lse():
+    """No atomics in a forward; lse is one more output and changes nothing else."""
+    tensors = Case("again", B=2, N=9, Lq=200, H=3).inputs(torch.bfloat16, "cuda").tensors()
+    expected = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    for _ in range(5):
+        assert torch.equal(DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:]), expected)
+    o, _ = torch.ops.deepspeed4science.evoformer_attn(*tensors, True)
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, -1e9])
+@pytest.mark.parametrize("where", ["first", "middle", "last", "all but one"])
+def test_masked_tiles(where, value):
+    """Whole tiles of keys out of sight, wherever they lie among the others."""
+    inputs = Case("masked", N=4, Lq=100, Lk=400, H=2).inputs(torch.bfloat16, "cuda")
+    inputs.bias1.zero_()
+    key = torch.arange(400, device="cuda")
+    hidden = {
+        "first": key < 130,
+        "middle": (key >= 128) & (key < 260),
+        "last": key >= 200,
+        "all but one": key != 321,
+    }[where]
+    inputs.bias1[..., hidden] = value
+    check(inputs)
+
+
+def test_outliers_in_every_seed():
+    """Scores of a few hundred, where a running maximum moves late."""
+    for scale in (1.0, 4.0, 12.0):
+        inputs = Case("spread", N=3, Lq=150, H=2).inputs(torch.bfloat16, "cuda")
+        inputs.q.mul_(scale)
+        inputs.k.mul_(scale)
+        check(inputs)
+
+
+@pytest.mark.parametrize("L", [64, 389])
+def test_poison_behind_the_tensors_is_never_seen(L):
+    """NaN in the memory around q, k, v and both biases: tiles reach past their ends."""
+    case = Case("poison", N=3, Lq=L, H=2)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    clean = [t.clone() for t in inputs.tensors()]
+    expected = evoformer_attention(*(t.double() for t in clean))
+
+    def poisoned(x):
+        room = torch.full((x.numel() + 16384,), torch.nan, dtype=x.dtype, device=x.device)
+        view = room[8192 : 8192 + x.numel()].view(x.shape)
+        return view.copy_(x)
+
+    q, k, v, bias1, bias2 = map(poisoned, clean)
+    o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+    assert o.isfinite().all()
+    plain = DS4Sci_EvoformerAttention(*clean[:3], clean[3:])
+    assert torch.equal(o, plain)
+    assert (o.double() - expected).norm() / expected.norm() < 0.01
