@@ -23,7 +23,8 @@ _ERROR = re.compile(
 # (what the log says, what to do). The first that matches counts: the specific ones come first.
 _HINTS: tuple[tuple[str, str], ...] = (
     (  # _LACKS matches these two
-        r"\bKilled\b|exit status 137|out of memory|cannot allocate memory|virtual memory exhausted",
+        r"\bKilled\b|exit status 137|died due to signal 9|out of memory|cannot allocate memory"
+        r"|virtual memory exhausted",
         "the machine ran out of memory: close other programs or set MAX_JOBS=1",
     ),
     (
@@ -66,10 +67,18 @@ _HINTS: tuple[tuple[str, str], ...] = (
 # Failures of this moment and machine: trying again may succeed.
 _LACKS = re.compile("|".join(pattern for pattern, _ in _HINTS[:2]), re.IGNORECASE | re.MULTILINE)
 
+# nvcc says nothing of a full disk and removes its temporary files before it ends. A unit needs less
+# than this.
+_SMALL_DISK_BYTES = 64 << 20
+
 
 def is_lasting(failed: Failed) -> bool:
     """Whether others would fail at the same source in the same way."""
-    return _LACKS.search(failed.log) is None
+    return _LACKS.search(failed.log) is None and not _small_disk(failed)
+
+
+def _small_disk(failed: Failed) -> bool:
+    return failed.free_bytes is not None and failed.free_bytes < _SMALL_DISK_BYTES
 
 
 def explain(failed: Failed, logs: Path) -> CompileError:
@@ -80,7 +89,7 @@ def explain(failed: Failed, logs: Path) -> CompileError:
         f"{_first_error(failed.log)}\n\n"
         f"command: {failed.command}\n"
         f"log: {kept}\n"
-        f"hint: {_hint(failed.log)}"
+        f"hint: {_hint(failed)}"
     )
 
 
@@ -93,10 +102,15 @@ def _first_error(log: str) -> str:
     return "\n".join(f"  {'>' if index == at else ' '} {lines[index]}" for index in shown)
 
 
-def _hint(log: str) -> str:
+def _hint(failed: Failed) -> str:
     for pattern, hint in _HINTS:
-        if re.search(pattern, log, re.IGNORECASE | re.MULTILINE):
+        if re.search(pattern, failed.log, re.IGNORECASE | re.MULTILINE):
             return hint
+    if _small_disk(failed):
+        return (
+            f"the disk may be full, {(failed.free_bytes or 0) / 2**20:.1f} MiB are left in "
+            f"{failed.folder}: free some space, or set TMPDIR to a folder on another one"
+        )
     return (
         "the compiler and our source disagree: another compiler in CXX may do; "
         "otherwise report it with the log"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -55,6 +56,8 @@ class Failed:
     job: CompileJob
     log: str
     command: str
+    free_bytes: int | None = None  # what the disk of `folder` had left; None when it does not say
+    folder: Path | None = None  # where it was compiled
 
 
 class NinjaRun:
@@ -97,7 +100,8 @@ class NinjaRun:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=env.for_compiler(),
+                # What a compiler that is killed leaves behind goes with the folder.
+                env=env.for_compiler() | {"TMPDIR": str(self._folder)},
                 start_new_session=True,  # Ctrl-C is for us to answer, who know what others wait for
             )
             if self._cancelled:
@@ -152,7 +156,11 @@ class NinjaRun:
     def _failure(self, job: CompileJob) -> Failed:
         log = (self._folder / job.ident / "log").read_text(errors="replace")
         compiled = (self._folder / job.ident / f"{job.name}.o").exists()
-        return Failed(job, log, shlex.join(commands(job)[1 if compiled else 0]))
+        free_bytes = None
+        with contextlib.suppress(OSError):
+            free_bytes = shutil.disk_usage(self._folder).free
+        command = shlex.join(commands(job)[1 if compiled else 0])
+        return Failed(job, log, command, free_bytes, self._folder)
 
     def _seconds(self, job: CompileJob) -> float:
         """From ninja's own log: start ms, end ms, mtime, output, hash."""

@@ -59,6 +59,20 @@ def toolkit(
     return program(root / "bin" / "nvcc", script)
 
 
+def changed_toolkit(real: Path, root: Path, part: str, script: str) -> Path:
+    """A real toolkit, of links, in which the program `part` is a shell script; returns its nvcc."""
+    inner = ("bin", "nvvm", "nvvm/bin")
+    for folder in ("", *inner):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for folder in ("", *inner):
+        for entry in (real / folder).iterdir():
+            if (Path(folder) / entry.name).as_posix() not in inner:
+                (root / folder / entry.name).symlink_to(entry)
+    (root / part).unlink()
+    program(root / part, f"#!/bin/sh\n{script}\n")
+    return root / "bin" / "nvcc"
+
+
 def wrapper(path: Path, program_behind: Path) -> Path:
     return program(path, f'#!/bin/sh\nexec {program_behind} "$@"\n')
 

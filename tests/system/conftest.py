@@ -5,12 +5,14 @@ import subprocess
 
 import pytest
 
-from .toys import Workshop
+from .toys import Workshop, kill_spawned
 
 
 @pytest.fixture
-def workshop(tmp_path):
-    return Workshop.make(tmp_path / "workshop")
+def workshop(tmp_path, request):
+    """Of C++ toys, unless the test names a language."""
+    yield Workshop.make(tmp_path / "workshop", getattr(request, "param", "C++"))
+    kill_spawned()
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import pytest
 
 from .toys import finish, gate, open_gate, read_until, until
 
+pytestmark = pytest.mark.parametrize("workshop", ["C++", "CUDA"], indirect=True)
+
 NUM_PROCESSES = 8
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .toys import REPOSITORY, SOURCE, Workshop, finish, gate, open_gate, until
+from .toys import REPOSITORY, Workshop, finish, gate, open_gate, until
 
 
 def only_entry(workshop):
@@ -90,7 +90,7 @@ def test_same_content_elsewhere_is_the_same_key_and_the_same_bytes(tmp_path):
         (shop.include / "toy.h").write_text(
             "#define TOY_STATUS 40\ninline const char* where() { return __FILE__; }\n"
         )
-    source = SOURCE.replace('return "toy";', "return where();").format(name="toy")
+    source = shops[0].source().replace('int) { return "toy";', "int) { return where();")
     script = f"import os; os.chdir('/')\nk, = jit.load([toy(source={source!r})])\n"
     script += "report(origin=[k.origin], where=k.status_string(0))"
     outcomes = [shop.run(script) for shop in shops]
@@ -132,7 +132,7 @@ def test_entry_holds_all_that_went_into_it(workshop):
     assert meta["size"] == (entry / "toy.so").stat().st_size
     assert meta["sha256"] == hashlib.sha256((entry / "toy.so").read_bytes()).hexdigest()
     assert meta["seconds"] > 0
-    assert (entry / "toy.cpp").read_text() == SOURCE.format(name="toy")
+    assert (entry / "toy.cpp").read_text() == workshop.source()
 
 
 def test_prebuilt_is_found_first_whatever_compiled_it(workshop, tmp_path):

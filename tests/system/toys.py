@@ -1,12 +1,15 @@
 """Toy kernels and the processes that load them, for the loader's tests.
 
 A toy has the five exports, compiles in a moment and answers `status + *(int*)params`, where status
-comes from a header. Its compiler is a shell script in front of the real one: it writes a line for
-each compilation, which is how builds are counted, and can be made to stand still or to fail.
+comes from a header. It is C++, or CUDA compiled by the real nvcc with the real flags: then it holds
+a kernel, which is launched on a stream only, and never where there is no GPU. Its compiler is a
+shell script in front of the real one: it writes a line for each compilation, which is how builds
+are counted, and can be made to stand still or to fail.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -25,11 +28,19 @@ SOURCE = """\
 EXPORT int ds4s_abi_version() {{ return 1; }}
 EXPORT const char* ds4s_name() {{ return "{name}"; }}
 EXPORT long long ds4s_workspace_bytes(const void*) {{ return 0; }}
-EXPORT int ds4s_run(const void* params, void*) {{
-  return TOY_STATUS + *static_cast<const int*>(params);
+EXPORT int ds4s_run(const void* params, void* {stream}) {{
+  {launch}return TOY_STATUS + *static_cast<const int*>(params);
 }}
 EXPORT const char* ds4s_status_string(int) {{ return "toy"; }}
 """
+CUDA_KERNEL = "__global__ void toy_kernel(int* answer) { *answer += TOY_STATUS; }\n"
+CUDA_LAUNCH = """\
+if (stream) {
+    toy_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(nullptr);
+    return cudaGetLastError();
+  }
+  """
+CUDA_ARCH = "9.0"  # every nvcc that serves can compile for it
 
 # A child process: `toy`, `jit`, `report` are at hand; what it reports is its only word on stdout.
 PRELUDE = """\
@@ -52,10 +63,11 @@ class Workshop:
     """A folder with the toys' header, their compiler, a cache and a folder to compile in."""
 
     root: Path
+    language: str = "C++"  # or "CUDA"
 
     @classmethod
-    def make(cls, root: Path, *, status: int = 40) -> Workshop:
-        shop = cls(root)
+    def make(cls, root: Path, language: str = "C++", *, status: int = 40) -> Workshop:
+        shop = cls(root, language)
         for folder in (shop.include, shop.build_root):
             folder.mkdir(parents=True)
         shop.write_header(status)
@@ -64,7 +76,7 @@ class Workshop:
 
     @classmethod
     def from_environment(cls) -> Workshop:
-        return cls(Path(os.environ["TOY_WORKSHOP"]))
+        return cls(Path(os.environ["TOY_WORKSHOP"]), os.environ["TOY_LANGUAGE"])
 
     @property
     def cache(self) -> Path:
@@ -91,7 +103,6 @@ class Workshop:
 
     def set_compiler(self, before: str) -> None:
         """`before`: shell commands to run before each compilation (not before linking)."""
-        real = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
         staged = self.root / "compiler.new"
         staged.write_text(
             "#!/bin/sh\n"
@@ -99,7 +110,7 @@ class Workshop:
             f"  echo $$ >> {shlex.quote(str(self.root / 'compilations'))}\n"
             f"  {before or ':'}\n"
             ";; esac\n"
-            f'exec {real} "$@"\n'
+            f'exec {shlex.quote(str(_real_compiler(self.language)))} "$@"\n'
         )
         staged.chmod(0o755)
         staged.replace(self.compiler)
@@ -108,12 +119,18 @@ class Workshop:
         path = self.root / "compilations"
         return len(path.read_text().split()) if path.exists() else 0
 
+    def source(self, name: str = "toy") -> str:
+        if self.language == "C++":
+            return SOURCE.format(name=name, stream="", launch="")
+        header, rest = SOURCE.format(name=name, stream="stream", launch=CUDA_LAUNCH).split("\n", 1)
+        return f"{header}\n{CUDA_KERNEL}{rest}"
+
     def job(self, name: str = "toy", **changes):
         from op_builder.key import CompileJob
 
         fields = {
             "name": name,
-            "source": SOURCE.format(name=name),
+            "source": self.source(name),
             "suffix": ".cpp",
             "compiler": self.compiler,
             "flags": ("-O1", "-fPIC"),
@@ -121,6 +138,14 @@ class Workshop:
             "link_flags": (),
             "identity": (("compiler", "toy 1.0"),),
         }
+        if self.language == "CUDA":
+            from op_builder import EvoformerAttnBuilder, arch
+
+            builder = EvoformerAttnBuilder()
+            target = arch.gencode(arch.parse(CUDA_ARCH))
+            fields["suffix"] = ".cu"
+            fields["flags"] = (*builder.nvcc_args(), *target)
+            fields["link_flags"] = tuple(builder.extra_ldflags())
         return CompileJob(**(fields | changes))
 
     def environment(self, **changes: str) -> dict[str, str]:
@@ -128,6 +153,7 @@ class Workshop:
             dict(os.environ)
             | {
                 "TOY_WORKSHOP": str(self.root),
+                "TOY_LANGUAGE": self.language,
                 "DS4S_CACHE_DIR": str(self.cache),
                 "TMPDIR": str(self.build_root),
                 "PYTHONPATH": str(REPOSITORY),
@@ -136,7 +162,7 @@ class Workshop:
         )
 
     def spawn(self, script: str, *, stderr=subprocess.PIPE, **changes: str) -> subprocess.Popen:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + script],
             env=self.environment(**changes),
             stdin=subprocess.PIPE,
@@ -144,9 +170,38 @@ class Workshop:
             stderr=stderr,
             text=True,
         )
+        _SPAWNED.append(process)
+        return process
 
     def run(self, script: str = "report(**load())", **changes: str) -> Outcome:
         return finish(self.spawn(script, **changes))
+
+
+@functools.cache
+def _real_compiler(language: str) -> str:
+    if language == "C++":
+        found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+        assert found, "these tests need a C++ compiler"
+        return found
+    from op_builder import toolchain
+
+    nvcc = toolchain.find_nvcc()
+    if not nvcc.ok:
+        import pytest
+
+        pytest.skip(f"nvcc: {nvcc.reason}; {nvcc.remedy}")
+    return str(nvcc.path)
+
+
+def kill_spawned() -> None:
+    """What a failed test left waiting would wait for minutes."""
+    for process in _SPAWNED:
+        if process.poll() is None:
+            process.kill()
+    _SPAWNED.clear()
+
+
+_SPAWNED: list[subprocess.Popen] = []
 
 
 @dataclass(frozen=True)
@@ -199,4 +254,4 @@ def until(condition):
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "did not happen within a minute"
-        os.sched_yield()
+        time.sleep(0.005)

@@ -1,10 +1,11 @@
 """What a refused source looks like to the person who has to mend it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from op_builder.compile_error import explain
+from op_builder.compile_error import explain, is_lasting
 from op_builder.key import CompileJob
 from op_builder.ninja_run import Failed
 
@@ -47,6 +48,7 @@ def test_log_goes_elsewhere_when_the_cache_is_readonly(tmp_path):
     [
         ("c++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
         ("exit status 137", "MAX_JOBS=1"),
+        ("nvcc error   : 'cicc' died due to signal 9 (Kill signal)", "MAX_JOBS=1"),
         ("cc1plus: out of memory allocating 65536 bytes", "MAX_JOBS=1"),
         ("fatal error: error writing to /tmp/a.s: No space left on device", "TMPDIR"),
         ("k.h:1:10: fatal error: cutlass/cutlass.h: No such file or directory", "nvidia-cutlass"),
@@ -63,3 +65,13 @@ def test_log_goes_elsewhere_when_the_cache_is_readonly(tmp_path):
 )
 def test_hint(tmp_path, log, hint):
     assert hint in message(log, tmp_path).partition("hint: ")[2]
+
+
+def test_a_compiler_that_says_nothing_of_a_full_disk(tmp_path):
+    """nvcc's own words are "Failed to preprocess host compiler properties" and the like."""
+    log = "nvcc fatal   : Failed to preprocess host compiler properties."
+    full = Failed(JOB, log, "nvcc", free_bytes=3 << 20, folder=Path("/scratch/x"))
+    assert "disk may be full, 3.0 MiB are left in /scratch/x" in str(explain(full, tmp_path))
+    assert not is_lasting(full), "others may find more room"
+    roomy = replace(full, free_bytes=3 << 30)
+    assert "disk" not in str(explain(roomy, tmp_path)) and is_lasting(roomy)
