@@ -3,14 +3,17 @@ rest: pyproject.toml.
 """
 
 import sys
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a build front end does not put the source folder there
+# pip's build isolation hides the environment's packages: nvcc and CUTLASS are looked up among them.
+sys.path.append(sysconfig.get_path("purelib"))
 
 from op_builder import prebuild  # noqa: E402
 
@@ -26,18 +29,22 @@ class BuildPackageAndKernels(build_py):
         prebuild.build_requested(root / "deepspeed4science" / "prebuilt")
 
 
-class PlatformWheel(bdist_wheel):
-    """A wheel with compiled kernels is bound to the platform, but neither to a Python nor to a
-    torch.
-    """
+class Distribution(setuptools.Distribution):
+    """With compiled kernels in it, a wheel is for one platform."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not prebuild.requested()
+    def has_ext_modules(self) -> bool:
+        return bool(prebuild.requested())
+
+
+class PlatformWheel(bdist_wheel):
+    """Kernels know neither Python nor torch: one wheel serves all of them."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
         return "py3", "none", "any" if self.root_is_pure else platform
 
 
-setup(cmdclass={"build_py": BuildPackageAndKernels, "bdist_wheel": PlatformWheel})
+setuptools.setup(
+    cmdclass={"build_py": BuildPackageAndKernels, "bdist_wheel": PlatformWheel},
+    distclass=Distribution,
+)

@@ -178,6 +178,20 @@ def hopper_obstacle(requested: Sequence[Arch], supported: Collection[str] | None
     return ""
 
 
+def stand_ins(one: Arch) -> tuple[Arch, ...]:
+    """Other targets whose code runs wherever `one`'s does, those with the nearest code first."""
+    if one.suffix:
+        return ()
+    known = {replace(named, ptx=False) for text in NAMES.values() for named in parse(text)}
+    plain = Arch(one.major, one.minor)
+    found = []
+    for other in sorted((*{plain, *known},), reverse=True):
+        if other <= plain:
+            has_code = other.major == one.major and not one.ptx
+            found += [other] * has_code + [replace(other, ptx=True)]
+    return tuple(other for other in found if other != one)
+
+
 def intersect(
     requested: Sequence[Arch],
     device: tuple[int, int] | None,

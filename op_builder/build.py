@@ -132,7 +132,7 @@ class Build:
         if unit.job.ident not in notes:
             note = notes[unit.job.ident] = held.read()
             who = f"process {note.get('pid', '?')} on {note.get('host', '?')}"
-            unit.messages.append(f"waiting for {who}, which is compiling {unit.job.name}")
+            unit.messages.append(f"waiting for {who}, which is compiling {unit.job.title}")
         if time.monotonic() - began < _PATIENCE_S:
             return False
         usual = last_seconds(self._root, unit.job.name) or 0.0
@@ -146,6 +146,7 @@ class Build:
         if not units:
             return
         for unit in units:
+            search.tell_uncovered(unit.job, self._roots)
             if unit.job.compiler is None:
                 self._finish(unit, ToolchainError(unit.job.problem))
         units = [unit for unit in units if not unit.done.is_set()]

@@ -22,13 +22,13 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from . import elf
-from .key import LAYOUT, SYSTEM, CompileJob, Hashes, Header, content_key
+from .key import LAYOUT, OWN, CompileJob, Hashes, Header, content_key
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,14 @@ class Entry:
     def library(self) -> Path:
         return self.folder / f"{self.meta['name']}.so"
 
+    @property
+    def key(self) -> str:
+        return self.folder.name.removeprefix(f"{self.meta['name']}-")
+
+    @property
+    def flags(self) -> list[str]:
+        return list(self.meta["flags"])
+
     def damage(self) -> str | None:
         """What is wrong with the library's bytes; None when they are those that were published."""
         try:
@@ -77,28 +85,34 @@ class Entry:
         return None
 
 
-def find(root: Path, job: CompileJob, hashes: Hashes, *, any_compiler: bool) -> Entry | None:
+def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) -> Entry | None:
     """The entry under `root` that was made of exactly what `job` would be made of now.
 
-    With `any_compiler` the compiler's identity and its own headers are not compared: for libraries
-    that somebody made on purpose for machines other than his own (an install, a shared read-only
-    cache), and where no compiler is left. An entry for another kind of machine, or for a glibc
-    newer than this one, is not a match.
+    With `any_toolchain` only our own sources count: neither the compiler's identity nor headers
+    that are not ours (the compiler's, CUTLASS's) are compared, and `job.stand_ins` serve as well.
+    This is for libraries that somebody made on purpose for machines other than his own (an install,
+    a shared read-only cache), and where no compiler is left. An entry for another kind of machine,
+    or for a glibc newer than this one, is not a match.
     """
-    for folder in _candidates(root, job):
+    for folder in _candidates(root, job, job.accepted if any_toolchain else (job.asked,)):
         meta = _read_meta(folder)
         if meta is None or meta["machine"] != elf.own_machine():
             continue
         if tuple(meta["glibc"]) > elf.own_glibc():
             continue
-        if not any_compiler and meta["identity"] != _listed(job.identity):
+        if not any_toolchain and meta["identity"] != _listed(job.identity):
             continue
         headers = [Header(*header) for header in meta["headers"]]
-        if any_compiler:
-            headers = [header for header in headers if header.root != SYSTEM]
+        if any_toolchain:
+            headers = [header for header in headers if header.root == OWN]
         if all(_unchanged(header, job, hashes) for header in headers):
             return Entry(folder, meta)
     return None
+
+
+def entries(root: Path) -> list[Entry]:
+    """Every entry under `root` whose meta.json can be read, by name."""
+    return [entry for folder in _folders(root, "") if (entry := _entry(folder)) is not None]
 
 
 def last_seconds(root: Path, name: str) -> float | None:
@@ -165,8 +179,15 @@ def discard(entry: Entry) -> None:
     shutil.rmtree(entry.folder, ignore_errors=True)
 
 
-def _candidates(root: Path, job: CompileJob) -> Iterator[Path]:
-    return _folders(root, f"{job.name}-{job.asked}")
+def _candidates(root: Path, job: CompileJob, asked: Sequence[str]) -> list[Path]:
+    """What may fit, in the order of `asked`."""
+    named = list(_folders(root, f"{job.name}-"))
+    return [
+        folder
+        for one in (asked if named else ())
+        for folder in named
+        if folder.name.startswith(f"{job.name}-{one}")
+    ]
 
 
 def _folders(root: Path, prefix: str) -> Iterator[Path]:
@@ -190,7 +211,10 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 _META_FIELDS = frozenset(
-    {"name", "identity", "headers", "machine", "glibc", "size", "sha256", "seconds", "created"}
+    {
+        *("name", "flags", "identity", "headers", "machine", "glibc", "size", "sha256"),
+        *("seconds", "created"),
+    }
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import arch, cutlass, env, gpu, paths, toolchain
 from .arch import Arch
 from .builder import Obstacle, OpBuilder
-from .errors import BuildError
+from .errors import BuildError, ToolchainError
 from .instantiations import CudaKernel
 from .key import CompileJob
 
@@ -87,6 +87,49 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return arch.intersect(self.requested_archs(), device, toolchain.targets(tool).real)[0]
 
     def obstacles(self) -> list[Obstacle]:
+        found = self._lacks()
+        devices = gpu.detect()
+        try:
+            elsewhere = bool(self.requested_archs()) or env.flag("DS_IGNORE_CUDA_DETECTION")
+            if not devices.found and not elsewhere:
+                remedy = (
+                    "run on a machine with an NVIDIA GPU; to compile for another machine, set "
+                    "TORCH_CUDA_ARCH_LIST to its architecture"
+                )
+                found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
+            if not found:
+                self.target_archs()
+        except BuildError as error:
+            found.append(Obstacle(str(error), ""))
+        return found
+
+    def builder(self) -> list[CompileJob]:
+        """Unlike a first call, an install compiles for all that was asked for, or says why not."""
+        if requested := self.requested_archs():
+            self.require(requested)
+        return super().builder()
+
+    def require(self, targets: Sequence[Arch]) -> None:
+        """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""
+        lacks = self._lacks()
+        if lacks:
+            raise BuildError(
+                f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
+            )
+        tool = toolchain.find_nvcc()
+        supported = toolchain.targets(tool).real
+        refused = [one for one in targets if one.major < 7 or one.real not in supported]
+        if refused:
+            possible = ";".join(str(one) for one in targets if one not in refused)
+            raise ToolchainError(
+                f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
+                f"the templates begin at 7.0, and nvcc {tool.version} can do "
+                f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
+                "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
+            )
+
+    def _lacks(self) -> list[Obstacle]:
+        """What compiling needs and this machine does not have, whatever it is compiled for."""
         tools = (
             toolchain.find_nvcc(),
             toolchain.find_host_compiler(),
@@ -98,19 +141,10 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         headers = cutlass.find_cutlass()
         if not headers.ok:
             found.append(Obstacle(f"CUTLASS: {headers.reason}", headers.remedy))
-        devices = gpu.detect()
-        if not devices.found and not env.flag("DS_IGNORE_CUDA_DETECTION"):
-            remedy = (
-                "run on a machine with an NVIDIA GPU; to compile for another machine, set "
-                "DS_IGNORE_CUDA_DETECTION=1 and TORCH_CUDA_ARCH_LIST"
-            )
-            found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
-        if not found:
-            try:
-                paths.csrc_root()
-                self.target_archs()
-            except BuildError as error:
-                found.append(Obstacle(str(error), ""))
+        try:
+            paths.csrc_root()
+        except BuildError as error:
+            found.append(Obstacle(str(error), ""))
         return found
 
     def jobs(self, kernels: Sequence[CudaKernel]) -> list[CompileJob]:
@@ -134,18 +168,22 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
                 source=kernel.source(),
                 suffix=".cu",
                 compiler=None if lacks else compiler.path,
-                flags=(*self.nvcc_args(), *_gencode(kernel)),
+                flags=(*self.nvcc_args(), *target.gencode()),
                 include_dirs=include_dirs,
                 link_flags=tuple(self.extra_ldflags()),
                 identity=identity,
                 local_flags=local,
                 problem="; ".join(lacks),
                 memory_bytes=_MEMORY_BYTES,
+                label=f"{kernel.name} for {kernel.arch}",
+                stand_ins=tuple(
+                    (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
+                ),
             )
-            for kernel in kernels
+            for kernel, target in zip(kernels, map(_target, kernels), strict=True)
         ]
 
 
-def _gencode(kernel: CudaKernel) -> tuple[str, ...]:
+def _target(kernel: CudaKernel) -> Arch:
     (one,) = arch.parse(kernel.arch, source="architecture of a kernel")
-    return one.gencode()
+    return one

@@ -45,7 +45,11 @@ VARIABLES: tuple[Variable, ...] = (
         "the architecture of the tensor's device",
     ),
     Variable("DS_SKIP_CUDA_CHECK", "1: accept any difference between nvcc's CUDA and torch's", "0"),
-    Variable("DS_IGNORE_CUDA_DETECTION", "1: build CUDA ops on a machine without a GPU", "0"),
+    Variable(
+        "DS_IGNORE_CUDA_DETECTION",
+        "1: build CUDA ops on a machine without a GPU; not needed with `TORCH_CUDA_ARCH_LIST`",
+        "0",
+    ),
     Variable(
         "DS4S_CACHE_DIR",
         "folder in which compiled kernels are kept",

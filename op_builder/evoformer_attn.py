@@ -4,10 +4,12 @@ templates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from . import arch, env, gpu, toolchain
+from . import arch, calls, env, gpu, toolchain
 from .arch import Arch
+from .calls import Call
 from .cuda_builder import CUDAOpBuilder
 from .errors import ToolchainError
 from .instantiations import (
@@ -18,12 +20,6 @@ from .instantiations import (
     has_row,
     head_dim_tier,
 )
-
-# What an install compiles for each architecture: the shapes that models train with (head dimension
-# 32, both biases for triangle and MSA row attention, bias1 alone for MSA column attention).
-_PREBUILT_DTYPES = ("bf16", "fp16", "fp32")
-_PREBUILT_BIASES = ("both", "bias1")
-_PREBUILT_HEAD_DIM = 32
 
 
 class EvoformerAttnBuilder(CUDAOpBuilder):
@@ -61,11 +57,15 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
             )
         return _with_deputy(forced or own)
 
-    def sm90_obstacle(self) -> str:
-        """Why the Sm90 templates cannot be compiled here; empty when they can."""
+    def sm90_obstacle(self, requested: Sequence[Arch] | None = None) -> str:
+        """Why the Sm90 templates cannot be compiled here for what is `requested` (None: by the
+        environment); empty when they can.
+        """
         tool = toolchain.find_nvcc()
         supported = toolchain.targets(tool).real if tool.ok else None
-        return arch.hopper_obstacle(self.requested_archs(), supported)
+        return arch.hopper_obstacle(
+            self.requested_archs() if requested is None else requested, supported
+        )
 
     def family_note(self, device: tuple[int, int]) -> str:
         """What `family` does not tell: which calls go to the next, or why it is not sm90."""
@@ -89,13 +89,17 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         bias: str,
         aligned: bool,
         device: tuple[int, int],
+        target: Arch | None = None,
     ) -> CudaKernel:
         """The kernel for a call: `family` one of `families`, `head_dim` the larger of D and Dv,
-        `device` a compute capability.
+        `device` a compute capability, `target` what to compile for (None: `arch_for` the device).
 
         Raises ToolchainError when nvcc cannot compile for the device.
         """
-        target = arch.HOPPER if family == "sm90" else self.arch_for(device)
+        if family == "sm90":
+            target = arch.HOPPER
+        else:  # nothing in it is what a suffix stands for: 9.0a and 9.0 are one library
+            target = replace(target or self.arch_for(device), suffix="")
         return CudaKernel(
             family=family,
             direction=direction,
@@ -117,7 +121,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
                 family=next(one for one in families if has_row(one, direction, "fp32")),
                 direction=direction,
                 dtype="fp32",
-                head_dim=_PREBUILT_HEAD_DIM,
+                head_dim=32,
                 bias="both",
                 aligned=True,
                 device=capabilities[0],
@@ -126,32 +130,42 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         ]
 
     def prebuilt_kernels(self) -> list[CudaKernel]:
-        """The table above, for every architecture that an install compiles for."""
-        rows = [row for target in self.target_archs() for row in self._prebuilt_for(target)]
-        return list(dict.fromkeys(rows))  # 9.0 and 9.0a share their Sm90 kernels
+        """`calls.INSTALL`, for every architecture that an install compiles for."""
+        return self.kernels_for(calls.INSTALL, self.target_archs())
 
-    def _prebuilt_for(self, target: Arch) -> Iterable[CudaKernel]:
-        own = arch.family((target.major, target.minor))
+    def kernels_for(
+        self, wanted: Iterable[Call], targets: Iterable[Arch], *, aligned: bool = True
+    ) -> list[CudaKernel]:
+        """The kernels that these calls choose on devices of these architectures, each once.
+
+        A dtype that an architecture does not have (bfloat16 before 8.0) is left out.
+        """
+        calls_ = tuple(wanted)
+        rows = [row for target in targets for row in self._rows(calls_, target, aligned)]
+        return list(dict.fromkeys(rows))  # 9.0 and 9.0a share theirs
+
+    def _rows(self, wanted: Iterable[Call], target: Arch, aligned: bool) -> Iterable[CudaKernel]:
+        device = (target.major, target.minor)
+        own = arch.family(device)
         if own is None:
             return
-        if own == "sm90" and self.sm90_obstacle():
+        if own == "sm90" and (not aligned or self.sm90_obstacle((target,))):
             own = "sm80"
-        for dtype in _PREBUILT_DTYPES:
-            for direction in DIRECTIONS:
-                having = [one for one in _with_deputy(own) if has_row(one, direction, dtype)]
-                # PTX also serves later GPUs, and those have no Sm90 kernels.
-                for family in having if target.ptx else having[:1]:
-                    compiled_for = arch.HOPPER if family == "sm90" else target
-                    for bias in _PREBUILT_BIASES:
-                        yield CudaKernel(
-                            family,
-                            direction,
-                            dtype,
-                            _PREBUILT_HEAD_DIM,
-                            _compiled_bias(direction, bias),
-                            True,
-                            str(compiled_for),
-                        )
+        for call in wanted:
+            families = _with_deputy(own)
+            having = [one for one in families if has_row(one, call.direction, call.dtype)]
+            # PTX also serves later GPUs, and those have no Sm90 kernels.
+            for family in having if target.ptx else having[:1]:
+                yield self.kernel(
+                    family=family,
+                    direction=call.direction,
+                    dtype=call.dtype,
+                    head_dim=call.head_dim,
+                    bias=call.bias,
+                    aligned=aligned,
+                    device=device,
+                    target=target,
+                )
 
 
 def _with_deputy(family: str) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from . import cpu_isa
+from collections.abc import Iterable
+
+from . import calls, cpu_isa
+from .calls import Call
 from .cpu_builder import CPUOpBuilder
-from .instantiations import DIRECTIONS, DTYPES, CpuKernel
+from .instantiations import DIRECTIONS, CpuKernel
 
 
 class EvoformerAttnCPUBuilder(CPUOpBuilder):
@@ -25,9 +28,12 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
         return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
 
     def prebuilt_kernels(self) -> list[CpuKernel]:
-        """All dtypes and directions, for the processor that installs."""
-        return [
-            self.kernel(direction=direction, dtype=dtype)
-            for dtype in DTYPES
-            for direction in DIRECTIONS
-        ]
+        """`calls.INSTALL_CPU`, for the processor that installs."""
+        return self.kernels_for(calls.INSTALL_CPU)
+
+    def kernels_for(self, wanted: Iterable[Call]) -> list[CpuKernel]:
+        """The kernels that these calls would choose here, each once: one serves all biases and
+        head dimensions.
+        """
+        chosen = (self.kernel(direction=one.direction, dtype=one.dtype) for one in wanted)
+        return list(dict.fromkeys(chosen))

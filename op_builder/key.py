@@ -29,6 +29,7 @@ from pathlib import Path
 # Part of every key: raise it when the layout of an entry or the meaning of its meta.json changes.
 LAYOUT = 1
 
+OWN = 0  # Header.root of our own sources: a job's first include folder is theirs
 SYSTEM = -1  # Header.root of a header from outside the job's include folders
 
 
@@ -49,13 +50,27 @@ class CompileJob:
     local_flags: tuple[str, ...] = ()  # flags that do name folders (-L, -ccbin): not in the key
     problem: str = ""  # why `compiler` is None, and what to do about it
     memory_bytes: int = 1 << 30  # what compiling this may take, to limit how many run at once
+    label: str = ""  # for messages, where one name has several targets
+    # Other flags whose library runs wherever this one's does, best first: for what somebody made on
+    # purpose for machines other than his own.
+    stand_ins: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def title(self) -> str:
+        return self.label or self.name
 
     @functools.cached_property
     def asked(self) -> str:
         """12 digits: what is asked for, whichever compiler makes it."""
-        return _digest(
-            LAYOUT, self.name, self.source, self.suffix, self.flags, self.link_flags, size=12
-        )
+        return self._asked(self.flags)
+
+    @functools.cached_property
+    def accepted(self) -> tuple[str, ...]:
+        """`asked`, then the same with each of `stand_ins`."""
+        return (self.asked, *(self._asked(flags) for flags in self.stand_ins))
+
+    def _asked(self, flags: tuple[str, ...]) -> str:
+        return _digest(LAYOUT, self.name, self.source, self.suffix, flags, self.link_flags, size=12)
 
     @functools.cached_property
     def ident(self) -> str:
@@ -65,7 +80,7 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class Header:
-    root: int  # index into the job's include_dirs, or SYSTEM
+    root: int  # index into the job's include_dirs (OWN is the first), or SYSTEM
     name: str  # relative to that folder; absolute for SYSTEM
     sha256: str
 

@@ -151,16 +151,16 @@ class Loader:
         while True:
             waiting = next((unit for unit in units if not unit.done.is_set()), None)
             for unit in units:
-                name = unit.job.name
+                name = unit.job.title
                 for message in unit.messages[told.get(name, 0) :]:
                     display.note(message)
                 told[name] = len(unit.messages)
-            fresh = [unit for unit in units if unit.compiling and unit.job.name not in begun]
+            fresh = [unit for unit in units if unit.compiling and unit.job.title not in begun]
             if fresh:
-                display.begin([progress.Unit(unit.job.name, unit.last_seconds) for unit in fresh])
-                begun.update(unit.job.name for unit in fresh)
+                display.begin([progress.Unit(unit.job.title, unit.last_seconds) for unit in fresh])
+                begun.update(unit.job.title for unit in fresh)
             for unit in units:
-                name = unit.job.name
+                name = unit.job.title
                 if unit.seconds is not None and unit.done.is_set() and name not in finished:
                     finished.add(name)
                     display.finished(name, unit.seconds)

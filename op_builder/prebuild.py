@@ -31,12 +31,20 @@ def requested() -> list[OpBuilder[Any]]:
 
 
 def build_requested(folder: Path, *, verbose: bool = True) -> list[LoadedKernel]:
-    """Compile all that was asked for into `folder`; [] when nothing was.
+    """Compile all that was asked for into `folder`, and remove whatever else an earlier install
+    has left there; [] when nothing was asked for, and then `folder` is left as it is.
 
     Raises BuildError, with the reason, when something asked for cannot be compiled here.
     """
     jobs = [job for op in requested() for job in op.builder()]
-    return build_into(folder, jobs, verbose=verbose) if jobs else []
+    if not jobs:
+        return []
+    kernels = build_into(folder, jobs, verbose=verbose)
+    wanted = {kernel.path.parent for kernel in kernels}
+    for entry in (folder.absolute() / "units").iterdir():
+        if entry not in wanted:
+            shutil.rmtree(entry)
+    return kernels
 
 
 def build_into(

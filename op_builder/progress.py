@@ -18,6 +18,7 @@ logger = logging.getLogger("op_builder")
 
 _BAR_WIDTH = 24
 _REDRAW_S = 0.1
+_LINES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,26 @@ class Silent:
 
 
 class Lines(Silent):
-    """A line when compiling begins and one for each finished unit."""
+    """A line for each unit when compiling begins, and one, counted, when it is finished."""
+
+    def __init__(self) -> None:
+        self._num_units = self._num_done = 0
+        self._start = time.monotonic()
 
     def begin(self, units: Sequence[Unit]) -> None:
-        for unit in units:
+        self._num_units += len(units)
+        for unit in units[:_LINES_AT_ONCE]:
             self.note(f"compiling {unit} ...")
+        if len(units) > _LINES_AT_ONCE:
+            self.note(f"compiling {len(units) - _LINES_AT_ONCE} more ...")
 
     def finished(self, name: str, seconds: float) -> None:
-        self.note(f"compiled {name} in {seconds:.1f} s")
+        self._num_done += 1
+        line = f"compiled {name} in {seconds:.1f} s"
+        if self._num_units > _LINES_AT_ONCE:  # minutes, perhaps: how far it is
+            elapsed = time.monotonic() - self._start
+            line = f"[{self._num_done}/{self._num_units}, {elapsed:.0f} s] {line}"
+        self.note(line)
 
     def note(self, message: str) -> None:
         if logger.hasHandlers():

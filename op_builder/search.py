@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .loaded import LoadedKernel
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
+_uncovered: set[Path] = set()  # prebuilt folders that have been told not to cover something
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ def roots() -> tuple[Root, ...]:
 def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> LoadedKernel | None:
     """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
     for root in where:
-        any_compiler = root.shared or job.compiler is None
-        entry = cache.find(root.path, job, hashes, any_compiler=any_compiler)
+        any_toolchain = root.shared or job.compiler is None
+        entry = cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
         if entry is None:
             continue
         damage = entry.damage()
@@ -47,6 +49,30 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
         elif root.shared:
             warn_once(f"{entry.folder} is damaged ({damage}); passed over")
     return None
+
+
+def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
+    """Say, once in a process, that and why what an install compiled does not serve `job`."""
+    for root in where:
+        if root.origin != "prebuilt" or root.path in _uncovered:
+            continue
+        entries = cache.entries(root.path)
+        if entries:
+            _uncovered.add(root.path)
+            named = [entry for entry in entries if entry.meta["name"] == job.name]
+            warn_once(
+                f"{job.title} is not among the {len(entries)} kernels compiled while installing "
+                f"({_why_not(job, named)}); it is compiled now and kept in {where[-1].path}"
+            )
+
+
+def _why_not(job: CompileJob, entries: list[cache.Entry]) -> str:
+    if not entries:
+        return "none of them is for such inputs"
+    if any(entry.key.startswith(job.accepted) for entry in entries):
+        return "its sources have changed since, or it was made for another system"
+    codes = {code for entry in entries for code in re.findall(r",code=(\w+)", str(entry.flags))}
+    return f"it was compiled for {', '.join(sorted(codes)) or 'another processor'} there"
 
 
 def warn_once(message: str) -> None:

@@ -51,8 +51,8 @@ def of(builder: OpBuilder[Any]) -> OpStatus:
 def _origin(job: CompileJob, hashes: Hashes) -> str | None:
     """Where a sound library for `job` is: "prebuilt" or "cached"; None when there is none."""
     for root in search.roots():
-        any_compiler = root.shared or job.compiler is None
-        entry = cache.find(root.path, job, hashes, any_compiler=any_compiler)
+        any_toolchain = root.shared or job.compiler is None
+        entry = cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
         if entry is not None and entry.damage() is None:
             return "prebuilt" if root.origin == "prebuilt" else "cached"
     return None

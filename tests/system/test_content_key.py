@@ -161,6 +161,24 @@ report(origin=[kernel.origin, skipped.origin])
     assert workshop.run(script, TOY_PREBUILT=place).report["origin"][0] == "built"
 
 
+def test_library_for_another_target_serves_where_it_was_made_on_purpose(workshop, tmp_path):
+    """A shared cache may hold 8.0 for an 8.6; one's own cache gets what is best for the device."""
+    script = """
+nearest = toy(flags=("-O1", "-fPIC", "-DTARGET=86"), stand_ins=(
+    ("-O1", "-fPIC", "-DTARGET=80"), ("-O1", "-fPIC", "-DTARGET=75")))
+kernel, = jit.load([nearest])
+report(origin=[kernel.origin], path=str(kernel.path))
+"""
+    for target in (75, 80, 90):
+        workshop.run(f"jit.load([toy(flags=('-O1', '-fPIC', '-DTARGET={target}'))])\nreport()")
+    shutil.move(workshop.cache, tmp_path / "shared")
+    outcome = workshop.run(script, DS4S_CACHE_PATH=str(tmp_path / "shared"))
+    meta = json.loads((Path(outcome.report["path"]).parent / "meta.json").read_text())
+    assert (outcome.origin, meta["flags"][-1]) == ("cache", "-DTARGET=80")
+    shutil.move(tmp_path / "shared", workshop.cache)
+    assert workshop.run(script).origin == "built"
+
+
 def test_import_is_cheap_and_quiet(tmp_path):
     """Importing op_builder needs no torch, prints nothing, and takes less than 60 ms.
 

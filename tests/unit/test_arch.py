@@ -204,6 +204,24 @@ def test_why_hopper_cannot_be_had() -> None:
         assert "asks for 8.0+PTX; 10.0a: neither 9.0 nor 9.0a" in reason
 
 
+DEVICES = [(7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+
+
+@pytest.mark.parametrize("text", ["7.5", "8.0", "8.6", "9.0", "9.0a", "9.0+PTX", "10.3", "12.0f"])
+def test_a_stand_in_runs_wherever_the_other_does(text: str) -> None:
+    (one,) = arch.parse(text)
+    for other in arch.stand_ins(one):
+        assert other != one
+        assert [d for d in DEVICES if one.runs_on(d) and not other.runs_on(d)] == [], str(other)
+
+
+def test_stand_ins_with_machine_code_come_first() -> None:
+    names = [str(other) for other in arch.stand_ins(Arch(8, 6))]
+    assert names[:4] == ["8.6+PTX", "8.0", "8.0+PTX", "7.5+PTX"]
+    assert "8.9" not in names and "7.5" not in names
+    assert arch.stand_ins(Arch(9, 0, "a")) == ()
+
+
 def test_the_environment_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """One op's filtered list must not leak into the next build."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0;8.0;")

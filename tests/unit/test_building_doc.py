@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import arch, cutlass, env, nvcc
+from op_builder import arch, calls, cutlass, env, nvcc
 from op_builder.instantiations import CPU_ISAS
 from op_builder.status import STATES
 
@@ -61,6 +61,17 @@ def test_each_variable_exists() -> None:
 @pytest.mark.parametrize("word", [*CPU_ISAS, *STATES])
 def test_each_state_and_instruction_set_has_its_row(word: str) -> None:
     assert re.search(rf"^\| `?{word}`? \|", TEXT, re.MULTILINE)
+
+
+def test_the_calls_that_are_compiled_beforehand() -> None:
+    """Each list's rows, and no others."""
+    lists = {"install": calls.INSTALL_ROWS, **calls.PRESETS}
+    section = TEXT.partition("\n## Compiling beforehand\n")[2].partition("\n## ")[0]
+    told = [line for line in section.splitlines() if line.startswith(("| install", "| `"))]
+    for name, wanted in lists.items():
+        ends = [f" | {row.what} | {row.head_dim} | {row.bias} |" for row in wanted]
+        mine = [line for line in told if name in line.split(" | ")[0]]
+        assert [line.partition(" | ")[1] + line.partition(" | ")[2] for line in mine] == ends
 
 
 def test_versions_and_commands_are_those_of_the_program() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import ALL_OPS, EvoformerAttnBuilder, gpu, toolchain
+from op_builder import ALL_OPS, EvoformerAttnBuilder, arch, calls, gpu, toolchain
+from op_builder.calls import Row
+from op_builder.cuda_builder import CUDAOpBuilder
 from op_builder.errors import BuildError, ToolchainError
 from op_builder.instantiations import (
     CUDA_BIASES,
@@ -162,11 +164,46 @@ def test_architectures_never_leak_into_the_environment(monkeypatch):
 
 def test_without_a_gpu_the_reason_and_the_remedy(no_gpu, monkeypatch):
     monkeypatch.delenv("DS_IGNORE_CUDA_DETECTION", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     (obstacle,) = [o for o in BUILDER.obstacles() if "GPU" in o.reason]
     assert "there is no driver" in obstacle.reason
     assert "TORCH_CUDA_ARCH_LIST" in obstacle.remedy
     with pytest.raises(BuildError, match="there is no driver"):
         BUILDER.builder()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    assert not [o for o in BUILDER.obstacles() if "GPU" in o.reason], "a list says for what"
+
+
+def test_an_install_compiles_for_all_that_is_asked_for_or_says_why_not(no_gpu, nvcc, monkeypatch):
+    set_nvcc(monkeypatch, "sm_80", "sm_90")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Volta;8.0;9.0")
+    monkeypatch.setattr(CUDAOpBuilder, "_lacks", lambda self: [])
+    with pytest.raises(ToolchainError, match=r"for 7\.0\+PTX: .*sm_80, sm_90; ask for 8\.0;9\.0,"):
+        BUILDER.builder()
+
+
+def test_kernels_of_a_list_of_calls(nvcc):
+    """Each once; what an architecture does not have is left out; a suffix changes no kernel."""
+    wanted = calls.calls(
+        [Row("one", 24, "both"), Row("two", 32, "both"), Row("three", 32, "bias2")],
+        dtypes=("bf16", "fp16"),
+    )
+    rows = BUILDER.kernels_for(wanted, arch.parse("7.5;8.0;6.1"))
+    assert sorted((row.arch, row.name) for row in rows) == [
+        ("7.5", "sm75_bwd_fp16_d32_bias2_aligned"),
+        ("7.5", "sm75_fwd_fp16_d32_bias2_aligned"),
+        ("7.5", "sm75_fwd_fp16_d32_both_aligned"),
+        ("8.0", "sm80_bwd_bf16_d32_bias2_aligned"),
+        ("8.0", "sm80_bwd_fp16_d32_bias2_aligned"),
+        ("8.0", "sm80_fwd_bf16_d32_bias2_aligned"),
+        ("8.0", "sm80_fwd_bf16_d32_both_aligned"),
+        ("8.0", "sm80_fwd_fp16_d32_bias2_aligned"),
+        ("8.0", "sm80_fwd_fp16_d32_both_aligned"),
+    ]
+    hopper = BUILDER.kernels_for(wanted, arch.parse("9.0a"))
+    assert {row.arch for row in hopper if row.family == "sm80"} <= {"9.0"}
+    unaligned = BUILDER.kernels_for(wanted, arch.parse("9.0a"), aligned=False)
+    assert {row.family for row in unaligned} == {"sm80"}, "TMA reads aligned rows only"
 
 
 def test_missing_cutlass_is_told_with_the_command_that_mends_it(no_gpu, monkeypatch, tmp_path):
