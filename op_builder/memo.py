@@ -3,9 +3,10 @@
     version = memo.remember("compiler", memo.file_stamp(path), lambda: ask(path))
 
 An answer is one JSON file under the cache folder, replaced by an atomic rename: concurrent writers
-leave one whole answer, a cache that cannot be written or read only costs the computation. The key
-must name all that the answer depends on. Memos never decide a cache key's *content*: they only save
-running a program to learn it again.
+leave one whole answer, a cache that cannot be written or read only costs the computation. Read-only
+caches are looked into as well, for those whose own cannot be written. The key must name all that
+the answer depends on. Memos never decide a cache key's *content*: they only save running a program
+to learn it again.
 """
 
 from __future__ import annotations
@@ -39,18 +40,28 @@ def remember(kind: str, key: str, compute: Callable[[], Any]) -> Any:
 
     What `compute` raises is passed on and not remembered.
     """
-    folder = paths.cache_root() / "memo"
-    known = (str(folder), kind, key)
+    root = paths.cache_root()
+    known = (str(root), kind, key)
     if known in _answers:
         return _answers[known]
-    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
-    path = folder / f"{kind}-{digest}.json"
-    answer = _read(path, key)
+    found = (_read(_place(folder, kind, key), key) for folder in (root, *paths.readonly_roots()))
+    answer = next((one for one in found if one is not _MISSING), _MISSING)
     if answer is _MISSING:
         answer = compute()
-        _write(path, key, answer)
+        _write(_place(root, kind, key), key, answer)
     _answers[known] = answer
     return answer
+
+
+def export(root: Path) -> None:
+    """Copy what this process has learnt to another cache folder, as far as that can be written."""
+    for (_, kind, key), answer in list(_answers.items()):
+        _write(_place(root, kind, key), key, answer)
+
+
+def _place(root: Path, kind: str, key: str) -> Path:
+    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
+    return root / "memo" / f"{kind}-{digest}.json"
 
 
 _MISSING = object()

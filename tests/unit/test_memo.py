@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_damaged_answer_is_asked_for_again(cache, monkeypatch, text):
 def test_cache_that_cannot_be_written(cache):
     cache.write_text("a file, not a folder")
     assert memo.remember("kind", "key", lambda: 1) == 1
+
+
+def test_answers_of_a_readonly_cache_are_used(cache, tmp_path, monkeypatch):
+    """A pod that can write nowhere asks no slow question that the image has the answer to."""
+    memo.remember("kind", "key", lambda: 1)
+    memo.export(tmp_path / "image")
+    memo.export(Path("/dev/null/nowhere"))  # cannot be written: no matter
+    monkeypatch.setenv("DS4S_CACHE_PATH", f"{tmp_path}/absent:{tmp_path}/image")
+    monkeypatch.setenv("DS4S_CACHE_DIR", "/dev/null/nowhere")
+    new_process(monkeypatch)
+    assert memo.remember("kind", "key", never) == 1
+    assert memo.remember("kind", "other", lambda: 2) == 2
 
 
 def test_failure_is_not_remembered():
