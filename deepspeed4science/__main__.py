@@ -16,6 +16,7 @@ class Command:
 
 COMMANDS = {
     "report": Command("deepspeed4science.report", "what runs here, and what mends the rest"),
+    "cache": Command("deepspeed4science.cache_command", "list, explain, clear compiled kernels"),
     "build": Command("deepspeed4science.build_command", "compile kernels before they are needed"),
     "demo": Command("deepspeed4science.demo", "a real protein family through all four attentions"),
 }

@@ -154,6 +154,7 @@ def _check_settings(probes: Probes) -> None:
     checks: tuple[Callable[[], object], ...] = (
         lambda: arch.parse(env.text("TORCH_CUDA_ARCH_LIST")),
         lambda: env.positive_int("MAX_JOBS"),
+        lambda: env.whole_number("DS4S_CACHE_MAX_MB"),
         *(partial(env.flag, name) for name in flags),
     )
     for check in checks:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import cache, elf, lock, search, workdir
-from .cache import Built, last_seconds
+from . import elf, evict, lock, publish, search, workdir
+from .cache import last_seconds
 from .compile_error import explain, is_lasting
 from .errors import BuildError, CompileError, ToolchainError
 from .key import CompileJob, Hashes
 from .loaded import EXPORTS, LoadedKernel
 from .lock import UnitLock
 from .ninja_run import NinjaRun
+from .publish import Built
 from .search import Root
 
 # How often to try a lock that another process holds. Less and less often: hundreds of processes
@@ -104,6 +105,16 @@ class Build:
         finally:
             for held in self._held.values():
                 held.release()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """What an install or a shared folder holds was chosen; a cache only grows."""
+        root = self._roots[-1]
+        if root.origin == "cache" and not root.shared:
+            try:
+                evict.make_room(root.path)
+            except BuildError as error:
+                search.warn_once(str(error))
 
     def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
         """The unit's lock is ours, or there are no locks here, or its holder took too long."""
@@ -220,11 +231,11 @@ class Build:
         return kernel
 
     def _publish(self, built: Built) -> LoadedKernel:
-        entry = cache.publish(self._root, built)
+        entry = publish.publish(self._root, built)
         try:
             return LoadedKernel(entry.library, built.job.name, "built")
         except ValueError as error:
-            cache.discard(entry)
+            publish.discard(entry)
             raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
 
     def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:

@@ -61,6 +61,11 @@ VARIABLES: tuple[Variable, ...] = (
         "none",
     ),
     Variable(
+        "DS4S_CACHE_MAX_MB",
+        "size above which a build removes from the cache what was not used for longest; 0: never",
+        "2048",
+    ),
+    Variable(
         "TORCH_EXTENSIONS_DIR",
         "its subfolder `deepspeed4science` is the cache when `DS4S_CACHE_DIR` is unset",
         "unset",
@@ -151,6 +156,13 @@ def positive_int(name: str) -> int | None:
     raise BuildError(
         f"{name}: expected a whole number of at least 1, got {value!r}; correct or unset it"
     )
+
+
+def whole_number(name: str) -> int | None:
+    value = text(name)
+    if value is None or value.isdecimal():
+        return int(value) if value else None
+    raise BuildError(f"{name}: expected a whole number or 0, got {value!r}; correct or unset it")
 
 
 def choice(name: str, allowed: tuple[str, ...]) -> str | None:

@@ -21,6 +21,14 @@ EXPORTS = frozenset(
 )
 
 
+_in_use: list[Path] = []  # what this process has loaded stays mapped until it ends
+
+
+def in_use() -> tuple[Path, ...]:
+    """Every library that this process has loaded."""
+    return tuple(_in_use)
+
+
 class LoadedKernel:
     """One kernel, ready to be called; stays loaded until the process ends.
 
@@ -62,6 +70,7 @@ class LoadedKernel:
         status_string = functions["ds4s_status_string"]
         status_string.argtypes, status_string.restype = (ctypes.c_int,), ctypes.c_char_p
         self.name, self.path, self.origin = name, path, origin
+        _in_use.append(path)
         self.run, self.workspace_bytes = run, workspace_bytes
         self._status_string = status_string
 

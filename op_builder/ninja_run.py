@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import env, resources
-from .cache import Built
 from .key import CompileJob, Header, headers_from_depfile
+from .publish import Built
 
 _RULES = """\
 ninja_required_version = 1.5

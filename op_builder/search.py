@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, paths
+from . import cache, evict, paths
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 
@@ -43,7 +42,10 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
         damage = entry.damage()
         if damage is None:
             try:
-                return LoadedKernel(entry.library, job.name, root.origin)
+                kernel = LoadedKernel(entry.library, job.name, root.origin)
+                if root.origin == "cache" and not root.shared:
+                    evict.note_use(entry.folder)
+                return kernel
             except (OSError, ValueError) as error:
                 warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
         elif root.shared:
@@ -71,8 +73,8 @@ def _why_not(job: CompileJob, entries: list[cache.Entry]) -> str:
         return "none of them is for such inputs"
     if any(entry.key.startswith(job.accepted) for entry in entries):
         return "its sources have changed since, or it was made for another system"
-    codes = {code for entry in entries for code in re.findall(r",code=(\w+)", str(entry.flags))}
-    return f"it was compiled for {', '.join(sorted(codes)) or 'another processor'} there"
+    targets = {target for entry in entries for target in entry.targets}
+    return f"it was compiled for {', '.join(sorted(targets)) or 'another processor'} there"
 
 
 def warn_once(message: str) -> None:

@@ -78,6 +78,8 @@ def test_flag(monkeypatch, value, expected):
         (env.positive_int, "MAX_JOBS", "0"),
         (env.positive_int, "MAX_JOBS", "-2"),
         (env.positive_int, "MAX_JOBS", "many"),
+        (env.whole_number, "DS4S_CACHE_MAX_MB", "2 GB"),
+        (env.whole_number, "DS4S_CACHE_MAX_MB", "-1"),
         (lambda name: env.choice(name, ("avx2", "portable")), "DS4S_CPU_ISA", "sse"),
     ],
 )

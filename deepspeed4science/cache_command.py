@@ -1,0 +1,193 @@
+"""`python -m deepspeed4science cache`: what is in the folders of compiled kernels, and why.
+
+    cache list                what is there, how large, last used when, compiled where and with what
+    cache explain NAME        what changed from each entry of that name to the next
+    cache explain KEY KEY     what differs between these two
+    cache clear [NAME ...]    remove from the cache; what others share is never touched
+
+NAME and KEY are those of `cache list`, or how they begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from op_builder import cache, evict, explain, paths, search
+from op_builder.cache import Entry
+from op_builder.errors import BuildError
+
+_PLACES = {"prebuilt": "install", "cache": "cache"}
+
+
+@dataclass(frozen=True)
+class Row:
+    place: str  # "install", "shared" or "cache"
+    name: str
+    key: str
+    targets: tuple[str, ...]  # "sm_80"; empty for a CPU kernel
+    size_bytes: int  # the whole entry
+    last_used: float  # seconds since 1970, to the hour; elsewhere than in the cache: of its arrival
+    compiled: float  # seconds since 1970
+    seconds: float  # what compiling it took
+    host: str  # where it was compiled
+    compiler: str
+    folder: str
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    commands = {"list": _list, "explain": _explain, "clear": _clear}
+    try:
+        return commands[options.command](options)
+    except BuildError as error:
+        return _fail(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed4science cache",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    list_ = commands.add_parser("list", help="what is there")
+    list_.add_argument("--json", action="store_true", help="for programs")
+    explain_ = commands.add_parser("explain", help="which component of the key changed")
+    explain_.add_argument("entry", nargs="+", help="one name, or two keys")
+    clear = commands.add_parser("clear", help="remove from the cache")
+    clear.add_argument("entry", nargs="*", help="names or keys (everything)")
+    clear.add_argument("--unused-days", type=float, help="only what was not used for so long")
+    return parser
+
+
+def rows() -> list[tuple[Row, Entry]]:
+    """Every entry that a load would look at, in the order of the search."""
+    found = []
+    for root in search.roots():
+        for entry in cache.entries(root.path):
+            place = "shared" if root.shared and root.origin == "cache" else _PLACES[root.origin]
+            found.append((_row(place, entry), entry))
+    return found
+
+
+def _row(place: str, entry: Entry) -> Row:
+    room = evict.room(entry.folder)
+    created = entry.meta["created"]
+    tools = dict(entry.meta["identity"])
+    return Row(
+        place=place,
+        name=entry.name,
+        key=entry.key,
+        targets=entry.targets,
+        size_bytes=room.size,
+        last_used=room.used,
+        compiled=created["time"],
+        seconds=entry.meta["seconds"],
+        host=created["host"],
+        compiler=tools.get("compiler", ""),
+        folder=str(entry.folder),
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = [row for row, _ in rows()]
+    if options.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+        return 0
+    width = max([6, *(len(row.name) for row in found)])
+    print(f"{'place':8} {'kernel':{width}} {'key':10} {'for':7} {'size':>9} {'used':>9}  compiled")
+    for row in found:
+        day = time.strftime("%Y-%m-%d", time.localtime(row.compiled))
+        print(
+            f"{row.place:8} {row.name:{width}} {row.key[:10]:10} {','.join(row.targets) or '-':7} "
+            f"{row.size_bytes / 2**20:5.1f} MiB {_ago(row.last_used):>9}  "
+            f"{day} on {row.host} in {row.seconds:.1f} s"
+        )
+    total = sum(row.size_bytes for row in found if row.place == "cache") / 2**20
+    limit = evict.limit_bytes()
+    print(
+        f"cache: {paths.cache_root()}, {total:.1f} MiB of "
+        f"{f'{limit >> 20} MiB (DS4S_CACHE_MAX_MB)' if limit else 'as much as there is'}"
+    )
+    return 0
+
+
+def _ago(when: float) -> str:
+    seconds = max(time.time() - when, 0.0)
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "now"
+
+
+def _matching(text: str) -> list[Entry]:
+    return [
+        entry
+        for _, entry in rows()
+        if entry.folder.name.startswith(text) or (len(text) >= 4 and entry.key.startswith(text))
+    ]
+
+
+def _explain(options: argparse.Namespace) -> int:
+    if len(options.entry) > 2:
+        return _fail(f"expected one name or two keys, got {len(options.entry)}")
+    groups = [_matching(text) for text in options.entry]
+    for text, group in zip(options.entry, groups, strict=True):
+        if not group:
+            return _fail(f"there is no entry {text}; see `cache list`")
+    if len(groups) == 2:
+        pairs = [(groups[0][0], groups[1][0])]
+    else:
+        ordered = sorted(groups[0], key=lambda entry: (entry.name, entry.meta["created"]["time"]))
+        pairs = [pair for pair in itertools.pairwise(ordered) if pair[0].name == pair[1].name]
+        if not pairs:
+            return _fail(f"there is only one entry {options.entry[0]}: nothing to compare it with")
+    for before, after in pairs:
+        _tell(before, after)
+    return 0
+
+
+def _tell(before: Entry, after: Entry) -> None:
+    print(f"{before.folder.name}\n{after.folder.name}")
+    found = explain.differences(before, after)
+    for one in found:
+        print(f"  {one.component}: {one.before} -> {one.after}")
+        if one.component == "source":
+            print("\n".join(f"    {line}" for line in explain.source_changes(before, after)))
+    if not found:
+        print("  nothing: one was copied from the other, or replaced a damaged one")
+
+
+def _clear(options: argparse.Namespace) -> int:
+    root = paths.cache_root()
+    mine = {entry.folder: row for row, entry in rows() if row.place == "cache"}
+    chosen = mine
+    if options.entry:
+        matching = {entry.folder for text in options.entry for entry in _matching(text)}
+        chosen = {folder: row for folder, row in mine.items() if folder in matching}
+        if not chosen:
+            return _fail(f"the cache holds no entry {' '.join(options.entry)}; see `cache list`")
+    if options.unused_days is not None:
+        oldest = time.time() - 86400.0 * options.unused_days
+        chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
+    removed = [row for folder, row in chosen.items() if evict.remove(folder)]
+    if not options.entry and options.unused_days is None:
+        for part in ("aside", "failed", "memo"):
+            shutil.rmtree(root / part, ignore_errors=True)
+    size = sum(row.size_bytes for row in removed) / 2**20
+    print(f"removed {len(removed)} kernels, {size:.1f} MiB, from {root}")
+    if len(removed) < len(chosen):
+        return _fail(f"{len(chosen) - len(removed)} could not be removed from {root}")
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
