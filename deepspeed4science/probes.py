@@ -77,6 +77,7 @@ def collect() -> Report:
     # After all that keeps its answers there.
     cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
     usable, verdict = judge(torch.ok, gpus, ops)
+    told = {why.reason for op in ops for why in op.whys}
     return Report(
         version=probes.ask("our version", _version, "unknown"),
         system=f"{platform.system()} {platform.machine()}",
@@ -89,7 +90,7 @@ def collect() -> Report:
         cache=cache,
         usable=usable,
         verdict=verdict,
-        warnings=tuple(probes.warnings),
+        warnings=tuple(warning for warning in probes.warnings if warning not in told),
     )
 
 

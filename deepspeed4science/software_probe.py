@@ -60,7 +60,7 @@ def torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:
 def _nvcc(probes: Probes) -> SoftwareRow:
     from op_builder import toolchain
 
-    return _tool_row(toolchain.find_nvcc(), probes, absent=_ONLY_CUDA)
+    return _tool_row(toolchain.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
 
 
 def _host_compiler(probes: Probes) -> SoftwareRow:

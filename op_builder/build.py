@@ -158,8 +158,10 @@ class Build:
             return
         for unit in units:
             search.tell_uncovered(unit.job, self._roots)
-            if unit.job.compiler is None:
-                self._finish(unit, ToolchainError(unit.job.problem))
+            try:
+                _require_compiler(unit.job)
+            except ToolchainError as lack:
+                self._finish(unit, lack)
         units = [unit for unit in units if not unit.done.is_set()]
         if not units:
             return
@@ -250,6 +252,13 @@ class Build:
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise BuildError("compiling was interrupted; call again to go on")
+
+
+def _require_compiler(job: CompileJob) -> None:
+    if job.compiler is None:
+        raise ToolchainError(job.problem)
+    if job.prove is not None:
+        job.prove()
 
 
 def _places(job: CompileJob) -> list[str]:

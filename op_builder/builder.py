@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from . import status
-from .errors import BuildError
+from .errors import BuildError, UnfitToolkitError
 from .key import CompileJob
 from .loaded import LoadedKernel
 from .status import OpStatus
@@ -162,6 +163,10 @@ class OpBuilder(ABC, Generic[KernelT]):
         if missing:
             from . import jit
 
-            loaded = jit.load(self.jobs(missing), verbose=verbose, skip_prebuilt=skip_prebuilt)
+            load = functools.partial(jit.load, verbose=verbose, skip_prebuilt=skip_prebuilt)
+            try:
+                loaded = load(self.jobs(missing))
+            except UnfitToolkitError:  # known from now on, so that these jobs are another's
+                loaded = load(self.jobs(missing))
             _ready.update(zip(missing, loaded, strict=True))
         return LoadedOp({kernel: _ready[kernel] for kernel in wanted})

@@ -4,14 +4,17 @@ run on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from . import arch, cutlass, env, gpu, paths, toolchain
+from . import arch, cutlass, env, gpu, nvcc, paths, toolchain
 from .arch import Arch
 from .builder import Obstacle, OpBuilder
+from .cutlass import Cutlass
 from .errors import BuildError, ToolchainError
 from .instantiations import CudaKernel
 from .key import CompileJob
+from .tool import Tool
 
 # nvcc needs about this for the largest unit.
 _MEMORY_BYTES = 3 << 30
@@ -28,18 +31,11 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return [str(paths.csrc_root()), str(cutlass.find_cutlass().require())]
 
     def cxx_args(self) -> list[str]:
-        """What nvcc hands to the host compiler; hidden symbols keep many units apart in one
-        process.
-        """
-        return ["-fPIC", "-fvisibility=hidden"]
+        """What nvcc hands to the host compiler."""
+        return list(nvcc.HOST_FLAGS)
 
     def nvcc_args(self) -> list[str]:
-        """-use_fast_math is not wanted: masks are infinities, and the exponential is ours
-        already.
-        """
-        host = [word for flag in self.cxx_args() for word in ("-Xcompiler", flag)]
-        # 20014: CUTLASS's host-device helpers called from our device functions are meant to be.
-        return ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014", *host]
+        return list(nvcc.FLAGS)
 
     def extra_ldflags(self) -> list[str]:
         """The static runtime: one library serves every torch, and needs no libcudart.so."""
@@ -47,7 +43,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
 
     def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
         """The templates begin at 7.0; what nvcc cannot do goes too."""
-        supported = toolchain.targets(toolchain.find_nvcc()).real
+        supported = self.supported_archs()
         wanted = [one for text in ccs for one in arch.parse(text, source="compute capability")]
         return [str(one) for one in wanted if one.major >= 7 and one.real in supported]
 
@@ -58,13 +54,18 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         """What TORCH_CUDA_ARCH_LIST asks for; empty: the device's own."""
         return arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
 
+    def supported_archs(self) -> tuple[str, ...]:
+        """What the toolkits here compile for, "sm_80" and so on."""
+        real = (name for tool in toolchain.nvccs() for name in toolchain.targets(tool).real)
+        return tuple(dict.fromkeys(real))
+
     def target_archs(self) -> tuple[Arch, ...]:
         """What an install compiles for: the list, else this machine's GPUs, else one of each
         family.
 
         Raises ToolchainError, naming all lists, when nothing is left.
         """
-        supported = toolchain.targets(toolchain.find_nvcc()).real
+        supported = self.supported_archs()
         requested = self.requested_archs()
         capabilities = gpu.detect().capabilities
         if requested or not capabilities:
@@ -74,17 +75,21 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         )
 
     def arch_for(self, device: tuple[int, int]) -> Arch:
-        """What to compile for on a device of this compute capability.
+        """What to compile for on a device of this compute capability: by the best toolkit that can.
 
-        Raises ToolchainError, naming what is requested, the device's and nvcc's own lists.
+        Raises ToolchainError, naming what is requested, the device's and the toolkits' own lists.
         """
-        tool = toolchain.find_nvcc()
-        if (
-            not tool.ok
-        ):  # nothing can be compiled; what was compiled earlier was for the device's own
-            requested = self.requested_archs() or (Arch(*device),)
+        requested = self.requested_archs()
+        supported: list[str] = []
+        for tool in toolchain.nvccs():
+            own = toolchain.targets(tool).real
+            try:
+                return arch.intersect(requested, device, own)[0]
+            except ToolchainError:
+                supported += own
+        if not supported:  # what was compiled earlier was for the device's own
             return requested[0] if len(requested) == 1 else Arch(*device)
-        return arch.intersect(self.requested_archs(), device, toolchain.targets(tool).real)[0]
+        return arch.intersect(requested, device, supported)[0]  # raises
 
     def obstacles(self) -> list[Obstacle]:
         found = self._lacks()
@@ -116,14 +121,13 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             raise BuildError(
                 f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
             )
-        tool = toolchain.find_nvcc()
-        supported = toolchain.targets(tool).real
+        supported = self.supported_archs()
         refused = [one for one in targets if one.major < 7 or one.real not in supported]
         if refused:
             possible = ";".join(str(one) for one in targets if one not in refused)
             raise ToolchainError(
                 f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
-                f"the templates begin at 7.0, and nvcc {tool.version} can do "
+                f"the templates begin at 7.0, and nvcc {_versions()} can do "
                 f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
                 "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )
@@ -131,7 +135,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
     def _lacks(self) -> list[Obstacle]:
         """What compiling needs and this machine does not have, whatever it is compiled for."""
         tools = (
-            toolchain.find_nvcc(),
+            toolchain.find_nvcc(prove=True),
             toolchain.find_host_compiler(),
             toolchain.find_ninja(),
         )
@@ -148,40 +152,52 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return found
 
     def jobs(self, kernels: Sequence[CudaKernel]) -> list[CompileJob]:
-        compiler, host = toolchain.find_nvcc(), toolchain.find_host_compiler()
-        headers = cutlass.find_cutlass()
+        host, headers = toolchain.find_host_compiler(), cutlass.find_cutlass()
+        targets = [_target(kernel) for kernel in kernels]
+        compilers = {real: toolchain.find_nvcc(real) for real in {one.real for one in targets}}
+        return [
+            self._job(kernel, target, compilers[target.real], host, headers)
+            for kernel, target in zip(kernels, targets, strict=True)
+        ]
+
+    def _job(
+        self, kernel: CudaKernel, target: Arch, compiler: Tool, host: Tool, headers: Cutlass
+    ) -> CompileJob:
         lacks = [
             f"{what.name}: {what.reason}; {what.remedy}" for what in (compiler, host) if not what.ok
         ]
         if not headers.ok:
             lacks.append(f"CUTLASS: {headers.reason}; {headers.remedy}")
-        local = ("-ccbin", str(host.path)) if host.ok else ()
-        identity = (
-            ("compiler", compiler.identity),
-            ("host compiler", host.identity),
-            *((name, env.text(name) or "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")),
+        nvcc_flags = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+        return CompileJob(
+            name=kernel.name,
+            source=kernel.source(),
+            suffix=".cu",
+            compiler=None if lacks else compiler.path,
+            flags=(*self.nvcc_args(), *target.gencode()),
+            include_dirs=(
+                paths.csrc_root(),
+                *([headers.include_dir] if headers.include_dir else []),
+            ),
+            link_flags=tuple(self.extra_ldflags()),
+            identity=(
+                ("compiler", compiler.identity),
+                ("host compiler", host.identity),
+                *((name, env.text(name) or "") for name in nvcc_flags),
+            ),
+            local_flags=("-ccbin", str(host.path)) if host.ok else (),
+            problem="; ".join(lacks),
+            memory_bytes=_MEMORY_BYTES,
+            label=f"{kernel.name} for {kernel.arch}",
+            stand_ins=tuple(
+                (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
+            ),
+            prove=functools.partial(toolchain.prove, compiler, host),
         )
-        include_dirs = (paths.csrc_root(), *([headers.include_dir] if headers.include_dir else []))
-        return [
-            CompileJob(
-                name=kernel.name,
-                source=kernel.source(),
-                suffix=".cu",
-                compiler=None if lacks else compiler.path,
-                flags=(*self.nvcc_args(), *target.gencode()),
-                include_dirs=include_dirs,
-                link_flags=tuple(self.extra_ldflags()),
-                identity=identity,
-                local_flags=local,
-                problem="; ".join(lacks),
-                memory_bytes=_MEMORY_BYTES,
-                label=f"{kernel.name} for {kernel.arch}",
-                stand_ins=tuple(
-                    (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
-                ),
-            )
-            for kernel, target in zip(kernels, map(_target, kernels), strict=True)
-        ]
+
+
+def _versions() -> str:
+    return " and ".join(tool.version for tool in toolchain.nvccs())
 
 
 def _target(kernel: CudaKernel) -> Arch:

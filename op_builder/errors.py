@@ -15,6 +15,12 @@ class ToolchainError(BuildError):
     """
 
 
+class UnfitToolkitError(ToolchainError):
+    """A CUDA toolkit turned out not to compile. This is known from now on: ask again, and another
+    one is taken if there is one.
+    """
+
+
 class CompileError(BuildError):
     """The compiler refused a source: its first error with its surroundings, the command, the log
     and a hint.

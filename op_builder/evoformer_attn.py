@@ -61,7 +61,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         """Why the Sm90 templates cannot be compiled here for what is `requested` (None: by the
         environment); empty when they can.
         """
-        tool = toolchain.find_nvcc()
+        tool = toolchain.find_nvcc(arch.HOPPER.real)
         supported = toolchain.targets(tool).real if tool.ok else None
         return arch.hopper_obstacle(
             self.requested_archs() if requested is None else requested, supported

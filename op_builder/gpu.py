@@ -22,6 +22,7 @@ class Gpu:
 class Gpus:
     found: tuple[Gpu, ...] = ()
     reason: str = ""  # why there are none
+    driver: tuple[int, int] = (0, 0)  # the newest CUDA it serves; (0, 0) when it does not say
 
     @property
     def capabilities(self) -> tuple[tuple[int, int], ...]:
@@ -62,4 +63,12 @@ def _ask(nvml: ctypes.CDLL) -> Gpus:
         ):
             nvml.nvmlDeviceGetName(handle, name, len(name))
             found.append(Gpu(name.value.decode(errors="replace"), (major.value, minor.value)))
-    return Gpus(tuple(found), "" if found else "the NVIDIA driver does not describe its GPUs")
+    reason = "" if found else "the NVIDIA driver does not describe its GPUs"
+    return Gpus(tuple(found), reason, _driver(nvml))
+
+
+def _driver(nvml: ctypes.CDLL) -> tuple[int, int]:
+    version = ctypes.c_int()
+    if nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) != 0:
+        return (0, 0)
+    return (version.value // 1000, version.value % 1000 // 10)

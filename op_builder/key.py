@@ -22,8 +22,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Part of every key: raise it when the layout of an entry or the meaning of its meta.json changes.
@@ -54,6 +54,8 @@ class CompileJob:
     # Other flags whose library runs wherever this one's does, best first: for what somebody made on
     # purpose for machines other than his own.
     stand_ins: tuple[tuple[str, ...], ...] = ()
+    # Asked before compiling; raises ToolchainError where the compiler is not what it seems.
+    prove: Callable[[], None] | None = field(default=None, compare=False)
 
     @property
     def title(self) -> str:

@@ -36,21 +36,31 @@ def file_stamp(path: str | Path) -> str:
 
 
 def remember(kind: str, key: str, compute: Callable[[], Any]) -> Any:
-    """`compute()`'s answer (anything JSON can hold), from this process, from disk or computed now.
+    """`compute()`'s answer (what JSON can hold, but not None), known or computed now.
 
     What `compute` raises is passed on and not remembered.
     """
-    root = paths.cache_root()
-    known = (str(root), kind, key)
-    if known in _answers:
-        return _answers[known]
-    found = (_read(_place(folder, kind, key), key) for folder in (root, *paths.readonly_roots()))
-    answer = next((one for one in found if one is not _MISSING), _MISSING)
-    if answer is _MISSING:
+    answer = known(kind, key)
+    if answer is None:
+        root = paths.cache_root()
         answer = compute()
         _write(_place(root, kind, key), key, answer)
-    _answers[known] = answer
+        _answers[str(root), kind, key] = answer
     return answer
+
+
+def known(kind: str, key: str) -> Any:
+    """What `remember` would answer without computing; None when it would have to."""
+    root = paths.cache_root()
+    place = (str(root), kind, key)
+    if place not in _answers:
+        folders = (root, *paths.readonly_roots())
+        found = (_read(_place(folder, kind, key), key) for folder in folders)
+        answer = next((one for one in found if one is not None), None)
+        if answer is None:
+            return None
+        _answers[place] = answer
+    return _answers[place]
 
 
 def export(root: Path) -> None:
@@ -64,16 +74,13 @@ def _place(root: Path, kind: str, key: str) -> Path:
     return root / "memo" / f"{kind}-{digest}.json"
 
 
-_MISSING = object()
-
-
 def _read(path: Path, key: str) -> Any:
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return _MISSING
+        return None
     if not isinstance(stored, dict) or stored.get("key") != key or "answer" not in stored:
-        return _MISSING
+        return None
     return stored["answer"]
 
 

@@ -1,7 +1,6 @@
 """nvcc and its toolkit: where, which version, which architectures, or why not.
 
-Places, in this order; the first that holds a whole toolkit is taken, and the others that were named
-are reported:
+Places, in the order in which they count where versions are equal (toolchain.py chooses):
 
 1. `CUDA_HOME`, then `CUDA_PATH`
 2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them
@@ -21,13 +20,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import env, memo
-from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
+from . import env, gpu, memo
+from .tool import Candidate, Tool, UnfitError, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
 OLDEST = (11, 8)  # the first that knows sm_90
 WHEELS = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
-_INSTALL = f"{WHEELS}, or set CUDA_HOME to a CUDA toolkit's folder"
+INSTALL = f"{WHEELS}, or set CUDA_HOME to a CUDA toolkit's folder"
+
+# What every kernel is compiled with. -use_fast_math is not wanted: masks are infinities, and the
+# exponential is ours already. Hidden symbols keep many units apart in one process. 20014: CUTLASS's
+# host-device helpers called from our device functions are meant to be.
+HOST_FLAGS = ("-fPIC", "-fvisibility=hidden")
+FLAGS = (
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014"),
+    *(word for flag in HOST_FLAGS for word in ("-Xcompiler", flag)),
+)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All toolkits of this machine; just the one that the user named, if it is fit."""
+
+    fit: tuple[Tool, ...]  # best first
+    unfit: tuple[Tool, ...]
+    passed_over: tuple[
+        str, ...
+    ]  # places that somebody named or that hold unfit ones, each with why
 
 
 @dataclass(frozen=True)
@@ -38,21 +57,34 @@ class Targets:
     virtual: tuple[str, ...] = ()  # "compute_80"
 
 
-def find_nvcc() -> Tool:
-    return first_fit(
-        "nvcc",
-        _candidates(),
-        _examine,
-        missing="no CUDA compiler was found",
-        remedy=_INSTALL,
-    )
+def survey() -> Survey:
+    """Which toolkits are here, as far as files and their own words tell."""
+    fit: dict[Path | None, Tool] = {}
+    unfit: list[Tool] = []
+    passed_over: list[str] = []
+    for candidate in _candidates():
+        if not candidate.path.is_file():
+            if candidate.named:
+                passed_over.append(f"{candidate.where}: there is no {candidate.path}")
+            continue
+        tool = _examine(candidate)
+        if not tool.ok:
+            unfit.append(tool)
+            passed_over.append(f"{candidate.where}: {tool.reason}")
+        elif candidate.named:
+            return Survey((tool,), tuple(unfit), tuple(passed_over))
+        else:
+            fit.setdefault(tool.root, tool)
+    return Survey(_best_first(fit.values()), tuple(unfit), tuple(passed_over))
 
 
-def installed_cuda_version() -> tuple[int, int]:
-    """(major, minor) of the toolkit that would compile; raises ToolchainError without one."""
-    nvcc = find_nvcc()
-    nvcc.require()  # raises
-    return _two(nvcc.version)
+def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Newest first, behind all others those of a CUDA that the driver does not serve."""
+    newest = sorted(tools, key=lambda tool: _numbers(tool.version), reverse=True)
+    if len({two(tool.version)[0] for tool in newest}) < 2:
+        return tuple(newest)
+    served = gpu.detect().driver[0] or sys.maxsize  # asking takes milliseconds
+    return tuple(sorted(newest, key=lambda tool: two(tool.version)[0] > served))
 
 
 def targets(nvcc: Tool) -> Targets:
@@ -66,7 +98,7 @@ def targets(nvcc: Tool) -> Targets:
         return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in lists]
 
     real, virtual = memo.remember("nvcc-targets-1", memo.file_stamp(path), ask)
-    suffixed = [name for name in _suffixed(real, _two(nvcc.version)) if name not in real]
+    suffixed = [name for name in _suffixed(real, two(nvcc.version)) if name not in real]
     return Targets((*real, *suffixed), tuple(virtual))
 
 
@@ -117,7 +149,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
-def _two(version: str) -> tuple[int, int]:
+def two(version: str) -> tuple[int, int]:
     numbers = _numbers(version)
     return (numbers[0], numbers[1]) if len(numbers) > 1 else (0, 0)
 
@@ -129,13 +161,13 @@ def _examine(candidate: Candidate) -> Tool:
             path = _behind(path, memo.file_stamp(path))
         said = memo.remember("nvcc-1", memo.file_stamp(path), lambda: _ask(str(path)))
         version: str = said["version"]
-        if _two(version) < OLDEST:
+        if two(version) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             raise UnfitError(f"{path} is of CUDA {version}; {oldest} is the oldest that serves")
         root = Path(os.path.realpath(said["top"] or path.parent.parent))
         _require_whole(root, version)
     except UnfitError as unfit:
-        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=_INSTALL)
+        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=INSTALL)
     identity: str = said["identity"]
     return Tool("nvcc", path, version, candidate.where, ok=True, identity=identity, root=root)
 
@@ -197,7 +229,7 @@ def _require_whole(root: Path, version: str) -> None:
         if place is None:
             raise UnfitError(f"the toolkit in {root} lacks {part}")
     headers = _runtime_version(include)
-    if headers and headers != _two(version):
+    if headers and headers != two(version):
         of = ".".join(map(str, headers))
         raise UnfitError(
             f"nvcc is of CUDA {version} but the headers in {root} are of {of}: mixed versions"

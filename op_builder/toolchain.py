@@ -1,24 +1,27 @@
 """nvcc, the host compiler and ninja: found where, which version, or why not.
 
-The host compiler is looked for in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`,
-`clang++` on `PATH`. A `CXX` that does not work is an error and not passed over, since naming a
-compiler is an instruction. ninja: the PyPI package's program, then `PATH`. nvcc: see nvcc.py.
+Of several CUDA toolkits (nvcc.py says where they are looked for) one is chosen for each
+architecture: what `CUDA_HOME` or `CUDA_PATH` names, since naming one is an instruction; else the
+newest that compiles for it, of a CUDA that the driver serves. A toolkit that cannot compile a small
+kernel with the host compiler (smoke.py) is passed over and told. ninja: the PyPI package's program,
+then `PATH`. The host compiler: see host_compiler.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from . import env, memo
-from .nvcc import Targets, cudart_folder, find_nvcc, installed_cuda_version, targets
-from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
+from . import nvcc, smoke
+from .errors import UnfitToolkitError
+from .host_compiler import find_host_compiler
+from .nvcc import Targets, cudart_folder, targets
+from .tool import Candidate, Tool, first_fit, on_path, run
 
 __all__ = [
     "Targets",
@@ -29,38 +32,76 @@ __all__ = [
     "find_ninja",
     "find_nvcc",
     "installed_cuda_version",
+    "nvccs",
+    "prove",
     "targets",
 ]
 
-_INSTALL_COMPILER = (
-    "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
-    "conda install cxx-compiler) or set CXX to one"
-)
 _INSTALL_NINJA = "pip install ninja"
-_LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
-
-# What every CPU kernel asks of a compiler: C++17 and its library, OpenMP, shared libraries.
-_SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fopenmp")
-_SMOKE_SOURCE = """\
-#include <cmath>
-#include <cstdint>
-extern "C" float smoke(float* x, std::int64_t n) {
-  if constexpr (sizeof(float) == 4) {
-#pragma omp parallel for
-    for (std::int64_t i = 0; i < n; ++i) x[i] = std::exp(x[i]);
-  }
-  return x[0];
-}
-"""
 
 
-def find_host_compiler() -> Tool:
-    return first_fit(
-        "host compiler",
-        _compiler_candidates(),
-        _examine_compiler,
-        missing=_no_compiler(),
-        remedy=_INSTALL_COMPILER,
+def find_nvcc(real: str = "", *, prove: bool = False) -> Tool:
+    """The nvcc that compiles for `real` ("sm_90a"), or, without one that does, the best of all.
+
+    prove: as for `nvccs`.
+    """
+    best = None
+    for tool in nvccs(prove=prove):
+        if not real or real in targets(tool).real:
+            return tool
+        best = best or tool
+    return best or _no_nvcc(prove)
+
+
+def nvccs(*, prove: bool = False) -> Iterator[Tool]:
+    """Every nvcc that compiles here, best first.
+
+    prove: try those that nobody has tried yet, each when it is its turn, which takes about a
+    second. Without, they are believed: who compiles nothing need not wait.
+    """
+    return (tool for tool in _tried(prove) if tool.ok)
+
+
+def prove(nvcc: Tool, host: Tool) -> None:
+    """Raises UnfitToolkitError when it cannot compile a small kernel; tried once for each."""
+    if problem := smoke.problem(nvcc, host, prove=True):
+        raise UnfitToolkitError(f"nvcc: {problem.reason}; {problem.remedy}")
+
+
+def installed_cuda_version() -> tuple[int, int]:
+    """(major, minor) of the toolkit that would compile; raises ToolchainError without one."""
+    tool = find_nvcc()
+    tool.require()  # raises
+    return nvcc.two(tool.version)
+
+
+def _tried(prove: bool) -> Iterator[Tool]:
+    """What is there, then what is not whole; `passed_over` of each says what came before it."""
+    found = nvcc.survey()
+    host = find_host_compiler()
+    passed_over = list(found.passed_over)
+    for tool in found.fit:
+        problem = smoke.problem(tool, host, prove=prove) if host.ok else None
+        if problem is None:
+            yield replace(tool, passed_over=tuple(passed_over))
+        else:
+            passed_over.append(f"{tool.where_found}: {problem.reason}")
+            yield replace(tool, ok=False, reason=problem.reason, remedy=problem.remedy)
+    for tool in found.unfit:
+        yield replace(tool, passed_over=tuple(passed_over))
+
+
+def _no_nvcc(prove: bool) -> Tool:
+    tried = list(_tried(prove))
+    if not tried:
+        return Tool(
+            "nvcc",
+            reason="no CUDA compiler was found",
+            remedy=nvcc.INSTALL,
+            passed_over=nvcc.survey().passed_over,
+        )
+    return replace(
+        tried[0], passed_over=tuple(dict.fromkeys(p for t in tried for p in t.passed_over))
     )
 
 
@@ -77,78 +118,6 @@ def find_ninja() -> Tool:
 def command_exists(command: str) -> bool:
     """Whether a program is on PATH; alternatives are separated by `|`."""
     return any(any(on_path(name.strip())) for name in command.split("|"))
-
-
-def _named(words: str) -> list[Candidate]:
-    """The program that a CXX such as `ccache g++ -m64` names, less launchers and flags."""
-    try:
-        parts = shlex.split(words)
-    except ValueError:
-        parts = [words]
-    programs = [part for part in parts if not part.startswith("-") and part not in _LAUNCHERS]
-    if not programs:
-        return []
-    if "/" in programs[0]:
-        return [Candidate("", Path(programs[0]).expanduser().absolute())]
-    return list(on_path(programs[0]))
-
-
-def _compiler_candidates() -> Iterable[Candidate]:
-    if cxx := env.text("CXX"):
-        for candidate in _named(cxx)[:1]:
-            yield Candidate("CXX", candidate.path, named=True)
-        return
-    if cc := env.text("CC"):
-        found = [_sibling(candidate.path) for candidate in _named(cc)[:1]]
-        for path in filter(None, found):
-            yield Candidate("CC", path, named=True)
-    yield from on_path("c++", "g++", "clang++")
-
-
-def _no_compiler() -> str:
-    if cxx := env.text("CXX"):
-        return f"CXX={cxx} names no program that is there"
-    return "no C++ compiler was found: no CXX, and no c++, g++ or clang++ on PATH"
-
-
-def _sibling(c_compiler: Path) -> Path | None:
-    """gcc-12 -> g++-12, clang -> clang++, x86_64-linux-gnu-cc -> x86_64-linux-gnu-c++."""
-    for c, cxx in (("clang", "clang++"), ("gcc", "g++"), ("cc", "c++"), ("icx", "icpx")):
-        name, count = re.subn(rf"(^|-){c}(?=$|-)", rf"\g<1>{cxx}", c_compiler.name)
-        if count:
-            return c_compiler.with_name(name)
-    return None
-
-
-def _examine_compiler(candidate: Candidate) -> Tool:
-    path = candidate.path
-    name, where = "host compiler", candidate.where
-    try:
-        identity: str = memo.remember(
-            "compiler-1", memo.file_stamp(path), lambda: _try_compiler(str(path))
-        )
-    except UnfitError as unfit:
-        return Tool(name, path, where_found=where, reason=str(unfit), remedy=_INSTALL_COMPILER)
-    version = re.search(r"\d+\.\d+(\.\d+)?", identity)
-    return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
-
-
-def _try_compiler(path: str) -> str:
-    """The compiler's identity, once it has made a shared library of what our kernels ask of it."""
-    spoken = run([path, "--version"])
-    problem = spoken.problem
-    with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
-        compile_ = [path, *_SMOKE_FLAGS, "-x", "c++", "-c", "-", "-o", "smoke.o"]
-        problem = problem or run(compile_, stdin=_SMOKE_SOURCE, cwd=folder).problem
-        problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
-        if not problem and not (Path(folder) / "smoke.so").is_file():
-            problem = f"{path} says it compiled a C++ source but wrote nothing"
-    if problem:
-        raise UnfitError(problem)
-    machine = run([path, "-dumpmachine"]).output.strip()
-    # gcc begins with the name it was called by: c++ and g++ are one compiler and share a cache key.
-    line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
-    return f"{line} {machine}".strip()
 
 
 def _ninja_package() -> Iterable[Candidate]:

@@ -43,7 +43,7 @@ def hopper(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend_cuda, "_capability", lambda device: (9, 0))
     tool = Tool("nvcc", ok=True)
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: tool)
+    monkeypatch.setattr(toolchain, "nvccs", lambda **_: iter((tool,)))
     monkeypatch.setattr(toolchain, "targets", lambda tool: Targets(("sm_90", "sm_90a")))
     sm80 = backend_cuda.CudaBackend("sm80")
     monkeypatch.setattr(backends, "BACKENDS", (Sm90Backend(), sm80))

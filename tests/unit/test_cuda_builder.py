@@ -41,7 +41,7 @@ def nvcc(monkeypatch):
 
 def set_nvcc(monkeypatch, *real):
     tool = Tool("nvcc", Path("/nvcc"), "13.0.88", ok=True)
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: tool)
+    monkeypatch.setattr(toolchain, "nvccs", lambda **_: iter((tool,)))
     monkeypatch.setattr(toolchain, "targets", lambda tool: Targets(real))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import nvcc, toolchain
+from op_builder import gpu, nvcc, toolchain
 from op_builder.errors import ToolchainError
 from tests import fakes
 
@@ -55,31 +55,31 @@ def test_no_nvcc_says_so_and_what_to_install() -> None:
 
 
 def _cuda_home(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fakes.toolkit(root / "home", "12.1.1")
+    fakes.toolkit(root / "home", "12.6.1")
     monkeypatch.setenv("CUDA_HOME", str(root / "home"))
     return "CUDA_HOME"
 
 
 def _cuda_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fakes.toolkit(root / "path", "12.2.1")
+    fakes.toolkit(root / "path", "12.6.1")
     monkeypatch.setenv("CUDA_PATH", str(root / "path"))
     return "CUDA_PATH"
 
 
 def _wheel(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fakes.toolkit(root / "site-packages" / "nvidia" / "cu13", "12.3.1")
+    fakes.toolkit(root / "site-packages" / "nvidia" / "cu13", "12.6.1")
     return "PyPI wheel"
 
 
 def _conda(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fakes.toolkit(root / "conda", "12.4.1")
+    fakes.toolkit(root / "conda", "12.6.1")
     (root / "conda" / "conda-meta").mkdir()
     monkeypatch.setenv("CONDA_PREFIX", str(root / "conda"))
     return "conda environment"
 
 
 def _on_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fakes.wrapper(root / "bin" / "nvcc", fakes.toolkit(root / "opt", "12.5.1"))
+    fakes.wrapper(root / "bin" / "nvcc", fakes.toolkit(root / "opt", "12.6.1"))
     return "PATH"
 
 
@@ -103,8 +103,67 @@ def test_places_are_searched_in_the_documented_order(
     tool = toolchain.find_nvcc()
     assert tool.ok, tool.reason
     assert tool.where_found == expected
-    assert toolchain.installed_cuda_version() == (12, first + 1)
+    assert toolchain.installed_cuda_version() == (12, 6)
     assert not tool.passed_over
+
+
+@pytest.mark.parametrize("place", [_wheel, _conda, _on_path, _system])
+def test_the_newest_of_all_places_is_taken(
+    place: Callable[[Path, pytest.MonkeyPatch], str],
+    bare_machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = place(bare_machine, monkeypatch)
+    for name in ("9.2.148", "12.4.131"):  # the first is too old to serve
+        fakes.toolkit(bare_machine / "usr-local" / f"cuda-{name[:-4]}", name)
+    importlib.invalidate_caches()
+    assert toolchain.find_nvcc().where_found == expected
+
+
+@pytest.mark.parametrize("place", [_cuda_home, _cuda_path])
+def test_a_named_toolkit_rules_whatever_else_is_there(
+    place: Callable[[Path, pytest.MonkeyPatch], str],
+    bare_machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naming is an instruction: for an architecture that it cannot do, too."""
+    expected = place(bare_machine, monkeypatch)
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88", ("75", "130"))
+    assert toolchain.find_nvcc("sm_130").where_found == expected
+    assert [tool.where_found for tool in toolchain.nvccs()] == [expected]
+
+
+def test_volta_gets_the_older_of_two_toolkits(bare_machine: Path) -> None:
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-12.9", "12.9.41", ("70", "75", "90"))
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88", ("75", "90", "110"))
+    assert toolchain.find_nvcc().version == "13.0.88"
+    assert toolchain.find_nvcc("sm_70").version == "12.9.41"
+    assert toolchain.find_nvcc("sm_90a").version == "13.0.88"
+    assert toolchain.find_nvcc("sm_110").version == "13.0.88"
+    assert toolchain.find_nvcc("sm_35").version == "13.0.88", "whose list a refusal then names"
+
+
+def test_one_toolkit_in_several_places_is_one(bare_machine: Path) -> None:
+    nvcc_path = fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
+    (bare_machine / "usr-local" / "cuda").symlink_to(bare_machine / "usr-local" / "cuda-13.0")
+    fakes.wrapper(bare_machine / "bin" / "nvcc", nvcc_path)
+    assert [tool.where_found for tool in toolchain.nvccs()] == ["PATH"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"), [((12, 4), "12.6.1"), ((13, 0), "13.0.88"), ((0, 0), "13.0.88")]
+)
+def test_what_the_driver_does_not_serve_comes_last(
+    driver: tuple[int, int],
+    expected: str,
+    bare_machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "detect", lambda: gpu.Gpus(driver=driver))
+    fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
+    assert toolchain.find_nvcc().version == "13.0.88", "better than none"
+    _system(bare_machine, monkeypatch)
+    assert toolchain.find_nvcc().version == expected
 
 
 def test_newest_wheel_and_newest_system_toolkit_come_first(bare_machine: Path) -> None:

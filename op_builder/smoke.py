@@ -1,0 +1,138 @@
+"""Does a CUDA toolkit compile? A small kernel tells in less than a second, once for each toolkit.
+
+Wheels come in parts that pip may take from different releases: nvcc, its device compiler (nvvm),
+its headers (crt, cccl) and the runtime. Each may look well and the whole still fail, late and with
+words that nobody understands. And an nvcc may refuse a host compiler that is newer than itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import memo
+from .nvcc import FLAGS, WHEELS
+from .tool import Tool, run
+
+# Both sides of a kernel: device compiler and assembler; the stub that launches it, made of nvcc's
+# own headers, through the host compiler.
+SOURCE = """\
+#include <cuda/std/version>
+__global__ void smoke(float* x) { *x = exp2f(*x); }
+extern "C" int run(float* x) { return smoke<<<1, 1>>>(x), cudaGetLastError(); }
+"""
+_PARTS = ("nvcc", "crt", "runtime")  # of nvidia-cuda-...; and nvidia-nvvm
+_SMALL_DISK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    reason: str
+    remedy: str
+
+
+class _UnprovenError(Exception):
+    """It did not compile for a reason that says nothing of the toolkit."""
+
+
+def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
+    """Why `nvcc` cannot compile with `host`; None when it can, or when nobody knows.
+
+    prove: try it if nobody has; without, what has been found out before has to do.
+    """
+    if nvcc.path is None or nvcc.root is None or host.path is None:
+        return None
+    path, root, compiler = nvcc.path, nvcc.root, host.path
+    files = (path, *(root / part for part in _DECISIVE), compiler)
+    stamps = [memo.file_stamp(file) for file in files]
+    key = "\n".join((nvcc.identity, host.identity, *FLAGS, SOURCE, *stamps))
+    try:
+        words = memo.known("nvcc-smoke-1", key)
+        if words is None and prove:
+            words = memo.remember("nvcc-smoke-1", key, lambda: _compile(path, compiler))
+    except _UnprovenError:
+        return None
+    return _explain(words, nvcc, host) if words else None
+
+
+# A change in one of these is another toolkit.
+_DECISIVE = (
+    *("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc"),
+    *("include/crt/host_config.h", "include/crt/host_runtime.h", "include/cuda_runtime_api.h"),
+)
+
+
+def _compile(nvcc: Path, host: Path) -> str:
+    """What the compiler says when it refuses; empty when all is well."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
+            (Path(folder) / "smoke.cu").write_text(SOURCE)
+            command = [str(nvcc), *FLAGS, "-ccbin", str(host), "-c", "smoke.cu", "-o", "smoke.o"]
+            ran = run(command, cwd=folder)
+            if not ran.problem and not (Path(folder) / "smoke.o").is_file():
+                return f"{nvcc} says it compiled a kernel but wrote nothing"
+            full = shutil.disk_usage(folder).free < _SMALL_DISK_BYTES
+    except OSError as error:
+        raise _UnprovenError from error
+    if ran.problem and (full or _LACKS.search(ran.output + ran.problem)):
+        raise _UnprovenError
+    return ran.problem and f"{ran.problem}\n{ran.output}"
+
+
+# Killed, timed out, no memory: the machine's fault and not the toolkit's.
+_LACKS = re.compile(
+    r"did not answer within|cannot be run|ended with (-|137)|\bKilled\b|signal 9|No space left"
+    r"|out of memory|[Cc]annot allocate memory|Memory allocation failure"
+)
+
+
+def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:
+    first = words.partition("\n")[0]
+    if refused := re.search(
+        r"unsupported [\w ]+ version!\s*(.*?)(?:!| The nvcc flag|$)", words, re.MULTILINE
+    ):
+        return Problem(
+            f"nvcc {nvcc.version} refuses the host compiler {host.path} {host.version}: "
+            f"{refused[1].strip(' .')}",
+            "set CXX to an older compiler, or CUDA_HOME to a newer toolkit",
+        )
+    versions = _wheels(nvcc.root)
+    if len({tuple(version.split(".")[:2]) for _, version in versions}) > 1:
+        parts = ", ".join(f"{name} {version}" for name, version in versions)
+        return Problem(f"mixed wheels, {parts}: {_meaning(words) or first}", _FRESH)
+    if meaning := _meaning(words):
+        return Problem(f"the parts of {nvcc.root} are of different versions: {meaning}", _FRESH)
+    return Problem(
+        f"it cannot compile a small kernel: {first}",
+        f"set CUDA_HOME to another toolkit, or {WHEELS} in a fresh environment",
+    )
+
+
+_FRESH = f"{WHEELS}, in a fresh environment"
+
+
+def _meaning(words: str) -> str:
+    """What a part says of another that is newer or older than itself."""
+    if found := re.search(r"Unsupported \.version ([\d.]+); current version is '([\d.]+)'", words):
+        return f"the device compiler writes PTX {found[1]}, the assembler reads up to {found[2]}"
+    if found := re.search(
+        r"macro \"(__cuda\w+)\" passed|\W(__cuda\w+).{1,3} was not declared", words
+    ):
+        return f"nvcc and its headers (crt) disagree about {found[1] or found[2]}"
+    return ""
+
+
+def _wheels(root: Path | None) -> list[tuple[str, str]]:
+    """The wheels that a toolkit in <site-packages>/nvidia/cu13 is made of, with their versions."""
+    if root is None or root.parent.name != "nvidia":
+        return []
+    site = root.parent.parent
+    names = (*(f"nvidia_cuda_{part}" for part in _PARTS), "nvidia_nvvm")
+    found = [(name, folder) for name in names for folder in site.glob(f"{name}-*.dist-info")]
+    return [
+        (name.replace("_", "-"), folder.name.removesuffix(".dist-info").partition("-")[2])
+        for name, folder in found
+    ]
