@@ -137,6 +137,8 @@ MASKS = {
     "everything": lambda b: b.fill_(-math.inf),
     "all-but-one-key": lambda b: b[..., 1:].fill_(-math.inf),
     "finite-1e4": lambda b: b[..., 40:].fill_(-1e4),
+    "finite-whole-rows": lambda b: b[:, 1].sub_(1e4),
+    "finite-everything": lambda b: b.fill_(-3e4),
     "finite-largest": lambda b: b[..., :64].fill_(torch.finfo(b.dtype).min / 2),
 }
 

@@ -5,7 +5,7 @@
 //
 // Each gradient is finished by the one block that owns it, so the results have the same bits every time:
 //
-//   backward/prepare.h     -lse, -delta, bias1 in fp32, bias2 aligned and transposed; final sums of parts
+//   backward/prepare.h     -delta, how far bias1 is shifted, bias2 aligned and transposed; final sums of parts
 //   backward/statistics.h  float in full precision: what takes the place of lse and delta
 //   backward/row_pass.h    over queries: dq;  over keys: dk, dv, dbias1
 //   backward/bias_pass.h   over tiles of bias2: dbias2

@@ -53,10 +53,10 @@ class Backward {
         key_pass<Gradients::kDkDv>();
       }
     }
-    if (p_.dq) row_pass<Gradients::kDq>();
     if constexpr (kHasBias2) {
       if (p_.dbias2) bias_pass();
     }
+    if (p_.dq) row_pass<Gradients::kDq>();
     return status_;
   }
 
@@ -75,12 +75,15 @@ class Backward {
     return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
   }
 
+  // Outputs lend their memory until the pass that writes them: dq, which is the last, each row to its own shifted lse, and
+  // dbias2 to the transpose of bias2, which the keys' pass needs before it.
   void plan() {
     int64_t rows = p_.B * p_.N * p_.H * p_.Lq;
-    lse_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
+    softmax_ = reserve(Config::kExact, rows * int64_t(sizeof(float2)));
+    lse_ = reserve(!Config::kExact && p_.bias1 && !dq_holds_lse(), rows * 4);
     delta_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
-    bias1_ = reserve(p_.bias1, p_.B * p_.N * p_.Lk * 4);
     shift_ = reserve(p_.bias1, p_.B * p_.N * 4);
+    bias1_ = reserve(p_.bias1 && p_.bias1_stride[2] != 1, p_.B * p_.N * p_.Lk * int64_t(sizeof(scalar_t)));
     dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
     if constexpr (kHasBias2) {
       // A dimension along which bias2 repeats is copied once.
@@ -91,10 +94,20 @@ class Backward {
                       p_.bias2_stride[0] % kVec == 0 && p_.bias2_stride[1] % kVec == 0 && p_.bias2_stride[2] % kVec == 0;
       int64_t size = copies_b_ * copies_h_ * int64_t(sizeof(scalar_t));
       bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || p_.bias1), size * p_.Lq * pitch_);
-      bias2_t_ = reserve(p_.dk || p_.dv || p_.dbias1, size * p_.Lk * pitch_t_);
+      bool transposes = p_.dk || p_.dv || p_.dbias1;
+      dbias2_holds_bias2_t_ = transposes && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
+                              size * p_.Lk * pitch_t_ <= p_.B * p_.H * p_.Lq * p_.Lk * 4;
+      bias2_t_ = reserve(transposes && !dbias2_holds_bias2_t_, size * p_.Lk * pitch_t_);
       slices_ = p_.dbias2 ? choose_slices() : 1;
       dbias2_parts_ = reserve(slices_ > 1 && p_.deterministic, slices_ * p_.B * p_.H * p_.Lq * p_.Lk * 4);
     }
+  }
+
+  bool dq_holds_lse() const {
+    bool holds = p_.dq && p_.D * int64_t(sizeof(scalar_t)) >= 4 && reinterpret_cast<uintptr_t>(p_.dq) % 4 == 0;
+    holds &= p_.dq_stride[2] < (int64_t(1) << 31);
+    for (int64_t s : p_.dq_stride) holds &= s * int64_t(sizeof(scalar_t)) % 4 == 0;
+    return holds;
   }
 
   bool fits_in_grid() const {
@@ -147,39 +160,47 @@ class Backward {
 
   void prepare() {
     args_.p = p_;
-    args_.bias1 = at<float>(bias1_);
+    args_.bias1 = bias1_ < 0 ? p_.bias1 : at<void>(bias1_);
+    args_.bias1_stride[0] = bias1_ < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
+    args_.bias1_stride[1] = bias1_ < 0 ? p_.bias1_stride[1] : p_.Lk;
     args_.shift = at<float>(shift_);
-    args_.negative_lse = at<void>(lse_);
+    args_.shifted_lse = lse_ < 0 ? static_cast<float*>(p_.dq) : at<float>(lse_);
+    int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
+    for (int i = 0; i < 4; ++i) {
+      args_.shifted_stride[i] = lse_ < 0 ? p_.dq_stride[i] * int64_t(sizeof(scalar_t)) / 4 : own[i];
+    }
+    args_.softmax = at<float2>(softmax_);
     args_.negative_delta = at<void>(delta_);
     args_.dbias1_parts = at<float>(dbias1_parts_);
     args_.dbias2_parts = at<float>(dbias2_parts_);
     args_.dbias2_slices = int32_t(slices_);
     int64_t batches = p_.B * p_.N;
     if (p_.bias1) {
-      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<float>(bias1_), at<float>(shift_));
+      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<float>(shift_), at<scalar_t>(bias1_));
     }
     if constexpr (kHasBias2) {
       args_.bias2 = {p_.bias2, p_.bias2_stride[0], p_.bias2_stride[1], p_.bias2_stride[2]};
-      if (bias2_ >= 0) args_.bias2 = copy(bias2_, p_.Lq, pitch_);
-      if (bias2_t_ >= 0) args_.bias2_t = copy(bias2_t_, p_.Lk, pitch_t_);
-      if (bias2_ >= 0 || bias2_t_ >= 0) {
+      if (bias2_ >= 0) args_.bias2 = copy(at<void>(bias2_), p_.Lq, pitch_);
+      scalar_t* bias2_t = dbias2_holds_bias2_t_ ? reinterpret_cast<scalar_t*>(p_.dbias2) : at<scalar_t>(bias2_t_);
+      args_.bias2_t = copy(bias2_t, p_.Lk, pitch_t_);
+      if (bias2_ >= 0 || bias2_t) {
         int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * copies_b_ * copies_h_;
-        start(copy_bias2<scalar_t>, tiles, kPrepareThreads, 0, args_, copies_h_, at<scalar_t>(bias2_), pitch_,
-              at<scalar_t>(bias2_t_), pitch_t_);
+        start(copy_bias2<scalar_t>, tiles, kPrepareThreads, 0, args_, copies_h_, at<scalar_t>(bias2_), pitch_, bias2_t,
+              pitch_t_);
       }
     }
     if constexpr (Config::kExact) {
       int64_t blocks = ceil_div(p_.Lq, Config::kRows) * p_.H * batches;
       start(row_statistics<Config>, blocks, Config::kThreads, RowStatistics<Config>::kSharedBytes, args_,
-            at<float2>(lse_), at<float2>(delta_));
+            at<float2>(softmax_), at<float2>(delta_));
     } else {
       int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * batches;
-      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(lse_), at<float>(delta_));
+      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(delta_));
     }
   }
 
-  BiasMatrix copy(int64_t offset, int64_t rows, int64_t pitch) const {
-    return {at<void>(offset), copies_b_ == 1 ? 0 : copies_h_ * rows * pitch, copies_h_ == 1 ? 0 : rows * pitch, pitch};
+  BiasMatrix copy(const void* ptr, int64_t rows, int64_t pitch) const {
+    return {ptr, copies_b_ == 1 ? 0 : copies_h_ * rows * pitch, copies_h_ == 1 ? 0 : rows * pitch, pitch};
   }
 
   // dk, dv or both; with dbias1 where it is wanted.
@@ -222,7 +243,8 @@ class Backward {
   cudaStream_t stream_ = nullptr;
   cudaError_t status_ = cudaSuccess;
   int64_t bytes_ = 0, slices_ = 1;
-  int64_t lse_ = -1, delta_ = -1, bias1_ = -1, shift_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
+  bool dbias2_holds_bias2_t_ = false;
+  int64_t softmax_ = -1, lse_ = -1, delta_ = -1, shift_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
           dbias2_parts_ = -1;
   int64_t copies_b_ = 1, copies_h_ = 1, pitch_ = 0, pitch_t_ = 0;
 };

@@ -18,14 +18,19 @@ struct BackwardArgs {
   BwdParams p;
   BiasMatrix bias2;            // rows are queries
   BiasMatrix bias2_t;          // rows are keys
-  const float* bias1;          // [B, N, Lk], less shift; null without bias1
-  const float* shift;          // [B, N], what bias1 lost; null without bias1
-  const void* negative_lse;    // [B, N, H, Lq] QueryValue, of the shifted scores; -inf for a row with no visible key
+  const void* bias1;           // [B, N, Lk], stride 1 along Lk: the caller's own, or a copy of it
+  int64_t bias1_stride[2];     // B, N
+  const float* shift;          // [B, N], subtracted from bias1; null without bias1
+  float* shifted_lse;          // lse where shift is not 0; elsewhere p.lse is right
+  int64_t shifted_stride[4];   // of shifted_lse: B, N, Lq, H
+  const float2* softmax;       // full precision: [B, N, H, Lq], in place of either lse (statistics.h)
   const void* negative_delta;  // [B, N, H, Lq] QueryValue
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // into how many parts the rows n are cut
 };
+
+CUTLASS_DEVICE float negative_infinity() { return __int_as_float(int(0xff800000u)); }
 
 // The same in every lane, and the compiler knows it: such values live in uniform registers.
 CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
@@ -35,5 +40,51 @@ template <typename T>
 CUTLASS_DEVICE T* element(const void* ptr, const int64_t (&stride)[4], int64_t b, int64_t n, int64_t l, int64_t h) {
   return const_cast<T*>(static_cast<const T*>(ptr)) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
 }
+
+// bias1 of one (b, n). What is loaded early is used late: `load` does not wait, `value` does.
+template <typename scalar_t>
+struct Bias1Row {
+  const scalar_t* ptr = nullptr;  // null without bias1
+  float shift = 0.f;
+
+  CUTLASS_DEVICE Bias1Row(const BackwardArgs& args, int64_t b, int64_t n) {
+    if (!args.shift) return;
+    ptr = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
+    shift = args.shift[b * args.p.N + n];
+  }
+  CUTLASS_DEVICE uint32_t load(int k) const { return ptr ? ptx::load_bits(ptr + k) : 0; }
+  CUTLASS_DEVICE static float value(uint32_t bits, float shift) { return ptx::bits_to_float<scalar_t>(bits) - shift; }
+  CUTLASS_DEVICE float value(uint32_t bits) const { return value(bits, shift); }
+  CUTLASS_DEVICE float at(int k) const { return value(load(k)); }
+};
+
+// What the exponents of one (b, n, h) begin with: -lse of the shifted scores, or in full precision -max and 1 / sum.
+template <typename QueryValue>
+struct NegativeLse {
+  static constexpr bool kExact = sizeof(QueryValue) == sizeof(float2);
+  const QueryValue* ptr;
+  int stride = 1;
+
+  CUTLASS_DEVICE NegativeLse(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
+    const BwdParams& p = args.p;
+    int64_t bn = b * p.N + n;
+    if constexpr (kExact) {
+      ptr = args.softmax + (bn * p.H + h) * p.Lq;
+    } else if (args.shift && args.shift[bn] != 0.f) {
+      ptr = shifted(args, b, n, h), stride = int(args.shifted_stride[2]);
+    } else {
+      ptr = p.lse + (bn * p.H + h) * p.Lq;
+    }
+  }
+  CUTLASS_DEVICE static float* shifted(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
+    return args.shifted_lse + b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
+  }
+  CUTLASS_DEVICE QueryValue load(int q) const { return ptr[int64_t(q) * stride]; }
+  // -inf, not inf, for a query with no visible key: its P is 0.
+  CUTLASS_DEVICE static QueryValue value(QueryValue x) {
+    if constexpr (!kExact) x = x > negative_infinity() ? -x : x;
+    return x;
+  }
+};
 
 }  // namespace ds4s

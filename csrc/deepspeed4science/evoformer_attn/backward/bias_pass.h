@@ -36,10 +36,11 @@ struct BiasPass {
   static_assert(Config::kRows <= Config::kThreads && kCols <= Config::kThreads, "a thread brings at most one of each");
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes; }
 
-  // What a thread brings for one n: bias1 of a key, -lse and -delta of a query.
+  // What a thread brings for one n: bias1 of a key, lse and -delta of a query.
   struct Statistics {
-    float column;
-    QueryValue exponent, dp;
+    uint32_t column;
+    float shift;
+    QueryValue lse, dp;
   };
 
   CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
@@ -96,27 +97,43 @@ struct BiasPass {
     };
     Exponent probabilities(p.scale);
     float unit = probabilities.column_unit();
+    bool has_row = thread < Config::kRows && thread < rows_left, has_column = thread < kCols && thread < cols_left;
     int64_t row_index = ((b * p.N + n_begin) * p.H + h) * p.Lq + row0 + thread;
-    const float* g_bias1 = args.bias1 ? args.bias1 + (b * p.N + n_begin) * p.Lk + col0 + thread : nullptr;
-    auto load_statistics = [&] {
-      Statistics x{negative_infinity(), one_part<QueryValue>(negative_infinity()), one_part<QueryValue>(0.f)};
-      if (thread < kCols && thread < cols_left) {
-        x.column = g_bias1 ? *g_bias1 * unit : 0.f;
+    const scalar_t* g_bias1 = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] +
+                              n_begin * args.bias1_stride[1] + col0 + thread;
+    auto load_statistics = [&](int n) {
+      Statistics x{};
+      if (args.shift) {
+        x.shift = args.shift[b * p.N + n];
+        if (has_column) x.column = ptx::load_bits(g_bias1);
       }
-      if (thread < Config::kRows && thread < rows_left) {
-        x.exponent = static_cast<const QueryValue*>(args.negative_lse)[row_index];
-        if constexpr (!Config::kExact) x.exponent *= Exponent::row_unit;
+      if (has_row) {
+        if constexpr (Config::kExact) {
+          x.lse = args.softmax[row_index];
+        } else {
+          x.lse = p.lse[row_index];
+        }
         x.dp = static_cast<const QueryValue*>(args.negative_delta)[row_index];
       }
-      row_index += p.H * p.Lq;
-      if (g_bias1) g_bias1 += p.Lk;
+      g_bias1 += args.bias1_stride[1], row_index += p.H * p.Lq;
       return x;
     };
-    auto store_statistics = [&](int stage, const Statistics& x) {
+    auto store_statistics = [&](int stage, const Statistics& x, int n) {
       float* sColumns = stage_columns(stage);
-      if (thread < kCols) store_column(sColumns, thread, x.column);
+      if (thread < kCols) {
+        float bias1 = Bias1Row<scalar_t>::value(x.column, x.shift) * unit;
+        store_column(sColumns, thread, has_column ? bias1 : negative_infinity());
+      }
       if (thread < Config::kRows) {
         float* sRows = sColumns + 2 * kCols;
+        QueryValue exponent = x.lse;
+        if constexpr (!Config::kExact) {
+          if (x.shift != 0.f && has_row) {  // rare
+            exponent = NegativeLse<QueryValue>(args, b, n, h).load(row0 + thread);
+          }
+          exponent = NegativeLse<QueryValue>::value(exponent) * Exponent::row_unit;
+        }
+        if (!has_row) exponent = one_part<QueryValue>(negative_infinity());
         float2 dp;
         if constexpr (Config::kExact) {
           dp = x.dp;
@@ -124,7 +141,7 @@ struct BiasPass {
           dp = make_float2(x.dp, x.dp);
         }
         *reinterpret_cast<float2*>(sRows + 2 * thread) = dp;
-        reinterpret_cast<QueryValue*>(sRows + 2 * Config::kRows)[thread] = x.exponent;
+        reinterpret_cast<QueryValue*>(sRows + 2 * Config::kRows)[thread] = exponent;
       }
     };
 
@@ -143,7 +160,7 @@ struct BiasPass {
     int lane_nk = Mma::template lane_b_nk<ColTile>(lane) + ColTile::offset(warp_col), stage = 0;
     if (n_begin < n_end) {
       load(0);
-      store_statistics(0, load_statistics());
+      store_statistics(0, load_statistics(n_begin), n_begin);
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int n = n_begin; n < n_end; ++n) {
@@ -154,7 +171,7 @@ struct BiasPass {
       int next_stage = stages == 2 ? stage ^ 1 : 0;
       Statistics next;
       if (Config::kMaxStages == 2 && stages == 2 && more) load(next_stage);
-      if (more) next = load_statistics();
+      if (more) next = load_statistics(n + 1);
 
       const scalar_t* s = stage_begin(stage);
       const float* sColumns = stage_columns(stage) + 2 * warp_col;
@@ -208,7 +225,7 @@ struct BiasPass {
         __syncthreads();
         load(0);
       }
-      if (more) store_statistics(next_stage, next);
+      if (more) store_statistics(next_stage, next, n + 1);
       stage = next_stage;
     }
 

@@ -1,7 +1,7 @@
 // Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of parts.
 //
-//   prepare_bias1    float copy of bias1, less its largest value where that is so far from 0 that lse loses precision
-//   prepare_rows     -lse and -delta, delta = rowsum(do * o); in full precision statistics.h does this
+//   prepare_bias1    its largest value where that is so far from 0 that lse loses precision; neighbours side by side
+//   prepare_rows     -delta, delta = rowsum(do * o), and lse where bias1 is shifted; in full precision statistics.h
 //   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
 //   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
 //
@@ -19,7 +19,7 @@ constexpr float kLargeShift = 4096.f;  // half a unit in the last place is 2.4e-
 // One block for each (b, n).
 template <typename scalar_t>
 __global__ void __launch_bounds__(kPrepareThreads)
-    prepare_bias1(const __grid_constant__ BackwardArgs args, float* bias1, float* shift) {
+    prepare_bias1(const __grid_constant__ BackwardArgs args, float* shift, scalar_t* copy) {
   const BwdParams& p = args.p;
   int64_t bn = blockIdx.x, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
   const scalar_t* g =
@@ -27,7 +27,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
   __shared__ float sMax[kPrepareThreads / 32];
 
   float largest = negative_infinity();
-  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) largest = fmaxf(largest, float(g[k * p.bias1_stride[2]]));
+  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) {
+    scalar_t x = g[k * p.bias1_stride[2]];
+    largest = fmaxf(largest, float(x));
+    if (copy) copy[bn * p.Lk + k] = x;
+  }
   CUTLASS_PRAGMA_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, ptx::shfl_xor(largest, mask));
   if (threadIdx.x % 32 == 0) sMax[threadIdx.x / 32] = largest;
@@ -36,11 +40,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   for (int warp = 0; warp < kPrepareThreads / 32; ++warp) largest = fmaxf(largest, sMax[warp]);
 
   bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < -negative_infinity();
-  float subtract = shifts ? largest : 0.f;
-  if (threadIdx.x == 0) shift[bn] = subtract;
-  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) {
-    bias1[bn * p.Lk + k] = float(g[k * p.bias1_stride[2]]) - subtract;
-  }
+  if (threadIdx.x == 0) shift[bn] = shifts ? largest : 0.f;
 }
 
 // The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ... As the matrix products do it:
@@ -87,7 +87,7 @@ struct PrepareRows {
     return x;
   }
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_lse, float* negative_delta) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
     const BwdParams& p = args.p;
     uint32_t num_rows = uint32_t(p.Lq) * uint32_t(p.H);
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
@@ -101,14 +101,15 @@ struct PrepareRows {
     const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, q, h);
 
     int64_t out = (bn * p.H + h) * p.Lq + q;
-    float lse = p.lse[out], delta;
+    float delta;
     if (args.shift && args.shift[bn] != 0.f) {
+      float lse;
       again(args, b, n, q, h, gDo, lane, lse, delta);
+      if (exists && lane == 0) NegativeLse<float>::shifted(args, b, n, h)[q * args.shifted_stride[2]] = lse;
     } else {
       delta = reduce(dot_share<Config, kGroup, /*kRoundsX=*/false>(gO, gDo, int(p.Dv), lane));
-      lse = lse == negative_infinity() ? -negative_infinity() : lse;
     }
-    if (exists && lane == 0) negative_lse[out] = -lse, negative_delta[out] = -delta;
+    if (exists && lane == 0) negative_delta[out] = -delta;
   }
 
  private:
@@ -117,15 +118,15 @@ struct PrepareRows {
                                    const scalar_t* gDo, int lane, float& lse, float& delta) {
     const BwdParams& p = args.p;
     const scalar_t* gQ = element<const scalar_t>(p.q, p.q_stride, b, n, q, h);
-    const float* bias1 = args.bias1 + (b * p.N + n) * p.Lk;
+    Bias1Row<scalar_t> bias1(args, b, n);
     const scalar_t* bias2 = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
                             h * args.bias2.stride_h + q * args.bias2.stride_row;
     float m = negative_infinity(), sum = 0.f, sum_dp = 0.f;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int64_t k = 0; k < p.Lk; ++k) {
+    for (int k = 0; k < int(p.Lk); ++k) {
       const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, k, h);
       const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, k, h);
-      float s = p.scale * reduce(dot_share<Config, kGroup, true>(gQ, gK, int(p.D), lane)) + bias1[k];
+      float s = p.scale * reduce(dot_share<Config, kGroup, true>(gQ, gK, int(p.D), lane)) + bias1.at(k);
       if constexpr (Config::kHasBias2) s += float(bias2[k]);
       float dp = reduce(dot_share<Config, kGroup, true>(gDo, gV, int(p.Dv), lane));
       if (s == negative_infinity()) continue;
@@ -133,15 +134,15 @@ struct PrepareRows {
       sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;
       m = m_new;
     }
-    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : -negative_infinity();
+    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : negative_infinity();
     delta = sum > 0.f ? sum_dp / sum : 0.f;
   }
 };
 
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads)
-    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_lse, float* negative_delta) {
-  PrepareRows<Config>::run(args, negative_lse, negative_delta);
+    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta) {
+  PrepareRows<Config>::run(args, negative_delta);
 }
 
 // 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of

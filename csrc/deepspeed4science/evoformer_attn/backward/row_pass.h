@@ -49,32 +49,40 @@ struct RowPass {
 
   // What a column contributes, on its way from global memory to shared memory.
   struct ColumnValues {
-    typename Exponent::Column score;  // -inf past the end
+    typename cutlass::platform::conditional<kKeyRows, QueryValue, uint32_t>::type score;
     QueryValue dp;
   };
 
   struct Columns {
-    const typename Exponent::Column* score_ptr;  // may be null
-    const QueryValue* dp_ptr;
+    NegativeLse<QueryValue> negative_lse;
+    Bias1Row<scalar_t> bias1;
+    const QueryValue* negative_delta;
     float unit;
     int count;
     CUTLASS_DEVICE ColumnValues load(int column) const {
-      ColumnValues x{one_part<typename Exponent::Column>(negative_infinity()), one_part<QueryValue>(0.f)};
-      if (int(threadIdx.x) >= kCols) return x;
+      ColumnValues x{};
       column += int(threadIdx.x);
-      if (column < count) {
-        if constexpr (kKeyRows && Config::kExact) {
-          x.score = score_ptr[column];
-        } else {
-          x.score = score_ptr ? score_ptr[column] * unit : 0.f;
-        }
-        if constexpr (kKeyRows && kWantsDs) x.dp = dp_ptr[column];
+      if (int(threadIdx.x) >= kCols || column >= count) return x;
+      if constexpr (kKeyRows) {
+        x.score = negative_lse.load(column);
+        if constexpr (kWantsDs) x.dp = negative_delta[column];
+      } else {
+        x.score = bias1.load(column);
       }
       return x;
     }
-    CUTLASS_DEVICE static void store(float* sColumns, const ColumnValues& x) {
+    // column: the same.
+    CUTLASS_DEVICE void store(float* sColumns, const ColumnValues& x, int column) const {
       if (int(threadIdx.x) >= kCols) return;
-      store_column(sColumns, int(threadIdx.x), x.score);
+      typename Exponent::Column score;
+      if constexpr (kKeyRows) {
+        score = negative_lse.value(x.score);
+      } else {
+        score = bias1.value(x.score);
+      }
+      if constexpr (!Config::kExact) score *= unit;
+      if (column + int(threadIdx.x) >= count) score = one_part<typename Exponent::Column>(negative_infinity());
+      store_column(sColumns, int(threadIdx.x), score);
       if constexpr (kKeyRows && kWantsDs) store_column(sColumns + 2 * kCols, int(threadIdx.x), x.dp);
     }
   };
@@ -111,39 +119,7 @@ struct RowPass {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g_cols[x] = x + half == 1 ? (kKeyRows ? gDo : gV) : (kKeyRows ? gQ : gK);
 
-    // Statistics of the rows and of the columns.
-    int64_t bnh_q = (bn * p.H + h) * p.Lq;
-    Exponent probabilities(p.scale);
-    const float* bias1 = args.bias1 ? args.bias1 + bn * p.Lk : nullptr;
-    const QueryValue* negative_lse = static_cast<const QueryValue*>(args.negative_lse) + bnh_q;
-    const QueryValue* negative_delta = static_cast<const QueryValue*>(args.negative_delta) + bnh_q;
-    Columns columns{nullptr, negative_delta, probabilities.column_unit(), num_cols};
-    if constexpr (kKeyRows) {
-      columns.score_ptr = negative_lse;
-    } else {
-      columns.score_ptr = bias1;
-    }
-    typename Exponent::Row row_exponent[Mma::kSlots];
-    QueryValue row_dp[Mma::kSlots];
-    RowBegin<Mma> dp_begin;
-    CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
-      bool exists = r < rows_left;
-      r += row0 + warp_row;
-      row_dp[slot] = one_part<QueryValue>(0.f);
-      if constexpr (kKeyRows) {
-        row_exponent[slot] = exists && bias1 ? bias1[r] * probabilities.row_unit : 0.f;
-      } else if constexpr (Config::kExact) {
-        row_exponent[slot] = exists ? negative_lse[r] : one_part<QueryValue>(negative_infinity());
-        if (exists) row_dp[slot] = negative_delta[r];
-      } else {
-        row_exponent[slot] = exists ? negative_lse[r] * probabilities.row_unit : negative_infinity();
-        if (exists) row_dp[slot] = negative_delta[r];
-      }
-    }
     const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
-    if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
     const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h;
     int bias_row = row0 + warp_row + Mma::row_of_lane(lane), last_col = (num_cols - 1) / Mma::kVec * Mma::kVec;
     auto load_bias = [&](BiasFragment<Mma, scalar_t>& bias, int col) {
@@ -177,7 +153,35 @@ struct RowPass {
     rows1.load(sRows1, num_rows - row0);
     if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
     load_columns(0, 0);
-    columns.store(stage_columns(0), columns.load(0));
+
+    // Statistics of the rows and of the columns, while those are on their way.
+    int64_t bnh_q = (bn * p.H + h) * p.Lq;
+    Exponent probabilities(p.scale);
+    Columns columns{{args, b, n, h},
+                    {args, b, n},
+                    static_cast<const QueryValue*>(args.negative_delta) + bnh_q,
+                    probabilities.column_unit(),
+                    num_cols};
+    typename Exponent::Row row_exponent[Mma::kSlots];
+    QueryValue row_dp[Mma::kSlots];
+    RowBegin<Mma> dp_begin;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+      bool exists = r < rows_left;
+      r += row0 + warp_row;
+      row_dp[slot] = one_part<QueryValue>(0.f);
+      if constexpr (kKeyRows) {
+        row_exponent[slot] = exists ? columns.bias1.at(r) * probabilities.row_unit : 0.f;
+      } else {
+        row_exponent[slot] = one_part<QueryValue>(negative_infinity());
+        if (exists) row_exponent[slot] = columns.negative_lse.value(columns.negative_lse.load(r));
+        if constexpr (!Config::kExact) row_exponent[slot] *= probabilities.row_unit;
+        if (exists) row_dp[slot] = columns.negative_delta[r];
+      }
+    }
+    if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
+    columns.store(stage_columns(0), columns.load(0), 0);
     BiasFragment<Mma, scalar_t> bias;
     if constexpr (Config::kHasBias2) load_bias(bias, 0);
     Operand operand1, operand2;
@@ -271,7 +275,7 @@ struct RowPass {
         __syncthreads();
         load_columns(tile + 1, 0);
       }
-      if (more) columns.store(stage_columns(next_stage), next);
+      if (more) columns.store(stage_columns(next_stage), next, (tile + 1) * kCols);
       stage = next_stage;
     }
 

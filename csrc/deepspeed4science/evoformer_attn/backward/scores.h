@@ -6,7 +6,6 @@
 namespace ds4s {
 
 constexpr float kLog2e = 1.4426950408889634f;
-CUTLASS_DEVICE float negative_infinity() { return __int_as_float(int(0xff800000u)); }
 
 // The 32 rows of the left operand: fragments that stay in registers, or a place in shared memory.
 template <typename Mma, typename TileT, typename scalar_t, bool kResident>

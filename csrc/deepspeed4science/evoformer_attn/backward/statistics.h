@@ -36,7 +36,7 @@ struct RowStatistics {
   static constexpr int kSharedBytes =
       2 * RowTile::kBytes + 2 * ColTile::kBytes + kCols * kColumnBytes + Config::kRows * int(sizeof(float));
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float2* negative_lse, float2* negative_delta, char* shared) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float2* softmax, float2* negative_delta, char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
     uint32_t row_blocks = uint32_t(p.Lq + Config::kRows - 1) / Config::kRows;
@@ -66,7 +66,7 @@ struct RowStatistics {
     // Columns.
     Loader<ColTile> k_loader(element<const scalar_t>(p.k, p.k_stride, b, n, 0, h), p.k_stride[2], int(p.D), thread);
     Loader<ColTile> v_loader(element<const scalar_t>(p.v, p.v_stride, b, n, 0, h), p.v_stride[2], int(p.Dv), thread);
-    const float* bias1 = args.bias1 ? args.bias1 + bn * p.Lk : nullptr;
+    Bias1Row<scalar_t> bias1(args, b, n);
     const scalar_t* gBias =
         static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b + h * args.bias2.stride_h;
     int bias_row = row0 + warp_row + Mma::row_of_lane(lane);
@@ -87,7 +87,7 @@ struct RowStatistics {
       k_loader.load(sK, cols_left), k_loader.advance();
       v_loader.load(sV, cols_left), v_loader.advance();
       if (thread < kCols) {
-        store_column(sColumns, thread, thread >= cols_left ? negative_infinity() : bias1 ? bias1[col0 + thread] : 0.f);
+        store_column(sColumns, thread, thread < cols_left ? bias1.at(col0 + thread) : negative_infinity());
       }
       if constexpr (Config::kAsync) ptx::cp_async_commit(), ptx::cp_async_wait<0>();
       __syncthreads();
@@ -122,7 +122,7 @@ struct RowStatistics {
       if (!Mma::leads_row(lane) || r >= rows_left) continue;
       bool nothing = largest == negative_infinity();
       float inverse = nothing ? 0.f : 1.f / total;
-      negative_lse[bnh * p.Lq + row0 + r] = make_float2(nothing ? largest : -largest, inverse);
+      softmax[bnh * p.Lq + row0 + r] = make_float2(nothing ? largest : -largest, inverse);
       negative_delta[bnh * p.Lq + row0 + r] = make_float2(-sCenter[r], -part * inverse);
     }
   }
@@ -170,9 +170,9 @@ struct RowStatistics {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 8 / Config::kWarps)
-    row_statistics(const __grid_constant__ BackwardArgs args, float2* negative_lse, float2* negative_delta) {
+    row_statistics(const __grid_constant__ BackwardArgs args, float2* softmax, float2* negative_delta) {
   extern __shared__ __align__(16) char shared[];
-  RowStatistics<Config>::run(args, negative_lse, negative_delta, shared);
+  RowStatistics<Config>::run(args, softmax, negative_delta, shared);
 }
 
 }  // namespace ds4s
