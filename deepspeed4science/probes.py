@@ -125,6 +125,9 @@ def _cache(probes: Probes) -> CacheRow:
             kernels += path.suffix == ".so" and path.parent.parent.name == "units"
     existing = next((place for place in (root, *root.parents) if place.is_dir()), Path("/"))
     note = ""
+    if substitute := paths.cache_note():
+        note = "a temporary folder; see the warnings"
+        probes.warn(substitute)
     if not _can_write(existing):
         note = "it cannot be written: every process compiles again what no read-only cache holds"
         probes.warn(

@@ -9,6 +9,7 @@ All are pure functions of their arguments: the caller reads the environment, nob
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -178,6 +179,7 @@ def hopper_obstacle(requested: Sequence[Arch], supported: Collection[str] | None
     return ""
 
 
+@functools.cache
 def stand_ins(one: Arch) -> tuple[Arch, ...]:
     """Other targets whose code runs wherever `one`'s does, those with the nearest code first."""
     if one.suffix:

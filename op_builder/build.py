@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import elf, evict, lock, publish, search, workdir
+from . import elf, evict, lock, paths, publish, search, workdir
 from .cache import last_seconds
 from .compile_error import explain, is_lasting
 from .errors import BuildError, CompileError, ToolchainError
@@ -165,6 +165,8 @@ class Build:
         units = [unit for unit in units if not unit.done.is_set()]
         if not units:
             return
+        if self._roots[-1].origin == "cache" and (note := paths.cache_note()):
+            search.warn_once(note)
         folder = workdir.create()
         by_ident = {unit.job.ident: unit for unit in units}
         private: list[Path] = []

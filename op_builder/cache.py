@@ -5,15 +5,17 @@
     <root>/locks/  failed/  memo/  see lock.py, compile_error.py, memo.py
 
 The same layout serves the cache, read-only caches and what an install compiled beforehand. Nothing
-is written here: see publish.py and evict.py.
+but the time of last use is written here: see publish.py and evict.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 
 from . import elf
 from .key import LAYOUT, OWN, CompileJob, Hashes, Header
+
+USE_GRAIN_S = 3600.0  # see evict.py
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,21 @@ def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) ->
         if all(_unchanged(header, job, hashes) for header in headers):
             return Entry(folder, meta)
     return None
+
+
+def used(folder: Path) -> float:
+    """When the entry in `folder` was last used, in seconds since 1970; 0 when it is not there."""
+    try:
+        return os.stat(folder).st_mtime
+    except OSError:
+        return 0.0
+
+
+def note_use(folder: Path) -> None:
+    """Remember that an entry is used now; one that cannot be written stays as it is."""
+    with contextlib.suppress(OSError):
+        if time.time() - used(folder) > USE_GRAIN_S:
+            os.utime(folder)
 
 
 def entries(root: Path) -> list[Entry]:

@@ -4,6 +4,7 @@ run on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -94,19 +95,24 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
     def obstacles(self) -> list[Obstacle]:
         found = self._lacks()
         devices = gpu.detect()
-        try:
-            elsewhere = bool(self.requested_archs()) or env.flag("DS_IGNORE_CUDA_DETECTION")
-            if not devices.found and not elsewhere:
-                remedy = (
-                    "run on a machine with an NVIDIA GPU; to compile for another machine, set "
-                    "TORCH_CUDA_ARCH_LIST to its architecture"
-                )
-                found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
-            if not found:
+        if not devices.found and not self._is_for_another_machine():
+            remedy = (
+                "run on a machine with an NVIDIA GPU; to compile for another machine, set "
+                "TORCH_CUDA_ARCH_LIST to its architecture"
+            )
+            found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
+        if not found:
+            try:
                 self.target_archs()
-        except BuildError as error:
-            found.append(Obstacle(str(error), ""))
+            except BuildError as error:
+                found.append(Obstacle(str(error), ""))
         return found
+
+    def _is_for_another_machine(self) -> bool:
+        """A setting that cannot be read asks for nothing; whoever needs it says so."""
+        with contextlib.suppress(BuildError):
+            return bool(env.flag("DS_IGNORE_CUDA_DETECTION") or self.requested_archs())
+        return False
 
     def builder(self) -> list[CompileJob]:
         """Unlike a first call, an install compiles for all that was asked for, or says why not."""

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import env, loaded, publish
+from . import cache, env, loaded, publish
 
 DEFAULT_MAX_MB = 2048
-_GRAIN_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,6 @@ class Room:
     folder: Path
     used: float  # when it was last used, in seconds since 1970
     size: int
-
-
-def note_use(folder: Path) -> None:
-    """Remember that an entry is used now; one that cannot be written stays as it is."""
-    with contextlib.suppress(OSError):
-        if time.time() - os.stat(folder).st_mtime > _GRAIN_S:
-            os.utime(folder)
 
 
 def limit_bytes() -> int | None:
@@ -58,7 +50,7 @@ def make_room(root: Path) -> list[Path]:
     damaged, entries = list(rooms(root, "aside")), list(rooms(root, "units"))
     excess = sum(room.size for room in (*damaged, *entries)) - limit
     in_use = {path.parent for path in loaded.in_use()}
-    newest = time.time() - _GRAIN_S
+    newest = time.time() - cache.USE_GRAIN_S
     candidates = [
         *damaged,
         *(room for room in sorted(entries, key=_age) if room.folder not in in_use),
@@ -67,7 +59,7 @@ def make_room(root: Path) -> list[Path]:
     for room in candidates:
         if excess <= 0:
             break
-        if room.folder.parent.name == "units" and _used(room.folder) > newest:
+        if room.folder.parent.name == "units" and cache.used(room.folder) > newest:
             continue
         if remove(room.folder):
             removed.append(room.folder)
@@ -103,15 +95,8 @@ def room(folder: Path) -> Room:
     size = 0
     with contextlib.suppress(OSError):
         size = sum(file.stat().st_size for file in os.scandir(folder))
-    return Room(folder, _used(folder), size)
+    return Room(folder, cache.used(folder), size)
 
 
 def _age(room: Room) -> float:
     return room.used
-
-
-def _used(folder: Path) -> float:
-    try:
-        return os.stat(folder).st_mtime
-    except OSError:
-        return 0.0

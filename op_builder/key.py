@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -113,7 +114,11 @@ def content_key(
 
 
 class Hashes:
-    """The hash of each header, computed once per load: units share most of their headers."""
+    """The hash of each header, computed once per load: units share most of their headers.
+
+    Between the loads of one process a hash is kept as long as the file system says that nobody has
+    touched the file (its change time cannot be set back); never between processes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, str | None] = {}
@@ -122,11 +127,27 @@ class Hashes:
         """None when the file `name` cannot be read."""
         if name not in self._known:
             try:
-                with open(name, "rb", buffering=0) as stream:
-                    self._known[name] = hashlib.sha256(stream.read()).hexdigest()
+                self._known[name] = _hash(name)
             except OSError:
                 self._known[name] = None
         return self._known[name]
+
+
+_hashes: dict[str, tuple[tuple[int, ...], str]] = {}
+
+
+def _hash(name: str) -> str:
+    handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        stat = os.fstat(handle)
+        stamp = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        known = _hashes.get(name)
+        if known is None or known[0] != stamp:
+            with open(handle, "rb", buffering=0, closefd=False) as stream:
+                known = _hashes[name] = (stamp, hashlib.sha256(stream.read()).hexdigest())
+        return known[1]
+    finally:
+        os.close(handle)
 
 
 def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Header, ...]:

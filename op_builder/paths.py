@@ -2,12 +2,14 @@
 
 The sources have three homes: `csrc/` beside `op_builder/` in a checkout (an editable install
 points there), and `deepspeed4science/csrc/` in an installed wheel, where they are package data.
-Nothing is created here.
+Nothing is created here but the cache of a user whose home cannot be written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from .errors import BuildError
 
 _HERE = Path(__file__).resolve().parent
 _OP = Path("deepspeed4science") / "evoformer_attn"
+_NOWHERE = Path(os.devnull) / "no home folder"  # cannot be written: private copies, a warning
 
 
 def csrc_root() -> Path:
@@ -41,21 +44,74 @@ def prebuilt_root() -> Path:
 
 def readonly_roots() -> tuple[Path, ...]:
     """Folders searched before the cache, in this order, and never written."""
-    return tuple(Path(os.path.abspath(part)) for part in env.folders("DS4S_CACHE_PATH"))
+    named = [Path(os.path.abspath(part)) for part in env.folders("DS4S_CACHE_PATH")]
+    home = _home_cache()
+    if cache_note() and home is not None and home.is_dir():
+        named.append(home)  # filled by somebody who could
+    return tuple(named)
 
 
 def cache_root() -> Path:
-    """The folder that compiled kernels are kept in; it may not exist yet, nor be writable."""
+    """The folder that compiled kernels are kept in; it may not exist yet, nor be writable.
+
+    A folder that a variable names is taken as it is. A home that cannot be written is not: then it
+    is a folder of this user's own among the temporary ones.
+    """
+    named = _named_cache()
+    if named is not None:
+        return named
+    home = _home_cache()
+    return home if home is not None and _may_write(home) else _temporary_cache()
+
+
+def cache_note() -> str:
+    """Why the cache is not in the user's home, and what to do; empty when it is, or is named."""
+    home = _home_cache()
+    if _named_cache() is not None or (home is not None and _may_write(home)):
+        return ""
+    lacks = "there is no home folder" if home is None else f"{home} cannot be written"
+    return (
+        f"{lacks}; compiled kernels are kept in {cache_root()} for as long as this machine keeps "
+        "it: set DS4S_CACHE_DIR to a folder that can be written and lasts"
+    )
+
+
+def _named_cache() -> Path | None:
     own = env.text("DS4S_CACHE_DIR")
     if own:
         return Path(os.path.abspath(os.path.expanduser(own)))
     shared = env.text("TORCH_EXTENSIONS_DIR") or env.text("XDG_CACHE_HOME")
     if shared:
         return Path(os.path.abspath(os.path.expanduser(shared))) / "deepspeed4science"
+    return None
+
+
+def _home_cache() -> Path | None:
     home = os.path.expanduser("~")
     if not os.path.isabs(home):  # no HOME and no entry in the user database, as in some containers
-        return Path(os.devnull) / "no home folder"  # cannot be written: private copies, a warning
+        return None
     return Path(home) / ".cache" / "deepspeed4science"
+
+
+def _may_write(folder: Path) -> bool:
+    """By permissions and mounts, where the folder is or would be made."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return False
+
+
+def _temporary_cache() -> Path:
+    """Made here, since only what nobody else can write may be loaded from such a place."""
+    folder = Path(tempfile.gettempdir()) / f"deepspeed4science-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        status = os.lstat(folder)
+    except OSError:
+        return _NOWHERE
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return folder if ours and not status.st_mode & 0o022 else _NOWHERE
 
 
 def build_root() -> Path:

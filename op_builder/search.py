@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, evict, paths
+from . import cache, paths
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 
@@ -44,7 +44,7 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
             try:
                 kernel = LoadedKernel(entry.library, job.name, root.origin)
                 if root.origin == "cache" and not root.shared:
-                    evict.note_use(entry.folder)
+                    cache.note_use(entry.folder)
                 return kernel
             except (OSError, ValueError) as error:
                 warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")

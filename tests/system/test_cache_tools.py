@@ -132,9 +132,9 @@ def test_a_limit_that_is_no_number_costs_a_warning(workshop):
 def test_many_processes_build_load_and_evict_at_once(big):
     """Everybody always gets the right answer; in the end the cache is within its limit."""
     script = """
-from op_builder import evict, loaded
+from op_builder import cache, loaded
 from op_builder.loader import Loader
-evict._GRAIN_S = -10.0  # nothing is safe for having been used just now
+cache.USE_GRAIN_S = -10.0  # nothing is safe for having been used just now
 answers = []
 for name in 4 * ("a", "b", OWN, "c"):
     loader = Loader(jit.search.roots)  # as a new process would
@@ -150,7 +150,7 @@ report(answers=answers)
     assert all(outcome.report["answers"] == [42] * 16 for outcome in outcomes)
     assert big.num_compilations() > 6, "six kernels, some of them evicted and compiled again"
     big.run(
-        "from op_builder import evict\nevict._GRAIN_S = -10.0\nreport(**load('last'))",
+        "from op_builder import cache\ncache.USE_GRAIN_S = -10.0\nreport(**load('last'))",
         DS4S_CACHE_MAX_MB="1",
     )
     assert names(big) == ["last"]

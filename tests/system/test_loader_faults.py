@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -152,6 +153,31 @@ def test_temporary_folder_too_small_to_compile_in_is_told(workshop, mount_tmpfs)
     mount_tmpfs(workshop.build_root, "24k")
     error = workshop.run(FAILS.format(error="BuildError")).report["error"]
     assert re.search("hint: the disk (is|may be) full.* set TMPDIR", error)
+
+
+@pytest.fixture
+def home(workshop, tmp_path, make_readonly):
+    """A home that cannot be written; its cache holds one kernel that somebody else put there."""
+    workshop.run("report(**load('old'))")
+    folder = tmp_path / "home"
+    (folder / ".cache").mkdir(parents=True)
+    workshop.cache.rename(folder / ".cache" / "deepspeed4science")
+    make_readonly(folder)
+    return folder
+
+
+def test_unwritable_home_gives_way_to_a_temporary_folder(workshop, home):
+    """Compiled once for all processes of this user here, and told once; what is there is used."""
+    places = {"HOME": str(home), "DS4S_CACHE_DIR": "", "XDG_CACHE_HOME": ""}
+    first = workshop.run("report(**load('toy', 'other'))", **places)
+    assert first.report["origin"] == ["built", "built"]
+    kept = workshop.build_root / f"deepspeed4science-{os.geteuid()}"
+    assert all(Path(path).is_relative_to(kept) for path in first.report["path"])
+    assert first.messages.count(f"{home}/.cache/deepspeed4science cannot be written") == 1
+    assert "set DS4S_CACHE_DIR" in first.messages
+    second = workshop.run("report(**load('toy', 'old'))", **places)
+    assert (second.report["origin"], second.messages) == (["cache", "cache"], "")
+    assert second.report["path"][1].startswith(str(home))
 
 
 def test_cache_path_below_a_file(workshop):

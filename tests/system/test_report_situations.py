@@ -275,18 +275,23 @@ def test_torch_too_old(tmp_path: Path) -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
-    home = "/proc/self"  # not even root can write there
-    seen = report(Machine(tmp_path, variables={"HOME": home, "DS4S_CACHE_DIR": ""}))
+@pytest.mark.parametrize(
+    ("home", "words"),
+    [
+        ("/proc/self", "/proc/self/.cache/deepspeed4science cannot be written"),  # not even by root
+        ("nowhere", "there is no home folder"),
+    ],
+)
+def test_no_home_that_can_be_written(tmp_path: Path, home: str, words: str) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    variables = {"HOME": home, "DS4S_CACHE_DIR": "", "TMPDIR": str(temporary)}
+    seen = report(Machine(tmp_path, variables=variables))
     assert (seen.code, seen.op()["state"]) == (0, "buildable")
-    assert seen.json["cache"]["folder"].startswith(home)
-    assert "cannot be written" in seen.json["cache"]["note"]
+    assert seen.json["cache"]["folder"] == f"{temporary}/deepspeed4science-{os.geteuid()}"
+    assert "temporary" in seen.json["cache"]["note"]
+    assert seen.json["warnings"][0].startswith(words)
     assert "set DS4S_CACHE_DIR" in seen.json["warnings"][0]
-
-
-def test_no_home_at_all(tmp_path: Path) -> None:
-    seen = report(Machine(tmp_path, variables={"HOME": "nowhere", "DS4S_CACHE_DIR": ""}))
-    assert seen.code == 0
 
 
 def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Keys and headers, without a compiler (with one: tests/system/test_content_key.py)."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +128,15 @@ def test_depfile(tmp_path):
 def test_hash_of_what_is_not_there():
     assert Hashes().of("/nowhere/a.h") is None
     assert HEADER.path(()) == "", "a job with fewer folders has no such header"
+
+
+def test_a_header_changed_behind_its_time_has_a_new_hash(tmp_path):
+    """As rsync leaves it: the same size and modification time."""
+    header = tmp_path / "a.h"
+    header.write_text("1")
+    before, first = header.stat(), Hashes().of(str(header))
+    assert Hashes().of(str(header)) == first
+    while header.stat().st_ctime_ns == before.st_ctime_ns:  # the file system's clock ticks slowly
+        header.write_text("2")
+        os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Hashes().of(str(header)) != first

@@ -1,8 +1,10 @@
 """Where things are: checkout, wheel, cache folders."""
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,11 +66,49 @@ def test_relative_cache_does_not_follow_the_working_directory_later(monkeypatch,
     assert paths.cache_root() == tmp_path / "kernels"
 
 
-def test_no_home_at_all(monkeypatch):
-    """A container's nameless user: no folder can be named, so none is written."""
-    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "DS4S_CACHE_DIR"):
+@pytest.fixture
+def no_home(monkeypatch, tmp_path):
+    """A container's nameless user, and the folder that takes the place of his cache."""
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "DS4S_CACHE_DIR", "DS4S_CACHE_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"deepspeed4science-{os.geteuid()}"
+
+
+def test_no_home_at_all(no_home):
+    """A folder that lasts as long as the machine, and that nobody else can write."""
+    assert paths.cache_root() == no_home
+    assert no_home.stat().st_mode & 0o777 == 0o700
+    assert "there is no home folder" in paths.cache_note()
+    assert str(no_home) in paths.cache_note()
+    assert paths.readonly_roots() == ()
+
+
+def _others_may_write(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _link(folder):
+    folder.symlink_to(folder.parent)
+
+
+def _file(folder):
+    folder.touch()
+
+
+def _somebody_elses(folder):
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize("prepare", [_others_may_write, _link, _file, _somebody_elses])
+def test_a_temporary_folder_that_somebody_else_prepared_is_not_used(no_home, prepare):
+    """What is loaded from it would be his code: then there is no folder, and nothing is kept."""
+    prepare(no_home)
     with pytest.raises(NotADirectoryError):
         paths.cache_root().mkdir(parents=True)
 
