@@ -80,6 +80,14 @@ def test_versions_and_commands_are_those_of_the_program() -> None:
     assert f"nvidia-cutlass=={'.'.join(map(str, cutlass.OLDEST))}.0" in TEXT
 
 
+def test_the_extra_installs_all_parts_of_the_toolkit() -> None:
+    """pip would take the missing ones from another release."""
+    text = (ROOT / "pyproject.toml").read_text()
+    parts = re.search(r"cuda-toolkit\[([\w,]+)\]", nvcc.WHEELS)
+    assert parts and f'cuda = ["cuda-toolkit[{parts[1]}]>=' in text
+    assert f'"nvidia-cutlass=={".".join(map(str, cutlass.OLDEST))}.0"' in text
+
+
 def test_the_forms_of_architecture_lists() -> None:
     """Both those that the page offers and those that it says are refused."""
     section = TEXT.partition("### Architectures")[2].partition("\n## ")[0]
