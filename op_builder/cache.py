@@ -111,6 +111,11 @@ def entries(root: Path) -> list[Entry]:
     return [entry for folder in _folders(root, "") if (entry := read(folder)) is not None]
 
 
+def holds(root: Path, prefix: str) -> bool:
+    """Whether there is an entry under `root` whose name begins so, fitting or not."""
+    return any(True for _ in _folders(root, prefix))
+
+
 def last_seconds(root: Path, name: str) -> float | None:
     """How long the unit `name` took to compile when it was last compiled into `root`."""
     newest: tuple[float, float] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from . import arch, calls, env, gpu, toolchain
+from . import arch, calls, env, gpu, search, toolchain
 from .arch import Arch
 from .calls import Call
 from .cuda_builder import CUDAOpBuilder
@@ -62,6 +62,9 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         environment); empty when they can.
         """
         tool = toolchain.find_nvcc(arch.HOPPER.real)
+        if not tool.ok and requested is None and not search.holds("sm90_"):
+            # PTX or code of Sm80's that somebody compiled beforehand still serves.
+            return "there is no nvcc for sm_90a here, and nothing compiled for it"
         supported = toolchain.targets(tool).real if tool.ok else None
         return arch.hopper_obstacle(
             self.requested_archs() if requested is None else requested, supported

@@ -32,6 +32,11 @@ def roots() -> tuple[Root, ...]:
     )
 
 
+def holds(prefix: str) -> bool:
+    """Whether some folder has a library of such a name, fitting or not."""
+    return any(cache.holds(root.path, prefix) for root in roots())
+
+
 def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> LoadedKernel | None:
     """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
     for root in where:

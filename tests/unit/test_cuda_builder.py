@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import ALL_OPS, EvoformerAttnBuilder, arch, calls, gpu, toolchain
+from op_builder import ALL_OPS, EvoformerAttnBuilder, arch, calls, gpu, paths, toolchain
 from op_builder.calls import Row
 from op_builder.cuda_builder import CUDAOpBuilder
 from op_builder.errors import BuildError, ToolchainError
@@ -85,6 +85,18 @@ def test_without_sm_90a_sm80_serves_hopper_and_says_why(nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
     assert BUILDER.families((9, 0)) == ("sm80",)
     assert "neither 9.0 nor 9.0a" in BUILDER.family_note((9, 0))
+
+
+def test_without_nvcc_hopper_takes_what_was_compiled_beforehand(nvcc, monkeypatch, tmp_path):
+    """A wheel for 8.0+PTX runs on 9.0; one that holds Sm90 kernels has them used."""
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda *rest, **more: Tool("nvcc", reason="none"))
+    monkeypatch.setattr(toolchain, "nvccs", lambda *rest, **more: [])
+    monkeypatch.setattr(paths, "prebuilt_root", lambda: tmp_path)
+    monkeypatch.setenv("DS4S_CACHE_DIR", str(tmp_path / "own"))
+    assert BUILDER.families((9, 0)) == ("sm80",)
+    assert "there is no nvcc for sm_90a here" in BUILDER.family_note((9, 0))
+    (tmp_path / "units" / "sm90_fwd_bf16_d32_both-0123").mkdir(parents=True)
+    assert BUILDER.families((9, 0)) == ("sm90", "sm80")
 
 
 def test_the_note_tells_who_does_the_rest(nvcc):
