@@ -1,0 +1,108 @@
+// The shape of one forward kernel: tile sizes, what lies in shared memory, how registers are shared out.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "core/arch.h"
+#include "sm90/forward_args.h"
+#include "sm90/tile.h"
+
+namespace ds4s::sm90 {
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
+using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consumer has arrived
+
+template <int kRows_,            // rows n of a block; they share tiles of bias2
+          int kQueryTiles_,      // tiles of 64 queries of a block; they share keys and values
+          int kStages_,          // steps in flight
+          int kBlocksPerSm_,     // blocks resident on one multiprocessor
+          bool kSumByProduct_,   // row sums from a column of ones beside V, instead of additions
+          bool kPipelined_>      // O += P V of a step runs beside the exponentials of the next
+struct ForwardTiles {
+  static constexpr int kRows = kRows_, kQueryTiles = kQueryTiles_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kSumByProduct = kSumByProduct_, kPipelined = kPipelined_;
+};
+
+template <typename Element_,  // half_t, bfloat16_t
+          int kHeadDim_,      // tier of D and Dv
+          bool kBias1_,       // bias1 is given
+          bool kBias2_,       // bias2 is given
+          typename Tiles>     // ForwardTiles
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kBias1 = kBias1_, kBias2 = kBias2_;
+  static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
+  static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
+  static constexpr bool kSumByProduct = Tiles::kSumByProduct, kPipelined = Tiles::kPipelined;
+
+  static constexpr int kQueries = 64;  // rows of one wgmma
+  static constexpr int kKeys = 64;     // keys of a step
+  static constexpr int kBlockQueries = kQueries * kQueryTiles;
+  static constexpr int kWarpgroups = kRows * kQueryTiles;     // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  // float16 has few subnormals, and its largest bias fits whatever the factor (forward_args.h).
+  static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
+
+  // Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
+  // inside of what the block got at launch).
+  static constexpr int kLaunchRegisters = 65536 / kBlocksPerSm / kNumThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kShareOfConsumer =
+      (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8;
+  static constexpr int kConsumerRegisters = kShareOfConsumer < 240 ? kShareOfConsumer : 240;
+
+  using QTile = SwizzledTile<kQueries, kHeadDim>;
+  using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
+  using BiasTile = SwizzledTile<kQueries, kKeys>;
+  static constexpr int kQSteps = (kHeadDim + 15) / 16, kKeySteps = kKeys / 16;
+  static constexpr int kOutputs = kHeadDim + (kSumByProduct ? 8 : 0);  // columns of P [V, 1]
+  static_assert(!kSumByProduct || kHeadDim == KTile::kBoxColumns, "the ones stand in the place of V's second box");
+
+  struct KeyStage {  // what the scores of a step need
+    alignas(1024) uint8_t k[kRows][KTile::kBytes];
+    alignas(1024) uint8_t bias2[kBias2 ? kQueryTiles : 1][kBias2 ? BiasTile::kBytes : 16];
+  };
+  struct ValueStage {
+    alignas(1024) uint8_t v[kRows][KTile::kBytes];
+  };
+  using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];  // f bias1; -inf past the last key
+  struct Shared {
+    alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
+    KeyStage keys[kStages];
+    ValueStage values[kStages];
+    alignas(1024) uint8_t ones[kSumByProduct ? 16 * KTile::kRowBytes : 16];
+    alignas(16) Bias1Stage bias1[kStages];
+    FullBarrier q_full[2], k_full[kStages], v_full[kStages];
+    EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
+  };
+  static constexpr int kSharedBytes = int(sizeof(Shared));
+  static_assert(kSharedBytes * kBlocksPerSm <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
+
+  // What a block works on at a time: kRows rows from `row` on, kBlockQueries queries from `query` on.
+  struct Coordinates {
+    int query, head, row, batch;
+  };
+  CUTLASS_DEVICE static Coordinates locate(const ForwardArgs& args, int tile) {
+    Coordinates at;
+    at.query = tile % args.num_query_blocks * kBlockQueries, tile /= args.num_query_blocks;
+    at.head = tile % args.H, tile /= args.H;
+    at.row = tile % args.num_row_groups * kRows;
+    at.batch = tile / args.num_row_groups;
+    return at;
+  }
+
+  // Position in a ring: a stage, and the parity of its present turn.
+  template <int kCount>
+  struct RingTurn {
+    int stage = 0;
+    uint32_t parity = 0;
+    CUTLASS_DEVICE void advance() {
+      if (++stage == kCount) stage = 0, parity ^= 1;
+    }
+  };
+  using Turn = RingTurn<kStages>;
+  using QTurn = RingTurn<2>;
+};
+
+}  // namespace ds4s::sm90

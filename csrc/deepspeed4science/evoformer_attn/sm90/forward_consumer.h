@@ -1,0 +1,317 @@
+// What computes: a warpgroup for each tile of 64 queries of one row n, 16 queries a warp.
+//
+//   step:   s = f (bias1 + bias2)      from shared memory
+//           s += Q' K^T                wgmma, both from shared memory
+//           p = 2^(c s - c m)          in registers, rounded to 16 bits
+//           O += P V                   wgmma, P from registers
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/cutlass.h>
+
+#include "core/ptx.h"
+#include "sm90/forward_config.h"
+#include "sm90/softmax.h"
+#include "sm90/wgmma.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct ForwardConsumer {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  using Turn = typename Config::Turn;
+  using QTurn = typename Config::QTurn;
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  using BiasTile = typename Config::BiasTile;
+  static constexpr int kHeadDim = Config::kHeadDim, kQueryTiles = Config::kQueryTiles, kOutputs = Config::kOutputs;
+  static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
+  static constexpr int kQSteps = Config::kQSteps, kKeySteps = Config::kKeySteps;
+  static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2, kSumByProduct = Config::kSumByProduct;
+
+  // The place of a warpgroup in its block.
+  struct Place {
+    int warpgroup, row, query_tile, warp, lane;
+    CUTLASS_DEVICE bool issues() const { return warp == 0 && lane == 0; }  // stores
+    CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
+  };
+
+  // The store of the last tile, which still reads the place of its Q; finished when the next tile is well on its way.
+  struct PendingStore {
+    int buffer = -1;
+    CUTLASS_DEVICE void finish(Shared& shared, const Place& at) {
+      if (buffer >= 0 && at.issues()) {
+        cute::tma_store_wait<0>();
+        shared.q_empty[buffer].arrive();
+      }
+      buffer = -1;
+    }
+  };
+
+  // Q' = factor Q, in place.
+  CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const Place& at) {
+    constexpr int kVectors = QTile::kBytes / 16 / 128;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      uint4& x = reinterpret_cast<uint4*>(tile)[128 * i + 32 * at.warp + at.lane];
+      uint4 y = x;
+      y.x = scale_pair(y.x, factor), y.y = scale_pair(y.y, factor);
+      y.z = scale_pair(y.z, factor), y.w = scale_pair(y.w, factor);
+      x = y;
+    }
+    cutlass::arch::fence_view_async_shared();
+    at.sync();
+  }
+  CUTLASS_DEVICE static uint32_t scale_pair(uint32_t x, float factor) {
+    float2 pair = ptx::unpack<Element>(x);
+    return ptx::pack<Element>(pair.x * factor, pair.y * factor);
+  }
+
+  // s = f (bias1 + bias2); nothing without them.
+  CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, int stage, float f,
+                                          const Place& at) {
+    const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
+    // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
+    uint32_t bias2 =
+        shared_address(shared.keys[stage].bias2[at.query_tile]) + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < kKeySteps; ++g) {
+      uint32_t pairs[4];
+      if constexpr (kBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float2 b1 = make_float2(0.f, 0.f);
+        if constexpr (kBias1) b1 = *reinterpret_cast<const float2*>(bias1 + 16 * g + 8 * (i >> 1));
+        if constexpr (kBias2) {
+          float2 b2 = ptx::unpack<Element>(pairs[i]);
+          b1 = kBias1 ? make_float2(fmaf(b2.x, f, b1.x), fmaf(b2.y, f, b1.y)) : make_float2(b2.x * f, b2.y * f);
+        }
+        s[8 * g + 2 * i] = b1.x, s[8 * g + 2 * i + 1] = b1.y;
+      }
+    }
+  }
+
+  // Low words of the descriptors of this warpgroup's operands in stage 0, and the way to the next stage. With a column
+  // of ones the second box of V is in one fixed place, so that the way to it gets shorter as V moves on.
+  struct Operands {
+    uint32_t k, v;
+    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4, kNextValues = sizeof(typename Config::ValueStage) >> 4;
+    static constexpr uint32_t v_moved(uint32_t by) { return kSumByProduct ? by - (by << 16) : by; }
+
+    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at) {
+      uint32_t k_address = shared_address(shared.keys[0].k[at.row]);
+      uint32_t v_address = shared_address(shared.values[0].v[at.row]);
+      k = KTile::descriptor_low(k_address);
+      v = KTile::descriptor_low(v_address, kSumByProduct ? int(shared_address(shared.ones) - v_address) : KTile::kBoxBytes);
+    }
+    CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
+      return KTile::kDescriptorHigh | (k + stage * kNextKeys + KTile::columns_step(step));
+    }
+    CUTLASS_DEVICE uint64_t values(int stage, int step) const {
+      return KTile::kDescriptorHigh | (v + stage * v_moved(kNextValues) + v_moved(KTile::rows_step(step)));
+    }
+  };
+
+  // Starts s += Q' K^T of a stage that has arrived.
+  CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands, int stage,
+                                          uint32_t q, float f, const Place& at) {
+    begin_scores(s, shared, stage, f, at);
+    fence_registers(s);
+    wgmma_begin();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kQSteps; ++step) {
+      wgmma<Element, kKeys, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
+                                      operands.keys(stage, step),
+                                      kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
+    }
+    wgmma_commit();
+  }
+
+  // Without bias1, which brings its own -inf, keys past the last are hidden here.
+  CUTLASS_DEVICE static void hide_tail(float (&s)[kKeys / 2], int keys_left, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kKeys / 2; ++x) {
+      int column = x / 8 * 16 + (x >> 2 & 1) * 8 + 2 * (lane % 4) + (x & 1);
+      if (column >= keys_left) s[x] = -infinity();
+    }
+  }
+
+  // p of finished scores. True when o is to be multiplied by `factor`.
+  CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kKeys / 4], float (&factor)[2], float (&s)[kKeys / 2],
+                                          RowSoftmax& softmax, int keys_left, const Place& at) {
+    if (!kBias1 && keys_left < kKeys) hide_tail(s, keys_left, at.lane);
+    return softmax.template exponentiate<Element, !kSumByProduct>(p, factor, s);
+  }
+  CUTLASS_DEVICE static void rescale(float (&o)[kOutputs / 2], const float (&factor)[2]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kOutputs / 2; ++x) o[x] *= factor[row_of(x)];
+  }
+
+  // Starts O += P [V, 1].
+  CUTLASS_DEVICE static void start_output(float (&o)[kOutputs / 2], const uint32_t (&p)[kKeys / 4],
+                                          const Operands& operands, int stage) {
+    fence_registers(o);
+    wgmma_begin();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kKeySteps; ++step) {
+      wgmma<Element, kOutputs, Major::MN>(o, p + 4 * step, operands.values(stage, step));
+    }
+    wgmma_commit();
+  }
+
+  // All keys, one step after another. While a step's exponentials are computed the tensor cores work for others.
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, PendingStore& pending,
+                                    float (&o)[kOutputs / 2], RowSoftmax& softmax, const Place& at) {
+    float s[kKeys / 2];
+    uint32_t p[kKeys / 4];
+    int last_stage = -1;
+    Operands operands(shared, at);
+    for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+      shared.k_full[turn.stage].wait(turn.parity);
+      start_scores(s, shared, operands, turn.stage, q, args.f, at);
+      wgmma_wait<0>();
+      fence_registers(s);
+      fence_registers(o);
+      release(shared.k_empty[turn.stage], at);
+      if (last_stage >= 0) {
+        release(shared.v_empty[last_stage], at);
+      } else {
+        pending.finish(shared, at);
+      }
+      last_stage = turn.stage;
+      float factor[2];
+      if (exponentiate(p, factor, s, softmax, args.Lk - key, at)) rescale(o, factor);
+      shared.v_full[turn.stage].wait(turn.parity);
+      start_output(o, p, operands, turn.stage);
+    }
+    wgmma_wait<0>();
+    fence_registers(o);
+    release(shared.v_empty[last_stage], at);
+  }
+
+  // The same with O += P V of a step beside the exponentials of the next.
+  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
+                                              PendingStore& pending, float (&o)[kOutputs / 2], RowSoftmax& softmax,
+                                              const Place& at) {
+    float s[kKeys / 2], factor[2];
+    uint32_t even[kKeys / 4], odd[kKeys / 4];
+    Operands operands(shared, at);
+    shared.k_full[turn.stage].wait(turn.parity);
+    start_scores(s, shared, operands, turn.stage, q, args.f, at);
+    wgmma_wait<0>();
+    fence_registers(s);
+    release(shared.k_empty[turn.stage], at);
+    pending.finish(shared, at);
+    exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
+
+    int key = kKeys;
+    auto step = [&](uint32_t(&p)[kKeys / 4], uint32_t(&p_next)[kKeys / 4]) {
+      Turn values = turn;
+      turn.advance();
+      bool more = key < args.Lk;
+      if (more) {
+        shared.k_full[turn.stage].wait(turn.parity);
+        start_scores(s, shared, operands, turn.stage, q, args.f, at);
+        shared.v_full[values.stage].wait(values.parity);
+        start_output(o, p, operands, values.stage);
+        wgmma_wait<1>();
+        fence_registers(s);
+        release(shared.k_empty[turn.stage], at);
+        bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
+        wgmma_wait<0>();
+        fence_registers(o);
+        if (moves) rescale(o, factor);
+      } else {
+        shared.v_full[values.stage].wait(values.parity);
+        start_output(o, p, operands, values.stage);
+        wgmma_wait<0>();
+        fence_registers(o);
+      }
+      release(shared.v_empty[values.stage], at);
+      key += kKeys;
+      return more;
+    };
+    while (step(even, odd) && step(odd, even)) {
+    }
+  }
+
+  CUTLASS_DEVICE static void release(EmptyBarrier& empty, const Place& at) {
+    if (at.lane == 0) empty.arrive();
+  }
+
+  // O = O / l through shared memory; lse.
+  CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
+                                    const Coordinates& block, const float (&o)[kOutputs / 2], RowSoftmax& softmax,
+                                    const Place& at) {
+    if constexpr (kSumByProduct) {
+      softmax.l[0] = o[kHeadDim / 2], softmax.l[1] = o[kHeadDim / 2 + 2];
+    } else {
+      softmax.finish_sums();
+    }
+    int query = block.query + at.query_tile * kQueries, n = block.row + at.row;
+    float inverse[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      inverse[r] = softmax.l[r] == 0.f ? 0.f : 1.f / softmax.l[r];
+      int i = query + 16 * at.warp + at.lane / 4 + 8 * r;
+      if (args.lse != nullptr && at.lane % 4 == 0 && i < args.Lq) {
+        args.lse[((int64_t(block.batch) * args.N + n) * args.H + block.head) * args.Lq + i] = softmax.logsumexp(r);
+      }
+    }
+    at.sync();  // no warp's products read Q any more
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kHeadDim / 2; x += 2) {
+      int r = row_of(x);
+      int byte = QTile::offset(16 * at.warp + at.lane / 4 + 8 * r, x / 4) + 4 * (at.lane % 4);
+      *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<Element>(o[x] * inverse[r], o[x + 1] * inverse[r]);
+    }
+    cute::tma_store_fence();
+    at.sync();
+    if (at.issues()) {
+      for (int box = 0; box < QTile::kNumBoxes; ++box) {
+        cute::SM90_TMA_STORE_5D::copy(&map_o, tile + box * QTile::kBoxBytes, box * QTile::kBoxColumns, query, block.head,
+                                      n, block.batch);
+      }
+      cute::tma_store_arrive();
+    }
+  }
+
+  CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
+    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
+    Place at{warpgroup, warpgroup / kQueryTiles, warpgroup % kQueryTiles, cutlass::canonical_warp_idx() % 4,
+             int(threadIdx.x) % 32};
+    Turn turn;
+    QTurn q_turn;
+    PendingStore pending;
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
+      Coordinates block = Config::locate(args, tile);
+      uint8_t* q = shared.q[q_turn.stage][warpgroup];
+      shared.q_full[q_turn.stage].wait(q_turn.parity);
+      if (block.row + at.row < args.N && block.query + at.query_tile * kQueries < args.Lq) {
+        if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
+        float o[kOutputs / 2] = {};
+        RowSoftmax softmax(args.c);
+        if constexpr (Config::kPipelined) {
+          attend_pipelined(shared, args, turn, QTile::descriptor_low(shared_address(q)), pending, o, softmax, at);
+        } else {
+          attend(shared, args, turn, QTile::descriptor_low(shared_address(q)), pending, o, softmax, at);
+        }
+        finish(q, args, map_o, block, o, softmax, at);
+      } else {  // nothing to compute, but the ring goes on
+        pending.finish(shared, at);
+        for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+          shared.k_full[turn.stage].wait(turn.parity);
+          release(shared.k_empty[turn.stage], at);
+          shared.v_full[turn.stage].wait(turn.parity);
+          release(shared.v_empty[turn.stage], at);
+        }
+      }
+      pending.buffer = q_turn.stage;
+    }
+    if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
+  }
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,59 @@
+// O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
+//
+// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and walks over all keys, 64 at a time.
+// Each of its kRows * kQueryTiles consumer warpgroups (forward_consumer.h) has one tile of one n; the last warpgroup
+// (forward_producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2
+// are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
+// + gridDim.x, ..., so that the next tile is on its way while the last one is written.
+//
+// Shared memory, D = 32, 2 x 2 tiles, 4 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 0.5 KiB.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/forward_consumer.h"
+#include "sm90/forward_producer.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
+    forward(const ForwardArgs args, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+            const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_o,
+            const __grid_constant__ CUtensorMap map_bias2) {
+  constexpr int kWarpgroups = Config::kWarpgroups;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
+
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < 2; ++b) shared.q_full[b].init(1), shared.q_empty[b].init(kWarpgroups);
+    for (int s = 0; s < Config::kStages; ++s) {
+      shared.k_full[s].init(Config::kBias1 ? 2 : 1), shared.k_empty[s].init(4 * kWarpgroups);
+      shared.v_full[s].init(1), shared.v_empty[s].init(4 * kWarpgroups);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  if constexpr (Config::kSumByProduct) {
+    using Element = typename Config::Element;
+    Element* ones = reinterpret_cast<Element*>(shared.ones);
+    for (int i = threadIdx.x; i < int(sizeof(shared.ones) / sizeof(Element)); i += Config::kNumThreads) {
+      ones[i] = Element(1.f);
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128 * kWarpgroups) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    ForwardConsumer<Config>::run(shared, args, map_o);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    if (warp == 0 && threadIdx.x % 32 == 0) {
+      ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
+    }
+    if (Config::kBias1 && warp == 1) ForwardProducer<Config>::run_bias1(shared, args);
+  }
+}
+
+}  // namespace ds4s::sm90
