@@ -82,7 +82,7 @@ class Backward {
     softmax_ = reserve(Config::kExact, rows * int64_t(sizeof(float2)));
     lse_ = reserve(!Config::kExact && p_.bias1 && !dq_holds_lse(), rows * 4);
     delta_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
-    shift_ = reserve(p_.bias1, p_.B * p_.N * 4);
+    shift_ = reserve(p_.bias1, p_.B * p_.N * int64_t(sizeof(scalar_t)));
     bias1_ = reserve(p_.bias1 && p_.bias1_stride[2] != 1, p_.B * p_.N * p_.Lk * int64_t(sizeof(scalar_t)));
     dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
     if constexpr (kHasBias2) {
@@ -163,7 +163,7 @@ class Backward {
     args_.bias1 = bias1_ < 0 ? p_.bias1 : at<void>(bias1_);
     args_.bias1_stride[0] = bias1_ < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
     args_.bias1_stride[1] = bias1_ < 0 ? p_.bias1_stride[1] : p_.Lk;
-    args_.shift = at<float>(shift_);
+    args_.shift = at<void>(shift_);
     args_.shifted_lse = lse_ < 0 ? static_cast<float*>(p_.dq) : at<float>(lse_);
     int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
     for (int i = 0; i < 4; ++i) {
@@ -176,7 +176,7 @@ class Backward {
     args_.dbias2_slices = int32_t(slices_);
     int64_t batches = p_.B * p_.N;
     if (p_.bias1) {
-      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<float>(shift_), at<scalar_t>(bias1_));
+      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<scalar_t>(shift_), at<scalar_t>(bias1_));
     }
     if constexpr (kHasBias2) {
       args_.bias2 = {p_.bias2, p_.bias2_stride[0], p_.bias2_stride[1], p_.bias2_stride[2]};

@@ -20,7 +20,7 @@ struct BackwardArgs {
   BiasMatrix bias2_t;          // rows are keys
   const void* bias1;           // [B, N, Lk], stride 1 along Lk: the caller's own, or a copy of it
   int64_t bias1_stride[2];     // B, N
-  const float* shift;          // [B, N], subtracted from bias1; null without bias1
+  const void* shift;           // [B, N] of bias1's type, subtracted from bias1; null without bias1
   float* shifted_lse;          // lse where shift is not 0; elsewhere p.lse is right
   int64_t shifted_stride[4];   // of shifted_lse: B, N, Lq, H
   const float2* softmax;       // full precision: [B, N, H, Lq], in place of either lse (statistics.h)
@@ -50,7 +50,7 @@ struct Bias1Row {
   CUTLASS_DEVICE Bias1Row(const BackwardArgs& args, int64_t b, int64_t n) {
     if (!args.shift) return;
     ptr = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
-    shift = args.shift[b * args.p.N + n];
+    shift = float(static_cast<const scalar_t*>(args.shift)[b * args.p.N + n]);
   }
   CUTLASS_DEVICE uint32_t load(int k) const { return ptr ? ptx::load_bits(ptr + k) : 0; }
   CUTLASS_DEVICE static float value(uint32_t bits, float shift) { return ptx::bits_to_float<scalar_t>(bits) - shift; }
@@ -58,7 +58,8 @@ struct Bias1Row {
   CUTLASS_DEVICE float at(int k) const { return value(load(k)); }
 };
 
-// What the exponents of one (b, n, h) begin with: -lse of the shifted scores, or in full precision -max and 1 / sum.
+// What the exponents of one (b, n, h) begin with: -lse of the shifted scores, or in full precision -max and 1 / sum. Begins
+// with the forward's lse, so that loads need not wait for the shift; where this is not 0, they are done again.
 template <typename QueryValue>
 struct NegativeLse {
   static constexpr bool kExact = sizeof(QueryValue) == sizeof(float2);
@@ -66,15 +67,22 @@ struct NegativeLse {
   int stride = 1;
 
   CUTLASS_DEVICE NegativeLse(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
-    const BwdParams& p = args.p;
-    int64_t bn = b * p.N + n;
+    int64_t offset = ((b * args.p.N + n) * args.p.H + h) * args.p.Lq;
     if constexpr (kExact) {
-      ptr = args.softmax + (bn * p.H + h) * p.Lq;
-    } else if (args.shift && args.shift[bn] != 0.f) {
-      ptr = shifted(args, b, n, h), stride = int(args.shifted_stride[2]);
+      ptr = args.softmax + offset;
     } else {
-      ptr = p.lse + (bn * p.H + h) * p.Lq;
+      ptr = args.p.lse + offset;
     }
+  }
+  // True where what was loaded is to be loaded again.
+  CUTLASS_DEVICE bool shift(const BackwardArgs& args, int64_t b, int64_t n, int64_t h, float shift) {
+    if constexpr (!kExact) {
+      if (shift != 0.f) {
+        ptr = shifted(args, b, n, h), stride = int(args.shifted_stride[2]);
+        return true;
+      }
+    }
+    return false;
   }
   CUTLASS_DEVICE static float* shifted(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
     return args.shifted_lse + b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];

@@ -38,8 +38,7 @@ struct BiasPass {
 
   // What a thread brings for one n: bias1 of a key, lse and -delta of a query.
   struct Statistics {
-    uint32_t column;
-    float shift;
+    uint32_t column, shift;  // bits, as they lie in memory
     QueryValue lse, dp;
   };
 
@@ -104,7 +103,7 @@ struct BiasPass {
     auto load_statistics = [&](int n) {
       Statistics x{};
       if (args.shift) {
-        x.shift = args.shift[b * p.N + n];
+        x.shift = ptx::load_bits(static_cast<const scalar_t*>(args.shift) + b * p.N + n);
         if (has_column) x.column = ptx::load_bits(g_bias1);
       }
       if (has_row) {
@@ -121,15 +120,15 @@ struct BiasPass {
     auto store_statistics = [&](int stage, const Statistics& x, int n) {
       float* sColumns = stage_columns(stage);
       if (thread < kCols) {
-        float bias1 = Bias1Row<scalar_t>::value(x.column, x.shift) * unit;
+        float bias1 = Bias1Row<scalar_t>::value(x.column, ptx::bits_to_float<scalar_t>(x.shift)) * unit;
         store_column(sColumns, thread, has_column ? bias1 : negative_infinity());
       }
       if (thread < Config::kRows) {
         float* sRows = sColumns + 2 * kCols;
         QueryValue exponent = x.lse;
         if constexpr (!Config::kExact) {
-          if (x.shift != 0.f && has_row) {  // rare
-            exponent = NegativeLse<QueryValue>(args, b, n, h).load(row0 + thread);
+          if (x.shift != 0 && has_row) {  // rare
+            exponent = NegativeLse<QueryValue>::shifted(args, b, n, h)[(row0 + thread) * args.shifted_stride[2]];
           }
           exponent = NegativeLse<QueryValue>::value(exponent) * Exponent::row_unit;
         }

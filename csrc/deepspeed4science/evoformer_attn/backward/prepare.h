@@ -19,7 +19,7 @@ constexpr float kLargeShift = 4096.f;  // half a unit in the last place is 2.4e-
 // One block for each (b, n).
 template <typename scalar_t>
 __global__ void __launch_bounds__(kPrepareThreads)
-    prepare_bias1(const __grid_constant__ BackwardArgs args, float* shift, scalar_t* copy) {
+    prepare_bias1(const __grid_constant__ BackwardArgs args, scalar_t* shift, scalar_t* copy) {
   const BwdParams& p = args.p;
   int64_t bn = blockIdx.x, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
   const scalar_t* g =
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   for (int warp = 0; warp < kPrepareThreads / 32; ++warp) largest = fmaxf(largest, sMax[warp]);
 
   bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < -negative_infinity();
-  if (threadIdx.x == 0) shift[bn] = shifts ? largest : 0.f;
+  if (threadIdx.x == 0) shift[bn] = scalar_t(shifts ? largest : 0.f);
 }
 
 // The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ... As the matrix products do it:
@@ -102,7 +102,7 @@ struct PrepareRows {
 
     int64_t out = (bn * p.H + h) * p.Lq + q;
     float delta;
-    if (args.shift && args.shift[bn] != 0.f) {
+    if (Bias1Row<scalar_t>(args, b, n).shift != 0.f) {
       float lse;
       again(args, b, n, q, h, gDo, lane, lse, delta);
       if (exists && lane == 0) NegativeLse<float>::shifted(args, b, n, h)[q * args.shifted_stride[2]] = lse;

@@ -47,7 +47,8 @@ struct RowPass {
     return rows_begin(stages) + (stages == 2 && Config::kResident && kStageBytes > kRowBytes ? kStageBytes : kRowBytes);
   }
 
-  // What a column contributes, on its way from global memory to shared memory.
+  // What a row and a column contribute, on their way from global memory.
+  using RowValue = typename cutlass::platform::conditional<kKeyRows, uint32_t, QueryValue>::type;
   struct ColumnValues {
     typename cutlass::platform::conditional<kKeyRows, QueryValue, uint32_t>::type score;
     QueryValue dp;
@@ -119,6 +120,38 @@ struct RowPass {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g_cols[x] = x + half == 1 ? (kKeyRows ? gDo : gV) : (kKeyRows ? gQ : gK);
 
+    // Statistics of the rows and of the columns: they set out before the tiles and are used after them.
+    int64_t bnh_q = (bn * p.H + h) * p.Lq;
+    Exponent probabilities(p.scale);
+    Columns columns{{args, b, n, h},
+                    {args, b, n},
+                    static_cast<const QueryValue*>(args.negative_delta) + bnh_q,
+                    probabilities.column_unit(),
+                    num_cols};
+    ColumnValues first_columns;
+    RowValue row_values[Mma::kSlots] = {};
+    QueryValue row_dp[Mma::kSlots] = {};
+    auto load_rows = [&](auto load) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+        if (r < rows_left) load(slot, row0 + warp_row + r);
+      }
+    };
+    auto load_lse = [&] {
+      if constexpr (kKeyRows) {
+        first_columns = columns.load(0);
+      } else {
+        load_rows([&](int slot, int r) { row_values[slot] = columns.negative_lse.load(r); });
+      }
+    };
+    load_lse();
+    if constexpr (kKeyRows) {
+      load_rows([&](int slot, int r) { row_values[slot] = columns.bias1.load(r); });
+    } else {
+      first_columns = columns.load(0);
+      load_rows([&](int slot, int r) { row_dp[slot] = columns.negative_delta[r]; });
+    }
     const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
     const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h;
     int bias_row = row0 + warp_row + Mma::row_of_lane(lane), last_col = (num_cols - 1) / Mma::kVec * Mma::kVec;
@@ -154,34 +187,24 @@ struct RowPass {
     if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
     load_columns(0, 0);
 
-    // Statistics of the rows and of the columns, while those are on their way.
-    int64_t bnh_q = (bn * p.H + h) * p.Lq;
-    Exponent probabilities(p.scale);
-    Columns columns{{args, b, n, h},
-                    {args, b, n},
-                    static_cast<const QueryValue*>(args.negative_delta) + bnh_q,
-                    probabilities.column_unit(),
-                    num_cols};
+    // Statistics, on their arrival.
+    columns.bias1.shift = __uint_as_float(uniform(__float_as_uint(columns.bias1.shift)));
+    if (columns.negative_lse.shift(args, b, n, h, columns.bias1.shift)) load_lse();
     typename Exponent::Row row_exponent[Mma::kSlots];
-    QueryValue row_dp[Mma::kSlots];
-    RowBegin<Mma> dp_begin;
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      int r = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
-      bool exists = r < rows_left;
-      r += row0 + warp_row;
-      row_dp[slot] = one_part<QueryValue>(0.f);
       if constexpr (kKeyRows) {
-        row_exponent[slot] = exists ? columns.bias1.at(r) * probabilities.row_unit : 0.f;
+        row_exponent[slot] = columns.bias1.value(row_values[slot]);
       } else {
-        row_exponent[slot] = one_part<QueryValue>(negative_infinity());
-        if (exists) row_exponent[slot] = columns.negative_lse.value(columns.negative_lse.load(r));
-        if constexpr (!Config::kExact) row_exponent[slot] *= probabilities.row_unit;
-        if (exists) row_dp[slot] = columns.negative_delta[r];
+        row_exponent[slot] = columns.negative_lse.value(row_values[slot]);
       }
+      if constexpr (!Config::kExact) row_exponent[slot] *= probabilities.row_unit;
+      bool exists = Mma::row_of_lane(lane) + slot * Mma::kRowStep < rows_left;
+      if (!exists) row_exponent[slot] = one_part<typename Exponent::Row>(negative_infinity());
     }
+    RowBegin<Mma> dp_begin;
     if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
-    columns.store(stage_columns(0), columns.load(0), 0);
+    columns.store(stage_columns(0), first_columns, 0);
     BiasFragment<Mma, scalar_t> bias;
     if constexpr (Config::kHasBias2) load_bias(bias, 0);
     Operand operand1, operand2;
