@@ -12,10 +12,11 @@ import torch
 
 from benchmarks import table
 from benchmarks.environment import Environment, describe, short_machine_name
-from benchmarks.peers import all_peers
+from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, select
 from benchmarks.startup import measure_overhead, measure_startups
+from benchmarks.timing import MAX_RUNS
 
 SCHEMA = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,11 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16, fp16, with commas")
     run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
     run.add_argument(
-        "--peers", default="ours,ours-heads-first,eager,sdpa", help="with commas; `list` shows them"
+        "--peers", default="cpu", help="names or groups, with commas; `list` shows them"
     )
     run.add_argument(
         "--seconds", type=float, default=8.0, help="time for one workload, dtype and direction"
     )
+    run.add_argument("--runs", type=int, default=MAX_RUNS, help="at most this many of each call")
     run.add_argument("--bias1-grad", action="store_true", help="ask for the mask's gradient too")
     run.add_argument(
         "--check", action="store_true", help="also the error of every output against float32"
@@ -79,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)  # before: the tree may change meanwhile
     factories = all_peers()
-    names = arguments.peers.split(",")
+    names = peer_names(arguments.peers)
     directions = arguments.direction.split(",")
     if unknown := [n for n in names if n not in factories] + [
         d for d in directions if d not in DIRECTIONS
@@ -91,7 +93,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return 2
     peers = [factories[name]() for name in names]
     options = Options(
-        directions, arguments.seconds, arguments.bias1_grad, arguments.check, arguments.seed
+        directions,
+        arguments.seconds,
+        arguments.runs,
+        with_bias1_gradient=arguments.bias1_grad,
+        with_errors=arguments.check,
+        seed=arguments.seed,
     )
     rows: list[Row] = []
     skipped: list[Skipped] = []
@@ -161,6 +168,8 @@ def _save(
 
 def _list(_: argparse.Namespace) -> int:
     print("peers: " + ", ".join(all_peers()))
+    for name, members in PEER_GROUPS.items():
+        print(f"peers {name}: {', '.join(members)}")
     for name, members in GROUPS.items():
         print(f"group {name}: {', '.join(members)}")
     for workload in WORKLOADS:

@@ -157,6 +157,19 @@ def _qkv(leaves: Leaves) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return leaves["q"], leaves["k"], leaves["v"]  # type: ignore[return-value]  # never absent
 
 
+# Names that stand for several peers.
+PEER_GROUPS: dict[str, tuple[str, ...]] = {
+    "cpu": ("ours", "ours-heads-first", "eager", "sdpa"),
+    "gpu": ("ours", "flex", "cudnn", "cuequivariance", "trifast", "deepspeed"),
+}
+
+
+def peer_names(text: str) -> list[str]:
+    """Peers of a list with commas, group names replaced by their members, each once."""
+    names = [name for part in text.split(",") for name in PEER_GROUPS.get(part, (part,))]
+    return list(dict.fromkeys(names))
+
+
 def all_peers() -> dict[str, type[Peer]]:
     """Every peer by name."""
     from benchmarks import peers_cuda  # which builds on this module

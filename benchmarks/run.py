@@ -10,7 +10,7 @@ import torch
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers import Eager, Leaves, Peer, Setting
 from benchmarks.shapes import Workload
-from benchmarks.timing import measure
+from benchmarks.timing import MAX_RUNS, measure
 from deepspeed4science.demo.checks import relative_error
 from deepspeed4science.demo.measure import Timing, peak_extra_bytes
 
@@ -52,9 +52,15 @@ class Options:
 
     directions: Sequence[str]
     budget_s: float = 10.0
+    max_runs: int = MAX_RUNS
     with_bias1_gradient: bool = False
     with_errors: bool = False
     seed: int = 0
+
+    @property
+    def forward_only(self) -> bool:
+        """Nothing is differentiated: what compiles itself compiles one forward and not two."""
+        return list(self.directions) == ["fwd"]
 
 
 class _Ready:
@@ -67,12 +73,13 @@ class _Ready:
         wanted = ["q", "k", "v"] + ["bias2"] * (inputs.bias2 is not None)
         wanted += ["bias1"] * (options.with_bias1_gradient and inputs.bias1 is not None)
         self.trained: dict[str, torch.Tensor] = {}
-        for name in wanted:
+        for name in () if options.forward_only else wanted:
             tensor = self.leaves.get(name)
             if tensor is not None:
                 self.leaves[name] = self.trained[name] = tensor.detach().requires_grad_()
         # Compiles what has to be compiled, and shows the layout of the output's gradient.
-        self._o: torch.Tensor | None = peer.forward(self.leaves)
+        with torch.set_grad_enabled(not options.forward_only):
+            self._o: torch.Tensor | None = peer.forward(self.leaves)
         self._grad_output = torch.empty_like(self._o).normal_()
         self.backward_failure = self._try_backward(options)
         if "bwd" not in options.directions or self.backward_failure:
@@ -80,7 +87,7 @@ class _Ready:
 
     def _try_backward(self, options: Options) -> str | None:
         """Why there is no backward; a peer whose backward does not compile still has a forward."""
-        if list(options.directions) == ["fwd"]:
+        if options.forward_only:
             return None
         try:
             self.gradients()
@@ -155,7 +162,9 @@ def run_workload(
                 reason = f"{direction}: {_in_one_line(error)}"
                 skipped.append(Skipped(workload.id, dtype_name, name, reason))
         if calls:
-            timings[direction] = measure(calls, device, budget_s=options.budget_s)
+            timings[direction] = measure(
+                calls, device, budget_s=options.budget_s, max_runs=options.max_runs
+            )
     for entry in ready.values():
         entry.drop_graph()
     rows = []

@@ -68,9 +68,10 @@ def measure(
     device: torch.device,
     *,
     budget_s: float,
+    max_runs: int = MAX_RUNS,
 ) -> dict[str, Timing]:
-    """Median, p20 and p80 of every call; the number of runs follows from the budget, at least 5 and
-    at most 100.
+    """Median, p20 and p80 of every call; the number of runs follows from the budget, at least 5
+    (unless `max_runs` is less) and at most `max_runs`.
     """
     clock = CudaClock(device) if device.type == "cuda" else CpuClock()
     for _ in range(NUM_WARMUPS - 1):
@@ -78,7 +79,7 @@ def measure(
     start = time.perf_counter()
     clock.time_ms(calls)
     one_round_s = time.perf_counter() - start
-    num_runs = int(min(MAX_RUNS, max(MIN_RUNS, budget_s / one_round_s)))
+    num_runs = int(min(max_runs, max(MIN_RUNS, budget_s / one_round_s)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(num_runs):
         for name, elapsed in clock.time_ms(calls).items():

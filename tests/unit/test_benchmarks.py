@@ -12,7 +12,15 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import cli, table  # noqa: E402
 from benchmarks.inputs import make_inputs  # noqa: E402
-from benchmarks.peers import Eager, Peer, Sdpa, Setting, all_peers  # noqa: E402
+from benchmarks.peers import (  # noqa: E402
+    PEER_GROUPS,
+    Eager,
+    Peer,
+    Sdpa,
+    Setting,
+    all_peers,
+    peer_names,
+)
 from benchmarks.run import Options, run_workload  # noqa: E402
 from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select  # noqa: E402
 
@@ -66,9 +74,34 @@ def test_every_workload_has_an_id_a_source_and_is_selectable():
 
 
 def test_selection_keeps_order_and_drops_repeats():
-    assert [w.id for w in select(["tri389", "odd"])] == ["tri389", "tri392"]
+    assert [w.id for w in select(["tri392", "odd"])][:3] == ["tri392", "tri389", "tri448"]
     with pytest.raises(ValueError, match="no workload or group is called 'tri7'"):
         select(["tri7"])
+
+
+def test_peer_groups_name_peers_that_there_are():
+    for name, members in PEER_GROUPS.items():
+        assert set(members) <= set(all_peers())
+        assert peer_names(name) == list(members)
+    assert peer_names("sdpa,cpu,nobody") == ["sdpa", "ours", "ours-heads-first", "eager", "nobody"]
+
+
+def test_a_forward_alone_asks_for_no_gradients():
+    """A peer that compiles itself would compile a second forward for them."""
+
+    class Watching(Eager):
+        name = "watching"
+
+        def forward(self, leaves):
+            assert not torch.is_grad_enabled() or not leaves["q"].requires_grad
+            return super().forward(leaves)
+
+    options = Options(directions=("fwd",), budget_s=1.0, max_runs=3)
+    rows, skipped = run_workload(
+        SMALL, [Watching()], dtype=torch.float32, device=CPU, options=options
+    )
+    assert not skipped
+    assert [row.timing.num_runs for row in rows] == [3]
 
 
 def test_flop_count_of_the_record():
