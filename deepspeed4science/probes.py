@@ -73,7 +73,7 @@ def collect() -> Report:
     )
     no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
     no_ops: tuple[OpRow, ...] = ()
-    ops = probes.ask("the ops", partial(_ops, probes, no_gpu), no_ops)
+    ops = probes.ask("the ops", partial(_ops, probes, torch, no_gpu), no_ops)
     # After all that keeps its answers there.
     cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
     usable, verdict = judge(torch.ok, gpus, ops)
@@ -83,7 +83,7 @@ def collect() -> Report:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         ops=ops,
-        software=(*software_probe.torch_rows(torch), *software),
+        software=(*software_probe.torch_rows(torch, software), *software),
         gpus=gpus,
         no_gpu=no_gpu,
         cpu=cpu,
@@ -175,15 +175,17 @@ def _gpu(gpu: dict[str, Any]) -> GpuRow:
     device = tuple(gpu["capability"])
     builder = ALL_OPS.get("evoformer_attn")
     choose = getattr(builder, "family", arch.family)
+    compiled_for = getattr(builder, "compiled_for", lambda *_: "")
     explain = getattr(builder, "family_note", lambda _: "")
     note = ""
     try:
         family = choose(device) or "none: 7.0 is the oldest served"
+        target = str(compiled_for(family, device))
         family += " (DS4S_CUDA_FAMILY)" if env.text("DS4S_CUDA_FAMILY") else ""
         note = explain(device)
     except RuntimeError as error:  # op_builder's errors are such
-        family = f"none: {error}"
-    return GpuRow(gpu["name"], ".".join(map(str, device)), family, note)
+        family, target, note = f"none: {error}", "", ""
+    return GpuRow(gpu["name"], ".".join(map(str, device)), family, target, note)
 
 
 def _no_gpu(torch: TorchAnswer) -> str:
@@ -208,17 +210,28 @@ def _no_gpu(torch: TorchAnswer) -> str:
     return "neither PyTorch nor the driver sees one"
 
 
-def _ops(probes: Probes, no_gpu: str) -> tuple[OpRow, ...]:
+def _ops(probes: Probes, torch: TorchAnswer, no_gpu: str) -> tuple[OpRow, ...]:
     from op_builder import ALL_OPS
 
     return tuple(
         probes.ask(
             name,
-            partial(_op, name, builder, no_gpu, probes),
+            partial(_op, name, _on(builder, torch), no_gpu, probes),
             OpRow(name, _device(builder), "not", "", (Why("see the warnings", ""),)),
         )
         for name, builder in ALL_OPS.items()
     )
+
+
+def _on(builder: Any, torch: TorchAnswer) -> Any:
+    """A CUDA builder for the GPUs that PyTorch sees: calls run there, whatever the driver lists."""
+    from op_builder import CUDAOpBuilder
+    from op_builder.gpu import Gpu, Gpus
+
+    if not torch.gpus or not isinstance(builder, CUDAOpBuilder):
+        return builder
+    gpus = (Gpu(gpu["name"], tuple(gpu["capability"])) for gpu in torch.gpus)
+    return type(builder)(Gpus(tuple(gpus)))
 
 
 def _device(builder: Any) -> str:
@@ -235,6 +248,7 @@ def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
         for why in whys:
             probes.warn(f"{name}: no other kernel can be compiled: {why.reason}; {why.remedy}")
         detail = f"{status.num_ready} of {status.num_kernels} kernels compiled"
+        detail += f"; {status.unfit}" if status.unfit else ""
         return OpRow(name, device, status.state, detail)
     if needs_gpu and not any(why.reason.startswith("no GPU") for why in whys):
         remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"

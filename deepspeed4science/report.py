@@ -48,6 +48,7 @@ class SoftwareRow:
     where: str = ""
     reason: str = ""
     remedy: str = ""
+    note: str = ""  # what is no fault but worth knowing
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class GpuRow:
     name: str
     capability: str  # "9.0"
     family: str  # the template family it gets, "sm80"; or why none
+    arch: str = ""  # what kernels are compiled for, "9.0a"
     note: str = ""  # which calls go to another family, or why not to the GPU's own
 
 
@@ -139,12 +141,14 @@ def _software_lines(software: Sequence[SoftwareRow]) -> list[str]:
         mark = "[OKAY]" if row.ok else "[NO]"
         line = f"{row.name:<20} {mark:<6} {row.version or '-':<16} {row.where}"
         lines += [line.rstrip(), *_why(row.reason, row.remedy)]
+        lines += [f"    note: {row.note}"] * bool(row.note)
     return lines
 
 
 def _machine_lines(report: Report) -> list[str]:
     lines = [
         f"GPU    {gpu.name}, compute capability {gpu.capability}, templates {gpu.family}"
+        + (f", compiled for {gpu.arch}" if gpu.arch else "")
         + (f"; {gpu.note}" if gpu.note else "")
         for gpu in report.gpus
     ] or [f"GPU    none: {report.no_gpu}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -47,20 +48,46 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def torch_rows(torch: TorchAnswer) -> tuple[SoftwareRow, ...]:
+def torch_rows(torch: TorchAnswer, software: Sequence[SoftwareRow] = ()) -> tuple[SoftwareRow, ...]:
     cuda = torch.cuda or "none"
     where = "" if torch.cuda else "this PyTorch is built for the CPU only"
+    note = _cuda_difference(torch, software)
     return (
         SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
-        *([SoftwareRow("CUDA of torch", True, cuda, where)] if torch.ok else []),
+        *([SoftwareRow("CUDA of torch", True, cuda, where, note=note)] if torch.ok else []),
         *([SoftwareRow("CUDA driver", True, torch.driver)] if torch.driver else []),
     )
+
+
+def _cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
+    from op_builder import env
+
+    nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")
+    two = ".".join(nvcc.split(".")[:2])
+    if not torch.cuda or not nvcc or two == torch.cuda or env.flag("DS_SKIP_CUDA_CHECK"):
+        return ""
+    return f"nvcc is of CUDA {two}; that is of no concern, kernels bring their own runtime"
 
 
 def _nvcc(probes: Probes) -> SoftwareRow:
     from op_builder import toolchain
 
-    return _tool_row(toolchain.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
+    row = _tool_row(toolchain.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
+    return replace(row, note=_other_toolkits())
+
+
+def _other_toolkits() -> str:
+    """Those behind the best one, each with what it alone compiles for."""
+    from op_builder import toolchain
+
+    notes = []
+    known: set[str] = set()
+    for tool in toolchain.nvccs(prove=True):
+        own = [name for name in toolchain.targets(tool).real if name not in known]
+        known.update(own)
+        serves = f", for {', '.join(own)}" if own else ""
+        notes.append(f"{tool.version} in {tool.root}{serves}")
+    return f"also here: {'; '.join(notes[1:])}" if len(notes) > 1 else ""
 
 
 def _host_compiler(probes: Probes) -> SoftwareRow:

@@ -110,6 +110,10 @@ class OpBuilder(ABC, Generic[KernelT]):
     def prebuilt_kernels(self) -> list[KernelT]:
         """What an install compiles beforehand."""
 
+    def kernels_here(self) -> list[KernelT]:
+        """Those of `prebuilt_kernels` that calls on this machine choose: what a report counts."""
+        return self.prebuilt_kernels()
+
     @abstractmethod
     def jobs(self, kernels: Sequence[KernelT]) -> list[CompileJob]:
         """How to compile each of `kernels` here.

@@ -13,6 +13,7 @@ from .arch import Arch
 from .builder import Obstacle, OpBuilder
 from .cutlass import Cutlass
 from .errors import BuildError, ToolchainError
+from .gpu import Gpus
 from .instantiations import CudaKernel
 from .key import CompileJob
 from .tool import Tool
@@ -23,6 +24,13 @@ _MEMORY_BYTES = 3 << 30
 
 class CUDAOpBuilder(OpBuilder[CudaKernel]):
     DEVICE = "cuda"
+
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        """gpus: the ones to serve; None: those of this machine, looked up when they matter."""
+        self._gpus = gpus
+
+    def gpus(self) -> Gpus:
+        return gpu.detect() if self._gpus is None else self._gpus
 
     def sources(self) -> list[str]:
         return [f"{kernel.name}.cu" for kernel in self.prebuilt_kernels()]
@@ -68,12 +76,33 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         """
         supported = self.supported_archs()
         requested = self.requested_archs()
-        capabilities = gpu.detect().capabilities
+        capabilities = self.gpus().capabilities
         if requested or not capabilities:
             return arch.intersect(requested, None, supported)
         return tuple(
             dict.fromkeys(arch.intersect((), device, supported)[0] for device in capabilities)
         )
+
+    def archs_here(self) -> tuple[Arch, ...]:
+        """What calls on the GPUs here are compiled for; without a GPU, `target_archs`.
+
+        Raises ToolchainError when none of them can be served.
+        """
+        capabilities = self.gpus().capabilities
+        if not capabilities:
+            return self.target_archs()
+        served = [device for device in capabilities if not self.refusal(device)]
+        if not served:
+            raise ToolchainError(self.refusal(capabilities[0]))
+        return tuple(dict.fromkeys(self.arch_for(device) for device in served))
+
+    def refusal(self, device: tuple[int, int]) -> str:
+        """Why nothing is compiled for a device of this compute capability; empty when it is."""
+        try:
+            self.arch_for(device)
+        except BuildError as error:
+            return str(error)
+        return ""
 
     def arch_for(self, device: tuple[int, int]) -> Arch:
         """What to compile for on a device of this compute capability: by the best toolkit that can.
@@ -94,7 +123,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
 
     def obstacles(self) -> list[Obstacle]:
         found = self._lacks()
-        devices = gpu.detect()
+        devices = self.gpus()
         if not devices.found and not self._is_for_another_machine():
             remedy = (
                 "run on a machine with an NVIDIA GPU; to compile for another machine, set "
@@ -103,7 +132,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
         if not found:
             try:
-                self.target_archs()
+                self.archs_here()
             except BuildError as error:
                 found.append(Obstacle(str(error), ""))
         return found
@@ -116,9 +145,11 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
 
     def builder(self) -> list[CompileJob]:
         """Unlike a first call, an install compiles for all that was asked for, or says why not."""
-        if requested := self.requested_archs():
-            self.require(requested)
-        return super().builder()
+        requested = self.requested_archs()
+        if not requested:
+            return super().builder()
+        self.require(requested)  # whatever GPUs are here
+        return self.jobs(self.prebuilt_kernels())
 
     def require(self, targets: Sequence[Arch]) -> None:
         """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""

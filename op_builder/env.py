@@ -44,7 +44,11 @@ VARIABLES: tuple[Variable, ...] = (
         "target architectures, such as `8.0;9.0a` or `7.5+PTX`",
         "the architecture of the tensor's device",
     ),
-    Variable("DS_SKIP_CUDA_CHECK", "1: accept any difference between nvcc's CUDA and torch's", "0"),
+    Variable(
+        "DS_SKIP_CUDA_CHECK",
+        "1: say nothing of a difference between nvcc's CUDA and torch's (it is no error)",
+        "0",
+    ),
     Variable(
         "DS_IGNORE_CUDA_DETECTION",
         "1: build CUDA ops on a machine without a GPU; not needed with `TORCH_CUDA_ARCH_LIST`",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from . import arch, calls, env, gpu, search, toolchain
+from . import arch, calls, env, search, toolchain
 from .arch import Arch
 from .calls import Call
 from .cuda_builder import CUDAOpBuilder
@@ -99,10 +99,10 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
 
         Raises ToolchainError when nvcc cannot compile for the device.
         """
-        if family == "sm90":
-            target = arch.HOPPER
-        else:  # nothing in it is what a suffix stands for: 9.0a and 9.0 are one library
-            target = replace(target or self.arch_for(device), suffix="")
+        if target is None or family == "sm90":
+            target = self.compiled_for(family, device)
+        else:
+            target = _plain(target)
         return CudaKernel(
             family=family,
             direction=direction,
@@ -113,12 +113,17 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
             arch=str(target),
         )
 
+    def compiled_for(self, family: str, device: tuple[int, int]) -> Arch:
+        """What the kernels of one of `families` are compiled for on a device."""
+        return arch.HOPPER if family == "sm90" else _plain(self.arch_for(device))
+
     def default_kernels(self) -> list[CudaKernel]:
         """Forward and backward in float32 with both biases, for the best GPU here."""
-        capabilities = gpu.detect().capabilities
+        capabilities = self.gpus().capabilities
         if not capabilities:
-            raise ToolchainError(f"no GPU to choose kernels for: {gpu.detect().reason}")
-        families = self.families(capabilities[0])
+            raise ToolchainError(f"no GPU to choose kernels for: {self.gpus().reason}")
+        device = next((one for one in capabilities if not self.refusal(one)), capabilities[0])
+        families = self.families(device)
         return [
             self.kernel(
                 family=next(one for one in families if has_row(one, direction, "fp32")),
@@ -127,7 +132,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
                 head_dim=32,
                 bias="both",
                 aligned=True,
-                device=capabilities[0],
+                device=device,
             )
             for direction in DIRECTIONS
         ]
@@ -135,6 +140,16 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
     def prebuilt_kernels(self) -> list[CudaKernel]:
         """`calls.INSTALL`, for every architecture that an install compiles for."""
         return self.kernels_for(calls.INSTALL, self.target_archs())
+
+    def kernels_here(self) -> list[CudaKernel]:
+        return self.kernels_for(calls.INSTALL, self.archs_here())
+
+    def refusal(self, device: tuple[int, int]) -> str:
+        try:
+            self.families(device)
+        except ToolchainError as error:
+            return str(error)
+        return super().refusal(device)
 
     def kernels_for(
         self, wanted: Iterable[Call], targets: Iterable[Arch], *, aligned: bool = True
@@ -169,6 +184,11 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
                     device=device,
                     target=target,
                 )
+
+
+def _plain(target: Arch) -> Arch:
+    """Nothing in the other templates is what a suffix stands for: 9.0a and 9.0 are one library."""
+    return replace(target, suffix="")
 
 
 def _with_deputy(family: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import env, gpu, memo
+from .host_compiler import find_host_compiler
 from .tool import Candidate, Tool, UnfitError, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
@@ -196,8 +197,11 @@ def _ask(path: str) -> dict[str, str]:
 
 def _top(path: str) -> str:
     """The toolkit's folder as nvcc.profile has it; empty when it does not say."""
-    # /dev/null is a source that every machine has; nvcc.profile's variables are printed first.
-    rehearsed = run([path, "--dryrun", "-c", "-x", "cu", os.devnull]).output
+    # /dev/null is a source that every machine has. Even a rehearsal runs the host compiler, which
+    # need not be the gcc on PATH that nvcc would take.
+    host = find_host_compiler()
+    ccbin = ["-ccbin", str(host.path)] if host.ok else []
+    rehearsed = run([path, "--dryrun", *ccbin, "-c", "-x", "cu", os.devnull]).output
     match = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
     return match[1].strip() if match else ""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import cache, search
+from . import cache, elf, search
+from .cache import Entry
 from .errors import BuildError
 from .key import CompileJob, Hashes
+from .search import Root
 
 if TYPE_CHECKING:
     from .builder import Obstacle, OpBuilder
@@ -21,6 +25,7 @@ class OpStatus:
     num_ready: int = 0  # kernels that are compiled already, of those an install would compile
     num_kernels: int = 0
     obstacles: tuple[Obstacle, ...] = ()  # why nothing (more) can be compiled, each with its remedy
+    unfit: str = ""  # libraries of the same names that do not serve here, and why
 
     @property
     def usable(self) -> bool:
@@ -36,16 +41,18 @@ def of(builder: OpBuilder[Any]) -> OpStatus:
 
     obstacles = builder.obstacles()
     try:
-        jobs = builder.jobs(builder.prebuilt_kernels())
+        jobs = builder.jobs(builder.kernels_here())
     except BuildError as error:
         return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))
     hashes = Hashes()
-    found = [origin for job in jobs if (origin := _origin(job, hashes))]
+    origins = {job: _origin(job, hashes) for job in jobs}
+    found = [origin for origin in origins.values() if origin]
+    unfit = _unfit([job for job, origin in origins.items() if not origin])
     if found:
         state = "prebuilt" if "prebuilt" in found else "cached"
     else:
         state = "not" if obstacles else "buildable"
-    return OpStatus(state, len(found), len(jobs), tuple(obstacles))
+    return OpStatus(state, len(found), len(jobs), tuple(obstacles), unfit)
 
 
 def _origin(job: CompileJob, hashes: Hashes) -> str | None:
@@ -56,3 +63,29 @@ def _origin(job: CompileJob, hashes: Hashes) -> str | None:
         if entry is not None and entry.damage() is None:
             return "prebuilt" if root.origin == "prebuilt" else "cached"
     return None
+
+
+def _unfit(missing: Sequence[CompileJob]) -> str:
+    """Why what is there under the names of `missing` does not serve; empty when nothing is."""
+    reasons: Counter[str] = Counter()
+    for root in search.roots():
+        for entry in cache.entries(root.path):
+            job = next((job for job in missing if job.name == entry.name), None)
+            if job and (reason := _why_not(entry, job, root)):
+                reasons[reason] += 1
+    return "; ".join(f"{count} unfit: {reason}" for reason, count in sorted(reasons.items()))
+
+
+def _why_not(entry: Entry, job: CompileJob, root: Root) -> str:
+    """Of the cache's own entries only what a person can mend is told: others come and go."""
+    if tuple(entry.meta["glibc"]) > elf.own_glibc():
+        needed, own = (".".join(map(str, two)) for two in (entry.meta["glibc"], elf.own_glibc()))
+        return f"needs glibc {needed}, this system has {own} ({root.path})"
+    if not root.shared:
+        return ""
+    if damage := entry.damage():
+        return f"{damage} ({root.path})"
+    if entry.key.startswith(job.accepted):
+        return f"its sources have changed since ({root.path})"
+    targets = ", ".join(sorted(entry.targets)) or "another processor"
+    return f"compiled for {targets} ({root.path})"

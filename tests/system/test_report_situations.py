@@ -361,7 +361,7 @@ def test_a_gpu_and_its_op(state: str, tmp_path: Path) -> None:
     assert (seen.code, seen.json["verdict"]) == (0, "usable on the GPU")
     assert seen.op("evoformer_attn")["state"] == state
     assert seen.json["gpus"] == [
-        {"name": "NVIDIA H200", "capability": "9.0", "family": "sm90", "note": ""}
+        {"name": "NVIDIA H200", "capability": "9.0", "family": "sm90", "arch": "", "note": ""}
     ]
 
 

@@ -16,7 +16,7 @@ CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compile
 CPU_NOT = OpRow("evoformer_attn_cpu", "cpu", "not", "", (Why("no compiler", "install g++"),))
 CUDA_OK = OpRow("evoformer_attn", "cuda", "cached", "2 of 8 kernels compiled")
 CUDA_NOT = OpRow("evoformer_attn", "cuda", "not", "", (Why("no nvcc", "pip install nvcc"),))
-GPU = GpuRow("NVIDIA H200", "9.0", "sm90", "sm80 for float32")
+GPU = GpuRow("NVIDIA H200", "9.0", "sm90", "9.0a", "sm80 for float32")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_table_and_json_say_the_same() -> None:
         "pip install nvcc",
         "NVIDIA H200",
         "9.0",
-        "sm90; sm80 for",
+        "sm90, compiled for 9.0a; sm80 for",
         "fp32 avx512",
         "amx",
     ):
