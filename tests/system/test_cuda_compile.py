@@ -26,12 +26,25 @@ EXAMPLES = (
 class Unit:
     kernel: CudaKernel
     instruction: str  # in PTX: what its products are made of
-    machine: str  # the same in machine code
+    machine: tuple[str, ...]  # the same in machine code, and what else has to be there
     spill_bytes: int = 0  # the most that one kernel of the unit may store
 
     @property
     def id(self) -> str:
         return f"{self.kernel.name}-sm_{self.kernel.arch.replace('.', '')}"
+
+
+# Hopper's loading warps keep 32 registers; what they do not need for every tile goes to local
+# memory. The computing warps must have none of it (`consumers_that_spill`).
+PRODUCER_SPILL_BYTES = 64
+
+
+def sm90_unit(direction, dtype, head_dim, bias):
+    """Products by wgmma, tiles by TMA, in either direction."""
+    kernel = CudaKernel("sm90", direction, dtype, head_dim, bias, True, "9.0a")
+    machine = (r"\bHGMMA\.", r"\bUTMALDG\.", r"\bUTMASTG\.")
+    instruction = r"wgmma\.mma_async\.sync\.aligned\."
+    return Unit(kernel, instruction, machine, PRODUCER_SPILL_BYTES)
 
 
 def unit(family, direction, dtype, head_dim, bias, arch, spill_bytes=0):
@@ -44,7 +57,7 @@ def unit(family, direction, dtype, head_dim, bias, arch, spill_bytes=0):
     elif dtype == "fp32":
         instruction, machine = r"fma\.rn\.f32", r"\bFFMA\b"
     kernel = CudaKernel(family, direction, dtype, head_dim, bias, True, arch)
-    return Unit(kernel, instruction, machine, spill_bytes)
+    return Unit(kernel, instruction, (machine,), spill_bytes)
 
 
 # The backward holds a score tile of S and one of dP and is compiled for 168 registers; what it
@@ -66,6 +79,9 @@ UNITS = (
     unit("sm80", "fwd", "fp32", 32, "none", "9.0"),
     unit("sm80", "fwd", "fp32", 64, "both", "9.0"),
     unit("sm70", "fwd", "fp16", 32, "both", "9.0"),
+    sm90_unit("fwd", "bf16", 32, "both"),
+    sm90_unit("fwd", "fp16", 64, "bias2"),
+    sm90_unit("fwd", "bf16", 128, "none"),
     unit("sm75", "bwd", "fp16", 32, "bias2", "7.5", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
@@ -110,6 +126,18 @@ def disassembler():
     return next((f / "nvdisasm" for f in folders if (f / "nvdisasm").is_file()), None)
 
 
+def consumers_that_spill(code):
+    """Kernels of a disassembly that touch local memory behind the point where their computing warps
+    take registers over from the loading ones; a kernel without such a point does not count.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        _, _, consumers = kernel.partition("USETMAXREG.TRY_ALLOC")
+        if re.search(r"\b(LDL|STL)\b", consumers):
+            found.append(kernel.partition(":")[0])
+    return found
+
+
 def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
@@ -127,8 +155,12 @@ def test_unit(unit, nvcc, includes, tmp_path):
     assert re.search(unit.instruction, ptx.read_text())
     log = compiled([nvcc.path, "-cubin", f"-arch={target}", "-Xptxas=-v", "-o", cubin, ptx])
     assert spilled_bytes(log) <= unit.spill_bytes, log
+    assert "wgmma.mma_async instructions are serialized" not in log, log
     if tool := disassembler():
-        assert re.search(unit.machine, compiled([tool, "-c", cubin]))
+        code = compiled([tool, "-c", cubin])
+        missing = [wanted for wanted in unit.machine if not re.search(wanted, code)]
+        assert not missing
+        assert not consumers_that_spill(code)
 
 
 SM70 = """\
