@@ -66,6 +66,7 @@ struct AttentionKernel {
   using Mma = ds4s::WarpMma<scalar_t, ArchTag, kTf32_>;
   using Softmax = ds4s::RowSoftmax<Mma>;
   using Row = typename Softmax::Row;
+  static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
   static constexpr int kStepsD = kHeadDim / Mma::kStepK;

@@ -31,7 +31,7 @@ struct ForwardBlock {
   const Params& p;
   char* const shared;
   const int thread, lane, warp_m, warp_n;
-  const float inv_scale;  // biases enter the accumulator in raw units
+  const float inv_scale;  // biases enter the accumulator in raw units; full precision: 1
   int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
   Loader<KTile> k_loader;
   Loader<VTile> v_loader;
@@ -45,7 +45,7 @@ struct ForwardBlock {
         lane(int(threadIdx.x) & 31),
         warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
         warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
-        inv_scale(1.f / params.scale),
+        inv_scale(K::kExact ? 1.f : 1.f / params.scale),
         lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
@@ -78,7 +78,7 @@ struct ForwardBlock {
       for (int step = 0; step < K::kStepsD; ++step) load_q(q[step], step);
     }
 
-    Softmax softmax(p.scale);
+    Softmax softmax(K::kExact ? 1.f : p.scale);
     float o[K::kTilesO][8];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < K::kTilesO; ++j) {
@@ -108,13 +108,14 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
-        // Scores in raw units.
+        // Scores.
         float s[K::kInFlight][4][8];
         int key = block * kKeys + stripe * K::kKeysPerBlock;
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           init_scores(s[t], stage, stripe + t);
           multiply_qk(s[t], q, stage, stripe + t);
+          scale_scores(s[t], stage, stripe + t);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
@@ -249,18 +250,37 @@ struct ForwardBlock {
     }
   }
 
+  // The product's accumulator begins with the row bias, in raw units. In full precision it would be rounded at the size of
+  // the bias, which a finite mask makes large, in every step; there the finished product is scaled and biases are added.
   CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-        if constexpr (K::kHasRowBias) {
-          x = sRow(stage)[lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2];
-        }
+        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stage, stripe, j, half);
         s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
       }
     }
+  }
+  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], int stage, int stripe) const {
+    if constexpr (K::kExact) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+          if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
+          float* tile = &s[j][4 * half];
+          tile[0] = fmaf(tile[0], p.scale, x.x), tile[1] = fmaf(tile[1], p.scale, x.y);
+          tile[2] = fmaf(tile[2], p.scale, x.z), tile[3] = fmaf(tile[3], p.scale, x.w);
+        }
+      }
+    }
+  }
+  CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
+    int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+    return sRow(stage)[pair];
   }
 
   CUTLASS_DEVICE static Row largest_of(const Row (&rows)[K::kInFlight]) {

@@ -46,7 +46,7 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
       for (int step = 0; step < K::kStepsD; ++step) this->load_q(q[step], step);
     }
 
-    Softmax softmax(p.scale);
+    Softmax softmax(K::kExact ? 1.f : p.scale);
     int num_blocks = (p.num_keys + kKeys - 1) / kKeys;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int block = 0; block < num_blocks; ++block) {
@@ -61,6 +61,7 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
       float s[4][8];
       this->init_scores(s, 0, 0);
       this->multiply_qk(s, q, 0, 0);
+      this->scale_scores(s, 0, 0);
       this->add_matrices(s, bias1, bias2);
       if constexpr (!K::kHasRowBias) this->mask_past_end(s, block * kKeys);
 
