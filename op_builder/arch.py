@@ -38,7 +38,7 @@ NAMES: dict[str, str] = {
 DEFAULT = "7.0 7.5 8.0 9.0+PTX"
 
 _SYNTAX = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+ptx)?")
-_FOREIGN = re.compile(r"(?:sm_?|compute_?)?(\d{1,2})(\d)([af]?)(?:-real|-virtual)?")
+_FOREIGN = re.compile(r"(?:sm_?|compute_?)?(\d{1,2})\.?(\d)([af]?)(?:-real|-virtual)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -132,7 +132,7 @@ def _parse_token(token: str, source: str) -> tuple[Arch, ...]:
 def _meant(token: str) -> str:
     if "," in token:
         return "separate architectures by ';' or blanks"
-    if token in ("native", "all", "all-major", "common"):
+    if token in ("native", "auto", "all", "all-major", "common"):
         return "unset it (the device's own architecture is the default) or list the architectures"
     match = _FOREIGN.fullmatch(token)
     return f"write {match[1]}.{match[2]}{match[3]}" if match else ""

@@ -43,6 +43,7 @@ def free_memory_bytes() -> int | None:
     for folder in _groups("memory"):
         for limit, used in (
             ("memory.max", "memory.current"),
+            ("memory.high", "memory.current"),  # from there on the system slows everybody down
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             granted, taken = _text(folder / limit), _text(folder / used)
@@ -78,7 +79,8 @@ def _groups(controller: str) -> Iterator[Path]:
         if controllers == "":
             base = _CGROUP
         elif controller in controllers.split(","):
-            base = _CGROUP / controller
+            together = _CGROUP / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
+            base = together if together.is_dir() else _CGROUP / controller
         else:
             continue
         folder = base / path.lstrip("/")

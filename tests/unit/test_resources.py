@@ -13,7 +13,7 @@ def system(tmp_path, monkeypatch):
     real = resources._text
 
     def read(path):
-        place = tmp_path / str(path).lstrip("/")
+        place = path if path.is_relative_to(tmp_path) else tmp_path / str(path).lstrip("/")
         return real(place) if place.exists() else ""
 
     def write(name, text):
@@ -22,6 +22,7 @@ def system(tmp_path, monkeypatch):
         place.write_text(text)
 
     monkeypatch.setattr(resources, "_text", read)
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path / "sys/fs/cgroup")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.delenv("MAX_JOBS", raising=False)
     write("/proc/meminfo", f"MemTotal: 999999999 kB\nMemAvailable: {256 * GIB // 1024} kB\n")
@@ -59,6 +60,47 @@ def test_version_1(system):
     system("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", str(GIB))
     assert resources.cores() == 3
     assert resources.free_memory_bytes() == 3 * GIB
+
+
+def test_version_1_in_a_container_that_sees_the_hosts_path(system):
+    """Without a name space of its own, the group's path is the host's and its files are not."""
+    system("/proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
+    system("/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "200000")
+    system("/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    system("/sys/fs/cgroup/memory/memory.limit_in_bytes", str(2 * GIB))
+    system("/sys/fs/cgroup/memory/memory.usage_in_bytes", str(GIB // 2))
+    assert resources.cores() == 2
+    assert resources.free_memory_bytes() == 3 * GIB // 2
+
+
+def test_version_2_in_a_name_space_of_its_own(system):
+    system("/proc/self/cgroup", "0::/\n")
+    system("/sys/fs/cgroup/cpu.max", "300000 100000")
+    system("/sys/fs/cgroup/memory.max", str(8 * GIB))
+    system("/sys/fs/cgroup/memory.high", str(4 * GIB))
+    system("/sys/fs/cgroup/memory.current", str(GIB))
+    assert resources.cores() == 3
+    assert resources.free_memory_bytes() == 3 * GIB
+
+
+def test_both_versions_at_once(system):
+    """A hybrid host: limits in version 1, an empty version 2 beside it."""
+    system("/proc/self/cgroup", "5:memory:/slurm/job_7\n3:cpuset,cpu:/slurm/job_7\n0::/user\n")
+    system("/sys/fs/cgroup/cpuset,cpu/slurm/cpu.cfs_quota_us", "400000")
+    system("/sys/fs/cgroup/cpuset,cpu/slurm/cpu.cfs_period_us", "100000")
+    system("/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes", str(6 * GIB))
+    system("/sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes", str(5 * GIB))
+    system("/sys/fs/cgroup/memory/slurm/job_7/memory.stat", f"total_inactive_file {2 * GIB}\n")
+    assert resources.cores() == 4
+    assert resources.free_memory_bytes() == 3 * GIB
+
+
+def test_no_limit_of_memory_in_version_1(system):
+    """The largest number that is a whole number of pages stands for none."""
+    system("/proc/self/cgroup", "5:memory:/\n")
+    system("/sys/fs/cgroup/memory/memory.limit_in_bytes", str(2**63 - 4096))
+    system("/sys/fs/cgroup/memory/memory.usage_in_bytes", str(GIB))
+    assert resources.free_memory_bytes() == 256 * GIB
 
 
 def test_half_a_core_is_one(system):
