@@ -242,8 +242,11 @@ def _require_whole(root: Path, version: str) -> None:
 
 def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
     folder = _first(include, "cuda_runtime_api.h")
+    if folder is None:
+        return None
     try:
-        text = (folder / "cuda_runtime_api.h").read_text(errors="replace") if folder else ""
+        with (folder / "cuda_runtime_api.h").open(errors="replace") as stream:
+            text = stream.read(1 << 16)  # of 600 KB; it stands in line 139
     except OSError:
         return None
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 
 from .toys import finish, gate, open_gate, until
 
@@ -29,6 +30,18 @@ def test_lines_where_there_is_no_terminal(workshop):
     assert messages[0] == "compiling toy ..."
     assert messages[1].startswith("compiled toy in ")
     assert len(messages) == 2
+
+
+def test_many_units_are_counted(workshop):
+    """An install takes minutes: how far it is, and not a line for each that waits its turn."""
+    names = [f"toy{number}" for number in range(6)]
+    messages = workshop.run(f"report(**load(*{names}))").messages.splitlines()
+    assert messages[:5] == [
+        *(f"compiling {name} ..." for name in names[:4]),
+        "compiling 2 more ...",
+    ]
+    counts = [re.match(r"\[(\d)/6, \d+ s\] compiled toy\d in ", line) for line in messages[5:]]
+    assert [count and count[1] for count in counts] == ["1", "2", "3", "4", "5", "6"]
 
 
 def test_last_time_is_remembered(workshop):
