@@ -115,10 +115,7 @@ class NinjaRun:
             folder.mkdir()
             (folder / f"{job.name}{job.suffix}").write_text(job.source)
             (folder / "log").touch()
-            compile_, link = (shlex.join(command) for command in commands(job))
-            finish = f"mv {shlex.quote(_part(job))} {shlex.quote(_library(job))}"
-            text += _edge(job, f"{job.name}.o", "", compile_)
-            text += _edge(job, f"{job.name}.so", f"{job.ident}/{job.name}.o", f"{link} && {finish}")
+            text += _edge(job)
         (self._folder / "build.ninja").write_text(text)
 
     def _take_finished(
@@ -202,10 +199,13 @@ def _part(job: CompileJob) -> str:
     return f"{job.name}.so.part"
 
 
-def _edge(job: CompileJob, output: str, needs: str, command: str) -> str:
+def _edge(job: CompileJob) -> str:
+    """Compiles and links as one: ninja would put off linking until everything is compiled."""
+    finish = ["mv", _part(job), _library(job)]
+    command = " && ".join(shlex.join(words) for words in (*commands(job), finish))
     inside = f"cd {shlex.quote(job.ident)} && {_LOGGED.format(command=command, log='log')}"
     return (
-        f"build {job.ident}/{output}: run {needs}\n"
+        f"build {job.ident}/{_library(job)}: run\n"
         f"  command = {inside.replace('$', '$$')}\n"
-        f"  what = {output}\n"
+        f"  what = {_library(job)}\n"
     )

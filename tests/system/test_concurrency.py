@@ -127,6 +127,19 @@ report(**load())
     assert not (workshop.cache / "aside").exists()
 
 
+def test_a_unit_is_there_as_soon_as_it_is_linked(workshop):
+    """Not when all are compiled: a forward does not wait for others, and a killed build of many
+    kernels keeps those that were finished.
+    """
+    door = workshop.root / "door"
+    waits = gate(door)
+    workshop.set_compiler(f'case " $* " in *" toy2."*) {waits};; esac')
+    process = workshop.spawn("report(**load('toy1', 'toy2'))", MAX_JOBS="1")
+    until(lambda: any(entry.name.startswith("toy1-") for entry in workshop.entries))
+    open_gate(door)
+    assert finish(process).report["answer"] == [42, 42]
+
+
 def test_two_threads_load_the_same_kernel(workshop):
     script = """
 answers = []
