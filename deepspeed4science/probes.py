@@ -61,6 +61,9 @@ def collect() -> Report:
     torch = torch_probe.answer()
     if mismatch := software_probe.driver_warning(software, torch):
         probes.warn(mismatch)
+    note = probes.ask(
+        "what PyTorch's CUDA means", partial(software_probe.cuda_difference, torch, software), ""
+    )
     for warning in torch.warnings:
         probes.warn(f"torch: {warning}")
     gpus = tuple(
@@ -83,7 +86,7 @@ def collect() -> Report:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         ops=ops,
-        software=(*software_probe.torch_rows(torch, software), *software),
+        software=(*software_probe.torch_rows(torch, note), *software),
         gpus=gpus,
         no_gpu=no_gpu,
         cpu=cpu,

@@ -48,10 +48,9 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def torch_rows(torch: TorchAnswer, software: Sequence[SoftwareRow] = ()) -> tuple[SoftwareRow, ...]:
+def torch_rows(torch: TorchAnswer, note: str) -> tuple[SoftwareRow, ...]:
     cuda = torch.cuda or "none"
     where = "" if torch.cuda else "this PyTorch is built for the CPU only"
-    note = _cuda_difference(torch, software)
     return (
         SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
         *([SoftwareRow("CUDA of torch", True, cuda, where, note=note)] if torch.ok else []),
@@ -59,7 +58,8 @@ def torch_rows(torch: TorchAnswer, software: Sequence[SoftwareRow] = ()) -> tupl
     )
 
 
-def _cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
+def cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
+    """A word on PyTorch's CUDA where nvcc's is another; people take that for a fault."""
     from op_builder import env
 
     nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")

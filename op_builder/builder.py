@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
@@ -18,6 +19,8 @@ from .status import OpStatus
 logger = logging.getLogger(__name__)
 
 KernelT = TypeVar("KernelT")
+
+_MOST_UNFIT_TOOLKITS = 4  # to pass over before giving up
 
 # Every kernel that a builder has loaded in this process: asking again costs a look into this.
 _ready: dict[object, LoadedKernel] = {}
@@ -168,9 +171,12 @@ class OpBuilder(ABC, Generic[KernelT]):
             from . import jit
 
             load = functools.partial(jit.load, verbose=verbose, skip_prebuilt=skip_prebuilt)
-            try:
-                loaded = load(self.jobs(missing))
-            except UnfitToolkitError:  # known from now on, so that these jobs are another's
+            loaded: list[LoadedKernel] = []
+            for _ in range(_MOST_UNFIT_TOOLKITS):
+                with contextlib.suppress(UnfitToolkitError):  # known from now on, and passed over
+                    loaded = load(self.jobs(missing))
+                    break
+            else:
                 loaded = load(self.jobs(missing))
             _ready.update(zip(missing, loaded, strict=True))
         return LoadedOp({kernel: _ready[kernel] for kernel in wanted})

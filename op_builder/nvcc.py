@@ -118,6 +118,11 @@ def cudart_folder(nvcc: Tool) -> Path | None:
     return _first(_roots(nvcc.root, "lib64", "lib"), "libcudart_static.a")
 
 
+def include_folders(nvcc: Tool) -> list[Path]:
+    """Where its headers may be: conda and the system's packages keep them below `targets`."""
+    return _roots(nvcc.root, "include")
+
+
 def _candidates() -> Iterable[Candidate]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if folder := env.text(variable):

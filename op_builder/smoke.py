@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import memo
-from .nvcc import FLAGS, WHEELS
+from .nvcc import FLAGS, WHEELS, include_folders
 from .tool import Tool, run
 
 # Both sides of a kernel: device compiler and assembler; the stub that launches it, made of nvcc's
@@ -45,8 +45,9 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
     """
     if nvcc.path is None or nvcc.root is None or host.path is None:
         return None
-    path, root, compiler = nvcc.path, nvcc.root, host.path
-    files = (path, *(root / part for part in _DECISIVE), compiler)
+    path, compiler = nvcc.path, host.path
+    headers = (folder / name for folder in include_folders(nvcc) for name in _HEADERS)
+    files = (path, *(nvcc.root / name for name in _PROGRAMS), *headers, compiler)
     stamps = [memo.file_stamp(file) for file in files]
     key = "\n".join((nvcc.identity, host.identity, *FLAGS, SOURCE, *stamps))
     try:
@@ -59,10 +60,8 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
 
 
 # A change in one of these is another toolkit.
-_DECISIVE = (
-    *("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc"),
-    *("include/crt/host_config.h", "include/crt/host_runtime.h", "include/cuda_runtime_api.h"),
-)
+_PROGRAMS = ("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc")
+_HEADERS = ("crt/host_config.h", "crt/host_runtime.h", "cuda_runtime_api.h")
 
 
 def _compile(nvcc: Path, host: Path) -> str:

@@ -152,6 +152,13 @@ def test_a_list_without_the_device(tmp_path: Path) -> None:
         assert "add 8.0 to TORCH_CUDA_ARCH_LIST" in text
 
 
+def test_a_list_that_nobody_can_read_is_told_once(tmp_path: Path) -> None:
+    seen = report(machine(tmp_path, TORCH_CUDA_ARCH_LIST="8.0;sm_90"))
+    assert (seen.code, seen.op(OP)["state"]) == (1, "not")
+    assert "'sm_90'; write 9.0" in seen.op(OP)["reason"]
+    assert not seen.json["warnings"]
+
+
 def test_a_list_with_one_of_two_kinds(tmp_path: Path) -> None:
     seen = report(machine(tmp_path, A100, *H200, TORCH_CUDA_ARCH_LIST="9.0"))
     assert (seen.code, seen.op(OP)["state"]) == (0, "buildable")

@@ -170,8 +170,9 @@ def test_a_mixed_toolkit_is_passed_over_for_a_good_one(real, tmp_path):
     """The job starts, with the toolkit that works; without one it ends with what is wrong."""
     workshop = Workshop.make(tmp_path / "workshop", "CUDA")
     path = fakes.changed_toolkit(real.root, tmp_path / "mixed", "bin/ptxas", NEWER_PTX)
+    second = fakes.changed_toolkit(real.root, tmp_path / "mixed, too", "bin/ptxas", NEWER_PTX)
     others = [folder for folder in os_path() if not (Path(folder) / "nvcc").exists()]
-    places = [str(path.parent), *others]
+    places = [str(path.parent), str(second.parent), *others]
     fakes.file(tmp_path / "usr-local" / "nothing")
     variables = {"PATH": os.pathsep.join(places), "CUDA_HOME": "", "CUDA_PATH": ""}
     alone = workshop.run(TOY_OP.format(prefix=str(tmp_path / "usr-local")), **variables).report
