@@ -23,6 +23,7 @@ from op_builder import cache, evict, explain, paths, search
 from op_builder.cache import Entry
 from op_builder.errors import BuildError
 
+_ASKED = 12  # digits of a key that tell what was asked for; the others tell entries apart
 _PLACES = {"prebuilt": "install", "cache": "cache"}
 
 
@@ -105,8 +106,9 @@ def _list(options: argparse.Namespace) -> int:
     print(f"{'place':8} {'kernel':{width}} {'key':10} {'for':7} {'size':>9} {'used':>9}  compiled")
     for row in found:
         day = time.strftime("%Y-%m-%d", time.localtime(row.compiled))
+        key, targets = row.key[_ASKED:][:10], ",".join(row.targets) or "-"
         print(
-            f"{row.place:8} {row.name:{width}} {row.key[:10]:10} {','.join(row.targets) or '-':7} "
+            f"{row.place:8} {row.name:{width}} {key:10} {targets:7} "
             f"{row.size_bytes / 2**20:5.1f} MiB {_ago(row.last_used):>9}  "
             f"{day} on {row.host} in {row.seconds:.1f} s"
         )
@@ -131,7 +133,8 @@ def _matching(text: str) -> list[Entry]:
     return [
         entry
         for _, entry in rows()
-        if entry.folder.name.startswith(text) or (len(text) >= 4 and entry.key.startswith(text))
+        if entry.folder.name.startswith(text)
+        or (len(text) >= 4 and (entry.key.startswith(text) or entry.key[_ASKED:].startswith(text)))
     ]
 
 

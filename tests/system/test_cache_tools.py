@@ -232,8 +232,11 @@ def test_explain_says_which_component_changed(workshop, command, component, chan
     changed = [line for line in lines[2:] if not line.startswith("    ")]
     assert len(changed) == 1 and changed[0].startswith(f"  {component}: ")
     assert (lines[-1] == "    +// more") == (component == "source")
-    keys = [entry.name.removeprefix("toy-") for entry in workshop.entries]
-    assert f"  {component}: " in command("explain", *keys)
+    listed = [line.split()[2] for line in command("list").splitlines() if " toy " in line]
+    whole = [entry.name.removeprefix("toy-") for entry in workshop.entries]
+    assert len(set(listed)) == 2, "told apart"
+    for keys in (listed, whole):
+        assert f"  {component}: " in command("explain", *keys)
 
 
 def test_explain_names_a_changed_header(workshop, command):
