@@ -105,7 +105,7 @@ class Build:
         finally:
             for held in self._held.values():
                 held.release()
-        self._make_room()
+            self._make_room()  # also when the process ends just now: it waits for us
 
     def _make_room(self) -> None:
         """What an install or a shared folder holds was chosen; a cache only grows."""

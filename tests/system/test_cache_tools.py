@@ -81,6 +81,26 @@ def test_what_was_not_used_for_longest_goes_first(big):
     assert names(big) == ["a", "b", "c", "d"], "0 is no limit"
 
 
+def test_a_process_that_ends_as_soon_as_it_can_evicts_as_well(big):
+    """A script that only compiles: it ends while its building thread is still at the end."""
+    big.run("report(**load('a', 'b', 'c'))")
+    for name in "abc":
+        set_age(folder_of(big, name), 9.0)
+    script = """
+import time
+from op_builder import build
+real = build.Build._check_cancelled
+def late(self):
+    if self._ninja_run is not None:
+        time.sleep(0.3)
+    real(self)
+build.Build._check_cancelled = late
+report(**load("d"))
+"""
+    assert big.run(script, DS4S_CACHE_MAX_MB="1").origin == "built"
+    assert names(big) == ["d"]
+
+
 def test_what_was_used_within_the_hour_stays(big):
     """Somebody else is about to load it, or the cap is below what one job needs."""
     big.run("report(**load('a', 'b', 'c'))")
