@@ -31,6 +31,7 @@ rule run
   description = $what
 """
 
+_BEGUN = "begun"  # an empty file whose time says when a unit's first command began
 # The output goes to the unit's own log, so that units compiled at once do not mix.
 _LOGGED = (
     "{{ {command}; }} >> {log} 2>&1"
@@ -160,14 +161,12 @@ class NinjaRun:
         return Failed(job, log, command, free_bytes, self._folder)
 
     def _seconds(self, job: CompileJob) -> float:
-        """From ninja's own log: start ms, end ms, mtime, output, hash."""
-        total = 0
-        with contextlib.suppress(OSError, ValueError):
-            for line in (self._folder / ".ninja_log").read_text().splitlines():
-                fields = line.split("\t")
-                if len(fields) == 5 and fields[3].startswith(f"{job.ident}/"):
-                    total += int(fields[1]) - int(fields[0])
-        return total / 1000
+        """From the first command's beginning to the last one's end; ninja's log comes too late."""
+        folder = self._folder / job.ident
+        with contextlib.suppress(OSError):
+            ended = (folder / _library(job)).stat().st_mtime
+            return max(ended - (folder / _BEGUN).stat().st_mtime, 0.0)
+        return 0.0
 
 
 def commands(job: CompileJob) -> tuple[list[str], list[str]]:
@@ -203,7 +202,8 @@ def _edge(job: CompileJob) -> str:
     """Compiles and links as one: ninja would put off linking until everything is compiled."""
     finish = ["mv", _part(job), _library(job)]
     command = " && ".join(shlex.join(words) for words in (*commands(job), finish))
-    inside = f"cd {shlex.quote(job.ident)} && {_LOGGED.format(command=command, log='log')}"
+    logged = _LOGGED.format(command=command, log="log")
+    inside = f"cd {shlex.quote(job.ident)} && : > {_BEGUN} && {logged}"
     return (
         f"build {job.ident}/{_library(job)}: run\n"
         f"  command = {inside.replace('$', '$$')}\n"
