@@ -94,6 +94,31 @@ def test_offsets_past_two_to_the_31():
     assert relative_error(dq[:, -2:], reference_dq) < 4e-3
 
 
+HALF_DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"]
+)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("D", [16, 32, 48, 64])
+def test_deterministic_gradients_keep_the_law(D, dtype):
+    """From 9.0 up they come from other kernels than the fast ones."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(Case("fixed-order", B=2, N=9, Lq=131, Lk=150, H=3, D=D).inputs(dtype, "cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("D", [16, 32, 48, 64])
+def test_more_rows_than_are_under_way_at_a_time(D, dtype):
+    """Memory for dq that goes from one (b, n, h) to a later one is clean, and nobody waits for
+    ever.
+    """
+    check(Case("many-pairs", B=2, N=151, Lq=34, Lk=140, H=4, D=D).inputs(dtype, "cuda"))
+
+
 def round_to_tf32(x):
     """10 bits of mantissa, to nearest: what a tensor core sees of a float32 operand."""
     bits = x.detach().contiguous().view(torch.int32)

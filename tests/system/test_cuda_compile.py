@@ -84,6 +84,7 @@ UNITS = (
     sm90_unit("fwd", "bf16", 128, "none"),
     unit("sm75", "bwd", "fp16", 32, "bias2", "7.5", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "fp32", 32, "bias2", "9.0"),
 )

@@ -3,16 +3,18 @@
 //   P = 2^(log2e (scale Q K^T + bias1 + bias2 - lse))      delta = rowsum(do * o)      dS = P * (dO V^T - delta)
 //   dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over n of dS
 //
-// Each gradient is finished by the one block that owns it, so the results have the same bits every time:
+// Each gradient is finished by the one block that owns it, so the results have the same bits every time, or, from 9.0 up
+// where the order of additions is free, all of them come from one pass over the keys:
 //
 //   backward/prepare.h     -delta, how far bias1 is shifted, bias2 aligned and transposed; final sums of parts
 //   backward/statistics.h  float in full precision: what takes the place of lse and delta
 //   backward/row_pass.h    over queries: dq;  over keys: dk, dv, dbias1
 //   backward/bias_pass.h   over tiles of bias2: dbias2
+//   backward/dq_ring.h     what row_pass.h over keys needs to give dq and dbias2 too, by atomic additions
 //
-// Only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of n) is a choice: atomic
-// additions, or parts and a sum in a fixed order. Schedule, budgets and reasons: docs/kernels-sm80-backward.md. Device
-// code only; launch_backward.h starts it.
+// In the three passes, only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of n) is a choice: atomic
+// additions, or parts and a sum in a fixed order. Schedule, budgets and reasons: docs/kernels-sm80-backward.md and
+// docs/kernels-sm80-backward-fused.md. Device code only; launch_backward.h starts it.
 #pragma once
 
 #include "backward/bias_pass.h"

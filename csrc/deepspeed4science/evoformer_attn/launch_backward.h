@@ -32,6 +32,7 @@ class Backward {
   using Bias = BiasPassConfig<Config>;
   using QueryValue = typename Config::QueryValue;
   static constexpr int64_t kVec = 16 / int64_t(sizeof(scalar_t));
+  using Fused = FusedPassConfig<Config, /*kWantsDbias1=*/false>;
 
  public:
   explicit Backward(const BwdParams& params) : p_(params) { plan(); }
@@ -45,7 +46,9 @@ class Backward {
     if (kIsAligned && !backward_is_aligned<scalar_t>(p_)) return cudaErrorMisalignedAddress;
     stream_ = stream;
     prepare();
-    if (p_.dk || p_.dv || p_.dbias1) {
+    if (fuses_) {
+      fused_pass();
+    } else if (p_.dk || p_.dv || p_.dbias1) {
       if constexpr (Config::kSplitsKeys) {
         if (p_.dk || p_.dbias1) key_pass<Gradients::kDk>();
         if (p_.dv) row_pass<Gradients::kDv>();
@@ -54,9 +57,9 @@ class Backward {
       }
     }
     if constexpr (kHasBias2) {
-      if (p_.dbias2) bias_pass();
+      if (p_.dbias2 && !fuses_) bias_pass();
     }
-    if (p_.dq) row_pass<Gradients::kDq>();
+    if (p_.dq && !fuses_) row_pass<Gradients::kDq>();
     return status_;
   }
 
@@ -81,9 +84,11 @@ class Backward {
     int64_t rows = p_.B * p_.N * p_.H * p_.Lq;
     softmax_ = reserve(Config::kExact, rows * int64_t(sizeof(float2)));
     lse_ = reserve(!Config::kExact && p_.bias1 && !dq_holds_lse(), rows * 4);
-    delta_ = reserve(true, rows * int64_t(sizeof(QueryValue)));
+    if constexpr (Config::kCanFuse) fuses_ = can_fuse();
+    delta_ = reserve(!fuses_, rows * int64_t(sizeof(QueryValue)));
     shift_ = reserve(p_.bias1, p_.B * p_.N * int64_t(sizeof(scalar_t)));
     bias1_ = reserve(p_.bias1 && p_.bias1_stride[2] != 1, p_.B * p_.N * p_.Lk * int64_t(sizeof(scalar_t)));
+    if (fuses_) plan_fused();
     dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
     if constexpr (kHasBias2) {
       // A dimension along which bias2 repeats is copied once.
@@ -95,7 +100,8 @@ class Backward {
       int64_t size = copies_b_ * copies_h_ * int64_t(sizeof(scalar_t));
       bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || p_.bias1), size * p_.Lq * pitch_);
       bool transposes = p_.dk || p_.dv || p_.dbias1;
-      dbias2_holds_bias2_t_ = transposes && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
+      bool lends = !fuses_ || padded_dbias2_ >= 0;
+      dbias2_holds_bias2_t_ = transposes && lends && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
                               size * p_.Lk * pitch_t_ <= p_.B * p_.H * p_.Lq * p_.Lk * 4;
       bias2_t_ = reserve(transposes && !dbias2_holds_bias2_t_, size * p_.Lk * pitch_t_);
       slices_ = p_.dbias2 ? choose_slices() : 1;
@@ -110,6 +116,38 @@ class Backward {
     return holds;
   }
 
+  // Whether one pass may give all gradients: the order of additions is free, nothing is left out, and as many warps as
+  // the passes have find room on a multiprocessor.
+  bool can_fuse() const {
+    if (p_.deterministic || !p_.dq || !p_.dk || !p_.dv || !dq_holds_lse()) return false;
+    int shared = RowPass<Fused>::shared_bytes(2);
+    return shared <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) &&
+           Fused::kMinBlocks * (shared + 1024) <= device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  }
+
+  // Rows of dq for the pairs that are under way at a time, and twice 16 n more; dbias2 in whole tiles.
+  void plan_fused() {
+    int64_t key_blocks = ceil_div(p_.Lk, Fused::kRows);
+    int64_t blocks = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Fused::kMinBlocks;
+    int64_t pairs = p_.B * p_.N * p_.H;
+    slots_ = ceil_div(blocks, key_blocks) + 32;
+    if (slots_ > pairs) slots_ = pairs;
+    padded_queries_ = ceil_div(p_.Lq, Fused::kCols) * Fused::kCols, padded_keys_ = key_blocks * Fused::kRows;
+    progress_ = reserve(true, (pairs + 1) * 4);
+    ring_ = reserve(true, ring_size() * 4);
+    bool pads = padded_queries_ != p_.Lq || padded_keys_ != p_.Lk || reinterpret_cast<uintptr_t>(p_.dbias2) % 16 != 0;
+    padded_dbias2_ = reserve(p_.dbias2 && pads, padded_dbias2_size() * 4);
+  }
+  int64_t ring_size() const { return slots_ * padded_queries_ * kHeadDim; }
+  int64_t padded_dbias2_size() const { return p_.B * p_.H * padded_queries_ * padded_keys_; }
+
+  static int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+  }
+
   bool fits_in_grid() const {
     int64_t most = ceil_div(p_.Lq > p_.Lk ? p_.Lq : p_.Lk, 4) * p_.H * p_.B * p_.N;
     int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * p_.B * p_.H * slices_;
@@ -119,10 +157,8 @@ class Backward {
   // Into how many slices of at least eight n the bias pass is cut so that its blocks fill the device evenly: the fewest
   // waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once more).
   int64_t choose_slices() const {
-    int device = 0, multiprocessors = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    int64_t slots = int64_t(multiprocessors) * Bias::kMinBlocks;
+    int64_t slots = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Bias::kMinBlocks;
+    if (slots < 1) slots = 1;
     int64_t blocks = ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H;
     int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
     double best_cost = 0;
@@ -170,7 +206,7 @@ class Backward {
       args_.shifted_stride[i] = lse_ < 0 ? p_.dq_stride[i] * int64_t(sizeof(scalar_t)) / 4 : own[i];
     }
     args_.softmax = at<float2>(softmax_);
-    args_.negative_delta = at<void>(delta_);
+    args_.negative_delta = fuses_ ? args_.shifted_lse + 1 : at<const void>(delta_);
     args_.dbias1_parts = at<float>(dbias1_parts_);
     args_.dbias2_parts = at<float>(dbias2_parts_);
     args_.dbias2_slices = int32_t(slices_);
@@ -221,6 +257,36 @@ class Backward {
     start(backward_row_pass<PassConfig>, blocks, Config::kThreads, Pass::shared_bytes(num_stages), args_, num_stages);
   }
 
+  // dq, dk, dv, dbias1 and dbias2.
+  void fused_pass() {
+    if constexpr (Config::kCanFuse) {
+      float* dbias2 = padded_dbias2_ >= 0 ? at<float>(padded_dbias2_) : p_.dbias2;
+      zero(at<float>(progress_), p_.B * p_.N * p_.H + 1);
+      zero(at<float>(ring_), ring_size());
+      if (p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
+      if (dbias2) zero(dbias2, padded_dbias2_size());
+      DqRing ring{at<float>(ring_),         at<int32_t>(progress_) + 1, at<uint32_t>(progress_), uint32_t(slots_),
+                  int32_t(padded_queries_), int32_t(padded_keys_),      dbias2};
+      if (p_.dbias1) {
+        start_fused<FusedPassConfig<Config, /*kWantsDbias1=*/true>>(ring);
+      } else {
+        start_fused<Fused>(ring);
+      }
+      if (padded_dbias2_ >= 0) {
+        int64_t blocks = p_.B * p_.H * p_.Lq;
+        start(crop_rows, blocks < 4096 ? blocks : 4096, kPrepareThreads, 0, p_.dbias2, dbias2, p_.B * p_.H, p_.Lq,
+              p_.Lk, padded_queries_, padded_keys_);
+      }
+    }
+  }
+
+  template <typename PassConfig>
+  void start_fused(const DqRing& ring) {
+    int64_t blocks = ceil_div(p_.Lk, PassConfig::kRows) * p_.H * p_.B * p_.N;
+    start(backward_fused_pass<PassConfig>, blocks, PassConfig::kThreads, RowPass<PassConfig>::shared_bytes(2), args_,
+          ring);
+  }
+
   void bias_pass() {
     using Pass = BiasPass<Bias>;
     int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
@@ -242,6 +308,9 @@ class Backward {
   BackwardArgs args_{};
   cudaStream_t stream_ = nullptr;
   cudaError_t status_ = cudaSuccess;
+  bool fuses_ = false;
+  int64_t slots_ = 0, padded_queries_ = 0, padded_keys_ = 0;
+  int64_t ring_ = -1, progress_ = -1, padded_dbias2_ = -1;
   int64_t bytes_ = 0, slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;
   int64_t softmax_ = -1, lse_ = -1, delta_ = -1, shift_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,

@@ -24,7 +24,7 @@ struct BackwardArgs {
   float* shifted_lse;          // lse where shift is not 0; elsewhere p.lse is right
   int64_t shifted_stride[4];   // of shifted_lse: B, N, Lq, H
   const float2* softmax;       // full precision: [B, N, H, Lq], in place of either lse (statistics.h)
-  const void* negative_delta;  // [B, N, H, Lq] QueryValue
+  const void* negative_delta;  // [B, N, H, Lq] QueryValue; for the fused pass with the strides of shifted_lse
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // into how many parts the rows n are cut

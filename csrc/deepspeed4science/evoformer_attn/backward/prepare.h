@@ -87,6 +87,7 @@ struct PrepareRows {
     return x;
   }
 
+  // negative_delta: [B, N, H, Lq]; null: beside the place of a shifted lse.
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
     const BwdParams& p = args.p;
     uint32_t num_rows = uint32_t(p.Lq) * uint32_t(p.H);
@@ -100,7 +101,6 @@ struct PrepareRows {
     const scalar_t* gO = element<const scalar_t>(p.o, p.o_stride, b, n, q, h);
     const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, q, h);
 
-    int64_t out = (bn * p.H + h) * p.Lq + q;
     float delta;
     if (Bias1Row<scalar_t>(args, b, n).shift != 0.f) {
       float lse;
@@ -109,7 +109,12 @@ struct PrepareRows {
     } else {
       delta = reduce(dot_share<Config, kGroup, /*kRoundsX=*/false>(gO, gDo, int(p.Dv), lane));
     }
-    if (exists && lane == 0) negative_delta[out] = -delta;
+    if (!exists || lane != 0) return;
+    if (negative_delta) {
+      negative_delta[((bn * p.H + h) * p.Lq) + q] = -delta;
+    } else {
+      NegativeLse<float>::shifted(args, b, n, h)[q * args.shifted_stride[2] + 1] = -delta;
+    }
   }
 
  private:
@@ -171,6 +176,17 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (!columns) return;
   for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
     if (k0 + y < p.Lk && q0 + x < pitch_t) columns[(bh * p.Lk + k0 + y) * pitch_t + q0 + x] = sTile[x][y];
+  }
+}
+
+// The first rows and cols of each of `count` matrices of padded_rows x padded_cols.
+static __global__ void __launch_bounds__(kPrepareThreads)
+    crop_rows(float* out, const float* padded, int64_t count, int64_t rows, int64_t cols, int64_t padded_rows,
+              int64_t padded_cols) {
+  for (int64_t row = blockIdx.x; row < count * rows; row += gridDim.x) {
+    int64_t matrix = row / rows;
+    const float* from = padded + (row + matrix * (padded_rows - rows)) * padded_cols;
+    for (int64_t col = threadIdx.x; col < cols; col += kPrepareThreads) out[row * cols + col] = from[col];
   }
 }
 

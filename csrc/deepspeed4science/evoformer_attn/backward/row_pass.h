@@ -1,5 +1,5 @@
 // A pass of the backward over rows: a block owns kRows queries and gives their dq, or kRows keys and gives their dk, dv
-// and dbias1; it walks over the other side in tiles of kCols. Nothing is added across blocks (dbias1: see below).
+// and dbias1; it walks over the other side in tiles of kCols. But for dbias1 nothing is added across blocks.
 //
 //                    rows: queries (kDq)                  rows: keys (kDk, kDv, kDkDv)
 //   score tile       S  = Q K^T + bias1 / scale           S^T = K Q^T - lse / scale          raw units
@@ -11,9 +11,13 @@
 // What depends on the column is the accumulator's first value, so it costs nothing; what depends on the row joins the
 // exponent. Warp w owns rows 32 w .. 32 w + 31 and all columns. Shared memory: for each stage two column tiles and two
 // values for each column; two row tiles, in the second stage's place if the loop does not read them there.
+//
+// With kFusesDq the pass over keys gives dq and dbias2 too (dq_ring.h). dS of a column tile then lies in shared memory
+// after its turn of the loop, and the next turn multiplies it by K: one barrier a tile serves both. Shared memory: the
+// stages; K, and V unless it is in registers (then it comes in where dS will be); two tiles of dS; where to add.
 #pragma once
 
-#include "backward/scores.h"
+#include "backward/dq_ring.h"
 
 namespace ds4s {
 
@@ -35,16 +39,25 @@ struct RowPass {
   static constexpr bool kKeyRows = Config::kKeyRows;
   static constexpr bool kWantsDs = Config::kWantsDs;
   static constexpr bool kWantsDv = Config::kWantsDv;
+  static constexpr bool kFusesDq = Config::kFusesDq;
   static constexpr int kCols = Config::kCols;
   static constexpr int kTiles = Config::kHeadDim / 8;
   static constexpr int kChunkTiles = Config::kChunkTiles;
   static constexpr int kRowBytes = (1 + kWantsDs) * RowTile::kBytes;
   static constexpr int kStageBytes = 2 * ColTile::kBytes + 2 * kCols * kColumnBytes;
   CUTLASS_HOST_DEVICE static constexpr int rows_begin(int stages) {
-    return (Config::kResident ? 1 : stages) * kStageBytes;
+    return (Config::kResident && !kFusesDq ? 1 : stages) * kStageBytes;
   }
   static constexpr int shared_bytes(int stages) {
+    if constexpr (kFusesDq) return outputs_begin(stages) + int(sizeof(DqOutputs));
     return rows_begin(stages) + (stages == 2 && Config::kResident && kStageBytes > kRowBytes ? kStageBytes : kRowBytes);
+  }
+
+  CUTLASS_HOST_DEVICE static constexpr int ds_begin(int stages) {
+    return rows_begin(stages) + (Config::kResident ? 1 : 2) * RowTile::kBytes;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int outputs_begin(int stages) {
+    return ds_begin(stages) + 2 * DsTile<Config>::kBytes;
   }
 
   // What a row and a column contribute, on their way from global memory.
@@ -59,14 +72,14 @@ struct RowPass {
     Bias1Row<scalar_t> bias1;
     const QueryValue* negative_delta;
     float unit;
-    int count;
+    int count, delta_stride;
     CUTLASS_DEVICE ColumnValues load(int column) const {
       ColumnValues x{};
       column += int(threadIdx.x);
       if (int(threadIdx.x) >= kCols || column >= count) return x;
       if constexpr (kKeyRows) {
         x.score = negative_lse.load(column);
-        if constexpr (kWantsDs) x.dp = negative_delta[column];
+        if constexpr (kWantsDs) x.dp = negative_delta[kFusesDq ? int64_t(column) * delta_stride : column];
       } else {
         x.score = bias1.load(column);
       }
@@ -88,7 +101,7 @@ struct RowPass {
     }
   };
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared, const DqRing& ring = {}) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
@@ -97,13 +110,17 @@ struct RowPass {
     int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
     uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H), group = min(batches, 16u);
-    uint32_t first = blockIdx.x / (per_batch * group) * group, id = blockIdx.x - first * per_batch;
+    uint32_t number = blockIdx.x;
+    if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
+    uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
     group = min(batches - first, group);
     uint32_t rest = uniform(id / group);
     int64_t bn = uniform(first + id - rest * group), h = uniform(rest / row_blocks);
     int row0 = int(rest - uint32_t(h) * row_blocks) * Config::kRows;
     int64_t b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
     int rows_left = num_rows - row0 - warp_row;
+
+    DqTurn<Config> turn{ring, first * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first, int32_t(row_blocks)};
 
     // Operands: rows (q, do) or (k, v); columns the other two.
     int d = int(p.D), dv = int(p.Dv);
@@ -121,13 +138,17 @@ struct RowPass {
     for (int x = 0; x < kSources; ++x) g_cols[x] = x + half == 1 ? (kKeyRows ? gDo : gV) : (kKeyRows ? gQ : gK);
 
     // Statistics of the rows and of the columns: they set out before the tiles and are used after them.
-    int64_t bnh_q = (bn * p.H + h) * p.Lq;
     Exponent probabilities(p.scale);
+    int64_t delta_offset = (bn * p.H + h) * p.Lq;
+    if constexpr (kFusesDq) {
+      delta_offset = b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
+    }
     Columns columns{{args, b, n, h},
                     {args, b, n},
-                    static_cast<const QueryValue*>(args.negative_delta) + bnh_q,
+                    static_cast<const QueryValue*>(args.negative_delta) + delta_offset,
                     probabilities.column_unit(),
-                    num_cols};
+                    num_cols,
+                    kFusesDq ? int(args.shifted_stride[2]) : 1};
     ColumnValues first_columns;
     RowValue row_values[Mma::kSlots] = {};
     QueryValue row_dp[Mma::kSlots] = {};
@@ -182,6 +203,25 @@ struct RowPass {
       return reinterpret_cast<float*>(shared + stage * kStageBytes + 2 * ColTile::kBytes);
     };
 
+    // dq and dbias2 of a tile whose dS is complete. Where they go is in shared memory: in registers it would be kept all
+    // through the loop.
+    auto stage_ds = [&](int tile) {
+      return reinterpret_cast<scalar_t*>(shared + ds_begin(stages) + (tile & 1) * DsTile<Config>::kBytes);
+    };
+    auto add_dq = [&](int tile) {
+      if constexpr (kFusesDq) {
+        DqProduct<Config>::run(stage_ds(tile), sRows1, *reinterpret_cast<DqOutputs*>(shared + outputs_begin(stages)),
+                               tile * kCols);
+      }
+    };
+    if constexpr (kFusesDq) {
+      if (thread == 0) {
+        int64_t bh_rows = (b * p.H + h) * ring.padded_queries;
+        *reinterpret_cast<DqOutputs*>(shared + outputs_begin(stages)) = {
+            turn.slot(), ring.dbias2 ? ring.dbias2 + bh_rows * ring.padded_keys + row0 : nullptr, ring.padded_keys};
+      }
+    }
+
     // First tiles.
     rows1.load(sRows1, num_rows - row0);
     if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
@@ -223,19 +263,23 @@ struct RowPass {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int tile = 0; tile < num_tiles; ++tile) {
       // This tile arrives; the next one sets out.
+      if (kFusesDq && tile == 1 && thread == 0) turn.wait();
       arrive();
       bool more = tile + 1 < num_tiles;
       int next_stage = stages == 2 ? stage ^ 1 : 0;
       ColumnValues next;
       if (Config::kMaxStages == 2 && stages == 2 && more) load_columns(tile + 1, next_stage);
       if (more) next = columns.load((tile + 1) * kCols);
+      if (kFusesDq && tile > 0) add_dq(tile - 1);
 
       const scalar_t* s1 = reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
       const scalar_t* s2 = s1 + ColTile::kBytes / sizeof(scalar_t);
       const float* sColumns = stage_columns(stage);
       // One stripe is no loop: ptxas would keep room for the accumulators of D = 128 twice (456 bytes spilled, not 16).
-      int stripes = Config::kStripes == 1 ? 1 : min(Config::kStripes, (num_cols - tile * kCols + 31) / 32);
-      CUTLASS_PRAGMA_NO_UNROLL
+      int stripes = Config::kStripes;
+      if (Config::kStripes > 1 && !kFusesDq) stripes = min(stripes, (num_cols - tile * kCols + 31) / 32);
+      constexpr int kUnrolledStripes = Config::kUnrolledStripes;
+#pragma unroll(kUnrolledStripes)
       for (int stripe = 0; stripe < stripes; ++stripe) {
         const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s2_nk = s2 + ColTile::offset(32) * stripe + lane_nk;
@@ -286,9 +330,17 @@ struct RowPass {
               CUTLASS_PRAGMA_UNROLL
               for (int slot = 0; slot < Mma::kSlots; ++slot) row_sum[slot] += sum_of_slot(dp, first, slot);
             }
-            CUTLASS_PRAGMA_UNROLL
-            for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
-              multiply_scores<Mma, ColTile>(out_ds, dp, step, s1_kn, lane);
+            if constexpr (kFusesDq) {
+              typename Mma::FragA a[2];
+              Mma::from_scores(a[0], dp, 0, lane), Mma::from_scores(a[1], dp, 1, lane);
+              DsTile<Config>::store(stage_ds(tile), a, warp_row, stripe, lane);
+              multiply_operand<Mma, ColTile>(out_ds, a[0], 0, s1_kn);
+              multiply_operand<Mma, ColTile>(out_ds, a[1], 1, s1_kn);
+            } else {
+              CUTLASS_PRAGMA_UNROLL
+              for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+                multiply_scores<Mma, ColTile>(out_ds, dp, step, s1_kn, lane);
+              }
             }
           }
         }
@@ -300,6 +352,12 @@ struct RowPass {
       }
       if (more) columns.store(stage_columns(next_stage), next, (tile + 1) * kCols);
       stage = next_stage;
+    }
+
+    if constexpr (kFusesDq) {
+      if (num_tiles == 1 && thread == 0) turn.wait();
+      __syncthreads();
+      add_dq(num_tiles - 1);
     }
 
     // Results.
@@ -318,6 +376,7 @@ struct RowPass {
         if (p.dv) store(p.dv, p.dv_stride, out_dv, 1.f, dv);
       }
     }
+    if constexpr (kFusesDq) turn.finish(p, element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), shared);
   }
 
  private:
@@ -361,6 +420,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     backward_row_pass(const __grid_constant__ BackwardArgs args, int stages) {
   extern __shared__ __align__(16) char shared[];
   RowPass<Config>::run(args, stages, shared);
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_fused_pass(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqRing ring) {
+  extern __shared__ __align__(16) char shared[];
+  RowPass<Config>::run(args, /*stages=*/2, shared, ring);
 }
 
 }  // namespace ds4s

@@ -53,16 +53,21 @@ CUTLASS_DEVICE void multiply_rows(float (&acc)[4][8], int first_pair, Operand& r
 
 // out += from_scores(x, step) * columns, all of the head dimension. lane_b: lane_b_kn of the stripe's first row.
 template <typename Mma, typename ColTile, typename scalar_t, int kTiles>
-CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4][8], int step, const scalar_t* lane_b,
-                                    int lane) {
-  typename Mma::FragA a;
-  Mma::from_scores(a, x, step, lane);
+CUTLASS_DEVICE void multiply_operand(float (&out)[kTiles][8], const typename Mma::FragA& a, int step,
+                                     const scalar_t* lane_b) {
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kTiles; tile += 2) {
     typename Mma::FragBkn b;
     Mma::template load_b_kn<ColTile>(b, lane_b, 0, step, 8 * tile);
     Mma::mma(out[tile], out[tile + 1], a, b);
   }
+}
+template <typename Mma, typename ColTile, typename scalar_t, int kTiles>
+CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4][8], int step, const scalar_t* lane_b,
+                                    int lane) {
+  typename Mma::FragA a;
+  Mma::from_scores(a, x, step, lane);
+  multiply_operand<Mma, ColTile>(out, a, step, lane_b);
 }
 
 // A statistic of one part or of two, of which the second is 0.

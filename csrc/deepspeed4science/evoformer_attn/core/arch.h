@@ -29,6 +29,19 @@ CUTLASS_HOST_DEVICE constexpr bool has_large_shared_memory() {
 #endif
 }
 
+// Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up.
+CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  for (int arch : kArchs) {
+    if (arch < 900) return false;
+  }
+  return true;
+#else
+  return false;  // a runtime compiler, which sees no host side
+#endif
+}
+
 }  // namespace ds4s
 
 // Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of

@@ -104,6 +104,18 @@ CUTLASS_DEVICE uint32_t block_x() {
   return x;
 }
 
+// Between blocks: ld.acquire and st.release (9.7.9.8, 9.7.9.11) at the scope of the GPU; fences before 7.0's model of
+// memory are not needed.
+CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
+  int x;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+  } while (x != value);
+}
+CUTLASS_DEVICE void store_release(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {
