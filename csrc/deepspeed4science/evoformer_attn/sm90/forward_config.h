@@ -12,15 +12,14 @@ namespace ds4s::sm90 {
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
 using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consumer has arrived
 
-template <int kRows_,            // rows n of a block; they share tiles of bias2
-          int kQueryTiles_,      // tiles of 64 queries of a block; they share keys and values
-          int kStages_,          // steps in flight
-          int kBlocksPerSm_,     // blocks resident on one multiprocessor
-          bool kSumByProduct_,   // row sums from a column of ones beside V, instead of additions
-          bool kPipelined_>      // O += P V of a step runs beside the exponentials of the next
+template <int kRows_,         // rows n of a block; they share tiles of bias2
+          int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
+          int kStages_,       // steps in flight
+          int kBlocksPerSm_,  // blocks resident on one multiprocessor
+          bool kPipelined_>   // O += P V of a step runs beside the exponentials of the next
 struct ForwardTiles {
   static constexpr int kRows = kRows_, kQueryTiles = kQueryTiles_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kSumByProduct = kSumByProduct_, kPipelined = kPipelined_;
+  static constexpr bool kPipelined = kPipelined_;
 };
 
 template <typename Element_,  // half_t, bfloat16_t
@@ -34,7 +33,7 @@ struct ForwardConfig {
   static constexpr bool kBias1 = kBias1_, kBias2 = kBias2_;
   static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
   static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
-  static constexpr bool kSumByProduct = Tiles::kSumByProduct, kPipelined = Tiles::kPipelined;
+  static constexpr bool kPipelined = Tiles::kPipelined;
 
   static constexpr int kQueries = 64;  // rows of one wgmma
   static constexpr int kKeys = 64;     // keys of a step
@@ -56,8 +55,6 @@ struct ForwardConfig {
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
   using BiasTile = SwizzledTile<kQueries, kKeys>;
   static constexpr int kQSteps = (kHeadDim + 15) / 16, kKeySteps = kKeys / 16;
-  static constexpr int kOutputs = kHeadDim + (kSumByProduct ? 8 : 0);  // columns of P [V, 1]
-  static_assert(!kSumByProduct || kHeadDim == KTile::kBoxColumns, "the ones stand in the place of V's second box");
 
   struct KeyStage {  // what the scores of a step need
     alignas(1024) uint8_t k[kRows][KTile::kBytes];
@@ -71,7 +68,6 @@ struct ForwardConfig {
     alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
     KeyStage keys[kStages];
     ValueStage values[kStages];
-    alignas(1024) uint8_t ones[kSumByProduct ? 16 * KTile::kRowBytes : 16];
     alignas(16) Bias1Stage bias1[kStages];
     FullBarrier q_full[2], k_full[kStages], v_full[kStages];
     EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];

@@ -26,10 +26,10 @@ struct ForwardConsumer {
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
   using BiasTile = typename Config::BiasTile;
-  static constexpr int kHeadDim = Config::kHeadDim, kQueryTiles = Config::kQueryTiles, kOutputs = Config::kOutputs;
+  static constexpr int kHeadDim = Config::kHeadDim, kQueryTiles = Config::kQueryTiles;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps, kKeySteps = Config::kKeySteps;
-  static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2, kSumByProduct = Config::kSumByProduct;
+  static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
 
   // The place of a warpgroup in its block.
   struct Place {
@@ -93,24 +93,20 @@ struct ForwardConsumer {
     }
   }
 
-  // Low words of the descriptors of this warpgroup's operands in stage 0, and the way to the next stage. With a column
-  // of ones the second box of V is in one fixed place, so that the way to it gets shorter as V moves on.
+  // Low words of the descriptors of this warpgroup's operands in stage 0.
   struct Operands {
     uint32_t k, v;
-    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4, kNextValues = sizeof(typename Config::ValueStage) >> 4;
-    static constexpr uint32_t v_moved(uint32_t by) { return kSumByProduct ? by - (by << 16) : by; }
+    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
+    static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
 
-    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at) {
-      uint32_t k_address = shared_address(shared.keys[0].k[at.row]);
-      uint32_t v_address = shared_address(shared.values[0].v[at.row]);
-      k = KTile::descriptor_low(k_address);
-      v = KTile::descriptor_low(v_address, kSumByProduct ? int(shared_address(shared.ones) - v_address) : KTile::kBoxBytes);
-    }
+    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at)
+        : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
+          v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))) {}
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
       return KTile::kDescriptorHigh | (k + stage * kNextKeys + KTile::columns_step(step));
     }
     CUTLASS_DEVICE uint64_t values(int stage, int step) const {
-      return KTile::kDescriptorHigh | (v + stage * v_moved(kNextValues) + v_moved(KTile::rows_step(step)));
+      return KTile::kDescriptorHigh | (v + stage * kNextValues + KTile::rows_step(step));
     }
   };
 
@@ -142,28 +138,28 @@ struct ForwardConsumer {
   CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kKeys / 4], float (&factor)[2], float (&s)[kKeys / 2],
                                           RowSoftmax& softmax, int keys_left, const Place& at) {
     if (!kBias1 && keys_left < kKeys) hide_tail(s, keys_left, at.lane);
-    return softmax.template exponentiate<Element, !kSumByProduct>(p, factor, s);
+    return softmax.template exponentiate<Element>(p, factor, s);
   }
-  CUTLASS_DEVICE static void rescale(float (&o)[kOutputs / 2], const float (&factor)[2]) {
+  CUTLASS_DEVICE static void rescale(float (&o)[kHeadDim / 2], const float (&factor)[2]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kOutputs / 2; ++x) o[x] *= factor[row_of(x)];
+    for (int x = 0; x < kHeadDim / 2; ++x) o[x] *= factor[row_of(x)];
   }
 
-  // Starts O += P [V, 1].
-  CUTLASS_DEVICE static void start_output(float (&o)[kOutputs / 2], const uint32_t (&p)[kKeys / 4],
+  // Starts O += P V.
+  CUTLASS_DEVICE static void start_output(float (&o)[kHeadDim / 2], const uint32_t (&p)[kKeys / 4],
                                           const Operands& operands, int stage) {
     fence_registers(o);
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
-      wgmma<Element, kOutputs, Major::MN>(o, p + 4 * step, operands.values(stage, step));
+      wgmma<Element, kHeadDim, Major::MN>(o, p + 4 * step, operands.values(stage, step));
     }
     wgmma_commit();
   }
 
   // All keys, one step after another. While a step's exponentials are computed the tensor cores work for others.
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, PendingStore& pending,
-                                    float (&o)[kOutputs / 2], RowSoftmax& softmax, const Place& at) {
+                                    float (&o)[kHeadDim / 2], RowSoftmax& softmax, const Place& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
@@ -193,7 +189,7 @@ struct ForwardConsumer {
 
   // The same with O += P V of a step beside the exponentials of the next.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
-                                              PendingStore& pending, float (&o)[kOutputs / 2], RowSoftmax& softmax,
+                                              PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                               const Place& at) {
     float s[kKeys / 2], factor[2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
@@ -243,13 +239,9 @@ struct ForwardConsumer {
 
   // O = O / l through shared memory; lse.
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
-                                    const Coordinates& block, const float (&o)[kOutputs / 2], RowSoftmax& softmax,
+                                    const Coordinates& block, const float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const Place& at) {
-    if constexpr (kSumByProduct) {
-      softmax.l[0] = o[kHeadDim / 2], softmax.l[1] = o[kHeadDim / 2 + 2];
-    } else {
-      softmax.finish_sums();
-    }
+    softmax.finish_sums();
     int query = block.query + at.query_tile * kQueries, n = block.row + at.row;
     float inverse[2];
     CUTLASS_PRAGMA_UNROLL
@@ -291,7 +283,7 @@ struct ForwardConsumer {
       shared.q_full[q_turn.stage].wait(q_turn.parity);
       if (block.row + at.row < args.N && block.query + at.query_tile * kQueries < args.Lq) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
-        float o[kOutputs / 2] = {};
+        float o[kHeadDim / 2] = {};
         RowSoftmax softmax(args.c);
         if constexpr (Config::kPipelined) {
           attend_pipelined(shared, args, turn, QTile::descriptor_low(shared_address(q)), pending, o, softmax, at);

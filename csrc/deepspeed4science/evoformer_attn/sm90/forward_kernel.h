@@ -28,18 +28,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) shared.q_full[b].init(1), shared.q_empty[b].init(kWarpgroups);
     for (int s = 0; s < Config::kStages; ++s) {
-      shared.k_full[s].init(Config::kBias1 ? 2 : 1), shared.k_empty[s].init(4 * kWarpgroups);
+      shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(4 * kWarpgroups);
       shared.v_full[s].init(1), shared.v_empty[s].init(4 * kWarpgroups);
     }
     cutlass::arch::fence_barrier_init();
-  }
-  if constexpr (Config::kSumByProduct) {
-    using Element = typename Config::Element;
-    Element* ones = reinterpret_cast<Element*>(shared.ones);
-    for (int i = threadIdx.x; i < int(sizeof(shared.ones) / sizeof(Element)); i += Config::kNumThreads) {
-      ones[i] = Element(1.f);
-    }
-    cutlass::arch::fence_view_async_shared();
   }
   __syncthreads();
 

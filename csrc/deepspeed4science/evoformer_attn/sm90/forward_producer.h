@@ -95,8 +95,7 @@ struct ForwardProducer {
         for (int x = 0; x < kRows * kPerLane; ++x) {
           shared.bias1[turn.stage][x / kPerLane][x % kPerLane * 32 + lane] = value[x / kPerLane][x % kPerLane] * args.f;
         }
-        __syncwarp();
-        if (lane == 0) shared.k_full[turn.stage].arrive();
+        shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
         load(key + kKeys);
       }
     }

@@ -17,19 +17,14 @@ struct ForwardChoice {
   // (1,768,768,4,32): 0.90; not pipelined 0.99, 1 x 4 tiles 0.95, 3 x 1 1.28, three stages 0.95.
   // (1,48,768,16,48): 0.288; pipelined 0.306 (spills). (1,256,1024,4,64): 0.648; pipelined 0.82 (spills), 1 x 2 0.76.
   // (1,64,1024,8,128): 0.507; not pipelined 0.64, 1 x 3 tiles 0.78.
-  template <bool kSumByProduct>
   using ManyRows = cute::conditional_t<
-      kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, kSumByProduct, /*kPipelined=*/true>,
-      cute::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, kSumByProduct && kHeadDim == 64, /*kPipelined=*/false>,
-                          ForwardTiles<1, 2, 3, 1, /*kSumByProduct=*/false, /*kPipelined=*/true>>>;
-  // The sums of rounded P are exact for O, but lse is the backward's measure of P: there they cost an error of 1e-3.
-  using WithLse = ManyRows</*kSumByProduct=*/false>;
-  using WithoutLse = ManyRows</*kSumByProduct=*/true>;
+      kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
+      cute::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
+                          ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
   // One row n has no other to share bias2 with. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
-  using OneRow = cute::conditional_t<
-      kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kSumByProduct=*/false, /*kPipelined=*/kHeadDim <= 32>, WithLse>;
-  using FewTiles = cute::conditional_t<
-      kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kSumByProduct=*/false, /*kPipelined=*/true>, WithLse>;
+  using OneRow =
+      cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
+  using FewTiles = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
 };
 
 // One kernel: its maps, its arguments, its grid.
@@ -128,10 +123,7 @@ struct Forward {
     cudaError_t error = bias2.prepare(p.workspace, stream);
     if (error != cudaSuccess) return error;
     using Choice = ForwardChoice<kHeadDim>;
-    if (p.N > 1) {
-      return p.lse != nullptr ? Launch<typename Choice::WithLse>::run(p, bias2, stream)
-                              : Launch<typename Choice::WithoutLse>::run(p, bias2, stream);
-    }
+    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
     int blocks = 0;
     error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
     if (error != cudaSuccess) return error;

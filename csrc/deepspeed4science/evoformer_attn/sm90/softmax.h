@@ -38,14 +38,14 @@ struct RowSoftmax {
   CUTLASS_DEVICE explicit RowSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
 
-  // p = 2^(c s - c m), packed, and its sum if it is wanted. True when m has moved: what was accumulated is to be
+  // p = 2^(c s - c m), packed; l grows. True when m has moved: what was accumulated is to be
   // multiplied by `factor`. That m is too small for these scores is seen by p, of which there are half as many
   // registers as of s.
-  template <typename Element, bool kSum, int kCount>
+  template <typename Element, int kCount>
   CUTLASS_DEVICE bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], const float (&s)[kCount]) {
     if (!careful) {
       float l_before[2] = {l[0], l[1]};
-      exponentiate_common<Element, kSum>(p, s);
+      exponentiate_common<Element>(p, s);
       uint32_t top = p[0];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 1; i < kCount / 2; ++i) top = max_pairs<Element>(top, p[i]);
@@ -54,7 +54,7 @@ struct RowSoftmax {
       l[0] = l_before[0], l[1] = l_before[1];
     }
     move(factor, s);
-    exponentiate_careful<Element, kSum>(p, s);
+    exponentiate_careful<Element>(p, s);
     return true;
   }
 
@@ -73,24 +73,24 @@ struct RowSoftmax {
   }
 
  private:
-  template <typename Element, bool kSum, int kCount>
+  template <typename Element, int kCount>
   CUTLASS_DEVICE void exponentiate_common(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       int r = row_of(2 * i);
       float x = ptx::exp2(fmaf(s[2 * i], c, -cm[r])), y = ptx::exp2(fmaf(s[2 * i + 1], c, -cm[r]));
-      if constexpr (kSum) l[r] += x + y;
+      l[r] += x + y;
       p[i] = ptx::pack<Element>(x, y);
     }
   }
-  template <typename Element, bool kSum, int kCount>
+  template <typename Element, int kCount>
   CUTLASS_DEVICE void exponentiate_careful(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       int r = row_of(2 * i);
       float reference = m[r] == -infinity() ? 0.f : m[r];
       float x = ptx::exp2((s[2 * i] - reference) * c), y = ptx::exp2((s[2 * i + 1] - reference) * c);
-      if constexpr (kSum) l[r] += x + y;
+      l[r] += x + y;
       p[i] = ptx::pack<Element>(x, y);
     }
   }

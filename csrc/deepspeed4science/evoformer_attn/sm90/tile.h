@@ -34,14 +34,14 @@ struct SwizzledTile {
                                           : cute::SM90::GMMA::LayoutType::B32)
                    << 30)
       << 32;
-  CUTLASS_DEVICE static uint32_t descriptor_low(uint32_t address, int next_box_bytes = kBoxBytes) {
-    return uint32_t(next_box_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+  CUTLASS_DEVICE static uint32_t descriptor_low(uint32_t address) {
+    return uint32_t(kBoxBytes >> 4) << 16 | (address & 0x3ffff) >> 4;
   }
   // To the columns 16 step .. 16 step + 15 as the contracted index; rows are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t columns_step(int step) {
     return uint32_t(32 * step / kRowBytes * kBoxBytes + 32 * step % kRowBytes) >> 4;
   }
-  // To the rows 16 step .. 16 step + 15 as the contracted index; columns are N, those beyond a box next_box_bytes on.
+  // To the rows 16 step .. 16 step + 15 as the contracted index; columns are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t rows_step(int step) { return uint32_t(16 * step * kRowBytes) >> 4; }
 };
 
