@@ -26,8 +26,14 @@ struct Bias2Rows {
   cudaError_t prepare(void* workspace, cudaStream_t stream) {
     if (!copied) return cudaSuccess;
     if (workspace == nullptr) return cudaErrorInvalidValue;
-    RepackParams p{view.ptr, workspace, {view.stride[4], view.stride[2], view.stride[1], view.stride[0]},
-                   view.size[2], view.size[1], view.size[0], pitch(), num_rows() * pitch() / 8};
+    RepackParams p{view.ptr,
+                   workspace,
+                   {view.stride[4], view.stride[2], view.stride[1], view.stride[0]},
+                   view.size[2],
+                   view.size[1],
+                   view.size[0],
+                   pitch(),
+                   num_rows() * pitch() / 8};
     int64_t blocks = (p.num_vectors + 255) / 256;
     repack_rows<Element><<<unsigned(blocks < 65536 ? blocks : 65536), 256, 0, stream>>>(p);
     view.ptr = workspace;

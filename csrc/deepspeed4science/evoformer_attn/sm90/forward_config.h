@@ -38,7 +38,7 @@ struct ForwardConfig {
   static constexpr int kQueries = 64;  // rows of one wgmma
   static constexpr int kKeys = 64;     // keys of a step
   static constexpr int kBlockQueries = kQueries * kQueryTiles;
-  static constexpr int kWarpgroups = kRows * kQueryTiles;     // consumers
+  static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   // float16 has few subnormals, and its largest bias fits whatever the factor (forward_args.h).
   static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;

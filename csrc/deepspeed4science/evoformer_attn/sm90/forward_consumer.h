@@ -6,8 +6,9 @@
 //           O += P V                   wgmma, P from registers
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/cutlass.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/ptx.h"
 #include "sm90/forward_config.h"
@@ -74,8 +75,8 @@ struct ForwardConsumer {
                                           const Place& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
-    uint32_t bias2 =
-        shared_address(shared.keys[stage].bias2[at.query_tile]) + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    uint32_t bias2 = shared_address(shared.keys[stage].bias2[at.query_tile]) +
+                     BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kKeySteps; ++g) {
       uint32_t pairs[4];
@@ -111,8 +112,8 @@ struct ForwardConsumer {
   };
 
   // Starts s += Q' K^T of a stage that has arrived.
-  CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands, int stage,
-                                          uint32_t q, float f, const Place& at) {
+  CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
+                                          int stage, uint32_t q, float f, const Place& at) {
     begin_scores(s, shared, stage, f, at);
     fence_registers(s);
     wgmma_begin();
@@ -158,8 +159,9 @@ struct ForwardConsumer {
   }
 
   // All keys, one step after another. While a step's exponentials are computed the tensor cores work for others.
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, PendingStore& pending,
-                                    float (&o)[kHeadDim / 2], RowSoftmax& softmax, const Place& at) {
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
+                                    PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
+                                    const Place& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
@@ -203,7 +205,7 @@ struct ForwardConsumer {
     exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
     int key = kKeys;
-    auto step = [&](uint32_t(&p)[kKeys / 4], uint32_t(&p_next)[kKeys / 4]) {
+    auto step = [&](uint32_t (&p)[kKeys / 4], uint32_t (&p_next)[kKeys / 4]) {
       Turn values = turn;
       turn.advance();
       bool more = key < args.Lk;
@@ -234,6 +236,7 @@ struct ForwardConsumer {
   }
 
   CUTLASS_DEVICE static void release(EmptyBarrier& empty, const Place& at) {
+    __syncwarp();  // what the other lanes have read comes before
     if (at.lane == 0) empty.arrive();
   }
 
@@ -263,8 +266,8 @@ struct ForwardConsumer {
     at.sync();
     if (at.issues()) {
       for (int box = 0; box < QTile::kNumBoxes; ++box) {
-        cute::SM90_TMA_STORE_5D::copy(&map_o, tile + box * QTile::kBoxBytes, box * QTile::kBoxColumns, query, block.head,
-                                      n, block.batch);
+        cute::SM90_TMA_STORE_5D::copy(&map_o, tile + box * QTile::kBoxBytes, box * QTile::kBoxColumns, query,
+                                      block.head, n, block.batch);
       }
       cute::tma_store_arrive();
     }

@@ -18,9 +18,9 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
-    forward(const ForwardArgs args, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-            const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_o,
-            const __grid_constant__ CUtensorMap map_bias2) {
+    forward(const ForwardArgs args, const __grid_constant__ CUtensorMap map_q,
+            const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+            const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_bias2) {
   constexpr int kWarpgroups = Config::kWarpgroups;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);

@@ -1,5 +1,5 @@
-// What brings tiles into shared memory: one thread for everything that TMA takes, one warp for bias1. Each waits until a
-// stage is empty, fills it, and lets its barrier complete when the bytes have arrived.
+// What brings tiles into shared memory: one thread for everything that TMA takes, one warp for bias1. Each waits until
+// a stage is empty, fills it, and lets its barrier complete when the bytes have arrived.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -26,7 +26,7 @@ struct ForwardProducer {
 
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_q,
-                                     const CUtensorMap& map_k, const CUtensorMap& map_v, const CUtensorMap& map_bias2) {
+                                 const CUtensorMap& map_k, const CUtensorMap& map_v, const CUtensorMap& map_bias2) {
     constexpr uint32_t kQBytes = kWarpgroups * QTile::kBytes;
     constexpr uint32_t kValueBytes = kRows * KTile::kBytes;
     constexpr uint32_t kKeyBytes = kValueBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0);
@@ -51,8 +51,8 @@ struct ForwardProducer {
         }
         if constexpr (kBias2) {
           for (int t = 0; t < kQueryTiles; ++t) {
-            load_tile<BiasTile>(map_bias2, k_full, keys.bias2[t], key, at.query + t * kQueries, at.head * args.bias2_H, 0,
-                                at.batch * args.bias2_B);
+            load_tile<BiasTile>(map_bias2, k_full, keys.bias2[t], key, at.query + t * kQueries, at.head * args.bias2_H,
+                                0, at.batch * args.bias2_B);
           }
         }
         FullBarrier& v_full = shared.v_full[turn.stage];
@@ -103,8 +103,8 @@ struct ForwardProducer {
 
  private:
   template <typename Tile>
-  CUTLASS_DEVICE static void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2,
-                                       int x3, int x4) {
+  CUTLASS_DEVICE static void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
+                                       int x2, int x3, int x4) {
     CUTLASS_PRAGMA_UNROLL
     for (int box = 0; box < Tile::kNumBoxes; ++box) {
       cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),

@@ -30,10 +30,10 @@ struct RowSoftmax {
   static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
 
   float c;
-  float cm[2];     // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
-  float m[2];      // -inf while nothing is visible
-  float l[2];      // this thread's part of the sum
-  bool careful;    // of some row of the warp, nothing is visible yet, or m is huge: all its keys carry a mask like -1e9
+  float cm[2];   // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
+  float m[2];    // -inf while nothing is visible
+  float l[2];    // this thread's part of the sum
+  bool careful;  // of some row of the warp, nothing is visible yet, or m is huge: all its keys carry a mask like -1e9
 
   CUTLASS_DEVICE explicit RowSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}

@@ -47,7 +47,8 @@ bool has_tensor_map(const TensorView<kRank>& t) {
 // Boxes of box0 x box1 elements and one in every further dimension, their rows swizzled over their whole width. What
 // lies outside of the tensor is read as 0 and not written.
 template <int kRank>
-cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0, int box1) {
+cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0,
+                            int box1) {
   auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorInsufficientDriver;
   cuuint64_t size[kRank], stride_bytes[kRank - 1];
@@ -61,9 +62,9 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
   CUtensorMapSwizzle swizzle = box0 == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                                : box0 == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                             : CU_TENSOR_MAP_SWIZZLE_32B;
-  CUresult result = encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result =
+      encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

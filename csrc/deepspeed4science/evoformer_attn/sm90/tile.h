@@ -28,11 +28,10 @@ struct SwizzledTile {
   // Matrix descriptors (PTX ISA 9.7.15.5.1): the high word is the same for all, the low word has the address and is
   // linear in it, so that one addition moves a descriptor on.
   static constexpr uint64_t kDescriptorHigh =
-      uint64_t(uint32_t(8 * kRowBytes >> 4) |
-               uint32_t(kRowBytes == 128  ? cute::SM90::GMMA::LayoutType::B128
-                        : kRowBytes == 64 ? cute::SM90::GMMA::LayoutType::B64
-                                          : cute::SM90::GMMA::LayoutType::B32)
-                   << 30)
+      uint64_t(uint32_t(8 * kRowBytes >> 4) | uint32_t(kRowBytes == 128  ? cute::SM90::GMMA::LayoutType::B128
+                                                       : kRowBytes == 64 ? cute::SM90::GMMA::LayoutType::B64
+                                                                         : cute::SM90::GMMA::LayoutType::B32)
+                                                  << 30)
       << 32;
   CUTLASS_DEVICE static uint32_t descriptor_low(uint32_t address) {
     return uint32_t(kBoxBytes >> 4) << 16 | (address & 0x3ffff) >> 4;

@@ -2,9 +2,10 @@
 // shared memory (wgmma, PTX ISA 9.7.15): CuTe's atoms by type and N.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/mma_sm90_gmma_ext.hpp>
-#include <cutlass/numeric_types.h>
 
 namespace ds4s::sm90 {
 
@@ -14,16 +15,16 @@ using cute::SM90::GMMA::ScaleOut;
 template <typename Element, int kN, Major kMajorB>
 struct WgmmaAtom;
 
-#define DS4S_WGMMA_ATOM(N)                                                               \
-  template <Major kMajorB>                                                               \
-  struct WgmmaAtom<cutlass::bfloat16_t, N, kMajorB> {                                    \
-    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::K, kMajorB>;  \
+#define DS4S_WGMMA_ATOM(N)                                                                 \
+  template <Major kMajorB>                                                                 \
+  struct WgmmaAtom<cutlass::bfloat16_t, N, kMajorB> {                                      \
+    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::K, kMajorB>;    \
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, kMajorB>; \
-  };                                                                                     \
-  template <Major kMajorB>                                                               \
-  struct WgmmaAtom<cutlass::half_t, N, kMajorB> {                                        \
-    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::K, kMajorB>;    \
-    using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, kMajorB>; \
+  };                                                                                       \
+  template <Major kMajorB>                                                                 \
+  struct WgmmaAtom<cutlass::half_t, N, kMajorB> {                                          \
+    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::K, kMajorB>;      \
+    using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, kMajorB>;   \
   };
 DS4S_WGMMA_ATOM(16)
 DS4S_WGMMA_ATOM(32)
@@ -42,7 +43,8 @@ CUTLASS_DEVICE void wgmma_expanded(float* d, const uint32_t* a, uint64_t b, Scal
   Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
 }
 
-// d = a b (ScaleOut::Zero) or d += a b, a by its descriptor or in registers. Nothing may touch d or a before wgmma_wait.
+// d = a b (ScaleOut::Zero) or d += a b, a by its descriptor or in registers. Nothing may touch d or a before
+// wgmma_wait.
 //   a: value 2 i + e of the 16 columns: row lane / 4 + 8 (i & 1), column 8 (i >> 1) + 2 (lane & 3) + e, packed in a[i]
 //   d: value 4 c + 2 i + e: the same row, column 8 c + 2 (lane & 3) + e
 template <typename Element, int kN, Major kMajorB>
