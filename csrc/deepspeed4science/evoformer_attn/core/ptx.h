@@ -10,6 +10,12 @@
 
 #include "core/arch.h"
 
+namespace ds4s {
+
+CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+
+}  // namespace ds4s
+
 namespace ds4s::ptx {
 
 // 2^x, flushing subnormals: ex2.approx.ftz (9.7.3.21), two units in the last place; -inf gives 0.

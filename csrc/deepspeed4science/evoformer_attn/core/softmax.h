@@ -13,8 +13,6 @@
 
 namespace ds4s {
 
-CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
-
 template <typename Mma>
 struct RowSoftmax {
   static constexpr int kSlots = Mma::kSlots;

@@ -8,8 +8,6 @@
 
 namespace ds4s::sm90 {
 
-CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
-
 // Accumulator values 2 i + e of a 64 x 16 tile lie in the thread's row i & 1.
 CUTLASS_HOST_DEVICE constexpr int row_of(int index) { return index >> 1 & 1; }
 
