@@ -143,9 +143,17 @@ def _backward(
     backend = backends.select(problem)
     gradients = backend.backward(problem, do_, q, k, v, o, lse, bias1, bias2, wanted=wanted)
     return tuple(
-        like if gradient is None else gradient.sum_to_size(like.shape).to(like.dtype)
+        like if gradient is None else _sum_to(gradient, like)
         for gradient, like in zip(gradients, shapes, strict=True)
     )
+
+
+def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of what was broadcast, in its own shape and dtype (docs/math.md, 15 and 16)."""
+    total = gradient.sum_to_size(like.shape).to(like.dtype)
+    if like.shape[-1] < gradient.shape[-1]:
+        total = total * 0.0  # the same for all keys changes nothing; NaN stays NaN
+    return total
 
 
 def _fake_backward(

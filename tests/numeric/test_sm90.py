@@ -3,8 +3,6 @@
 Everything else in this folder runs on them too, wherever they are the GPU's family.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from deepspeed4science.reference import evoformer_attention
 from op_builder import EvoformerAttnBuilder
 from op_builder.instantiations import has_row
 from tests.numeric.cases import Case, cuda_reason
-from tests.numeric.law import check, ours, run
+from tests.numeric.law import check
 
 
 def reason_to_skip():
@@ -116,21 +114,10 @@ def test_rows_that_share_a_tile_of_bias2(N, bias1, bias2):
 @pytest.mark.parametrize("L", [70, 72])
 @pytest.mark.parametrize("over", ["B", "H", "Lq", "B, H", "Lk"])
 def test_broadcast_pair_bias(over, L):
-    """bias2 of size 1 over some dimensions; rows of even and of ragged length.
-
-    What is the same for all keys of a row changes nothing: its gradient is 0, of which a relative
-    error says nothing. It is compared with the terms that cancel in it.
-    """
+    """bias2 of size 1 over some dimensions; rows of even and of ragged length."""
     inputs = Case("broadcast", B=2, N=3, Lq=L, H=2).inputs(torch.bfloat16, "cuda")
     for name in over.split(", "):
         inputs.bias2 = inputs.bias2.narrow({"B": 0, "H": 2, "Lq": 3, "Lk": 4}[name], 0, 1)
-    if over == "Lk":
-        inputs.do = torch.randn_like(inputs.q)
-        full = replace(inputs, bias2=inputs.bias2.expand(*inputs.bias2.shape[:4], L))
-        terms = run(evoformer_attention, full, torch.float64)[5].norm(dim=-1, keepdim=True)
-        noise = run(ours, inputs)[5].double()
-        assert (noise.abs() <= 4 * torch.finfo(torch.bfloat16).eps * terms).all()
-        inputs.needs = (True, True, True, True, False)
     check(inputs)
 
 

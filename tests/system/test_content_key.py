@@ -180,8 +180,8 @@ report(origin=[kernel.origin], path=str(kernel.path))
 
 
 def test_import_is_cheap_and_quiet(tmp_path):
-    """Importing op_builder needs no torch, prints nothing, and takes less than three times what the
-    standard library's modules take that everybody imports.
+    """Importing op_builder needs no torch, prints nothing, and takes less than 60 ms; nor do its
+    builders need torch.
 
     Processor time of a second import, with its bytecode at hand: others may be using the machine.
     """
@@ -191,31 +191,25 @@ before = set(sys.modules)
 start = time.process_time()
 import op_builder
 seconds = time.process_time() - start
+assert all(getattr(op_builder, name) for name in op_builder.__all__)
 new = set(sys.modules) - before
 assert not new & {"torch", "numpy", "cpuinfo", "ninja"}, new
 assert not hasattr(op_builder, "__deepspeed__")
 sys.stderr.write(str(seconds))
 """
-    standard = """
-import sys, time
-start = time.process_time()
-import ctypes, dataclasses, hashlib, inspect, json, logging, pathlib
-import re, shutil, subprocess, tempfile
-sys.stderr.write(str(time.process_time() - start))
-"""
+
     environment = dict(os.environ, PYTHONPYCACHEPREFIX=str(tmp_path), PYTHONDONTWRITEBYTECODE="")
 
-    def run(script):
+    def run():
         command = [sys.executable, "-c", script]
         return subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
         )
 
-    run(script)
-    outcomes = [run(script) for _ in range(5)]
+    run()
+    outcomes = [run() for _ in range(5)]
     assert [outcome.stdout for outcome in outcomes] == [""] * 5
-    yardstick = min(float(run(standard).stderr) for _ in range(5))
-    assert min(float(outcome.stderr) for outcome in outcomes) < 3 * yardstick
+    assert min(float(outcome.stderr) for outcome in outcomes) < 0.06
 
 
 def test_import_runs_nothing():

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/mma.h"
+#include "core/ptx.h"
 #include "params.h"
 
 namespace ds4s {
@@ -29,8 +30,6 @@ struct BackwardArgs {
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // into how many parts the rows n are cut
 };
-
-CUTLASS_DEVICE float negative_infinity() { return __int_as_float(int(0xff800000u)); }
 
 // The same in every lane, and the compiler knows it: such values live in uniform registers.
 CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
@@ -90,7 +89,7 @@ struct NegativeLse {
   CUTLASS_DEVICE QueryValue load(int q) const { return ptr[int64_t(q) * stride]; }
   // -inf, not inf, for a query with no visible key: its P is 0.
   CUTLASS_DEVICE static QueryValue value(QueryValue x) {
-    if constexpr (!kExact) x = x > negative_infinity() ? -x : x;
+    if constexpr (!kExact) x = x > -infinity() ? -x : x;
     return x;
   }
 };

@@ -121,7 +121,7 @@ struct BiasPass {
       float* sColumns = stage_columns(stage);
       if (thread < kCols) {
         float bias1 = Bias1Row<scalar_t>::value(x.column, ptx::bits_to_float<scalar_t>(x.shift)) * unit;
-        store_column(sColumns, thread, has_column ? bias1 : negative_infinity());
+        store_column(sColumns, thread, has_column ? bias1 : -infinity());
       }
       if (thread < Config::kRows) {
         float* sRows = sColumns + 2 * kCols;
@@ -132,7 +132,7 @@ struct BiasPass {
           }
           exponent = NegativeLse<QueryValue>::value(exponent) * Exponent::row_unit;
         }
-        if (!has_row) exponent = one_part<QueryValue>(negative_infinity());
+        if (!has_row) exponent = one_part<QueryValue>(-infinity());
         float2 dp;
         if constexpr (Config::kExact) {
           dp = x.dp;

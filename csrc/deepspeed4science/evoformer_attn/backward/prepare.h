@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       static_cast<const scalar_t*>(p.bias1) + b * p.bias1_stride[0] + n * p.bias1_stride[1];
   __shared__ float sMax[kPrepareThreads / 32];
 
-  float largest = negative_infinity();
+  float largest = -infinity();
   for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) {
     scalar_t x = g[k * p.bias1_stride[2]];
     largest = fmaxf(largest, float(x));
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   CUTLASS_PRAGMA_UNROLL
   for (int warp = 0; warp < kPrepareThreads / 32; ++warp) largest = fmaxf(largest, sMax[warp]);
 
-  bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < -negative_infinity();
+  bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < infinity();
   if (threadIdx.x == 0) shift[bn] = scalar_t(shifts ? largest : 0.f);
 }
 
@@ -126,7 +126,7 @@ struct PrepareRows {
     Bias1Row<scalar_t> bias1(args, b, n);
     const scalar_t* bias2 = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
                             h * args.bias2.stride_h + q * args.bias2.stride_row;
-    float m = negative_infinity(), sum = 0.f, sum_dp = 0.f;
+    float m = -infinity(), sum = 0.f, sum_dp = 0.f;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < int(p.Lk); ++k) {
       const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, k, h);
@@ -134,12 +134,12 @@ struct PrepareRows {
       float s = p.scale * reduce(dot_share<Config, kGroup, true>(gQ, gK, int(p.D), lane)) + bias1.at(k);
       if constexpr (Config::kHasBias2) s += float(bias2[k]);
       float dp = reduce(dot_share<Config, kGroup, true>(gDo, gV, int(p.Dv), lane));
-      if (s == negative_infinity()) continue;
+      if (s == -infinity()) continue;
       float m_new = fmaxf(m, s), keep = ptx::exp2((m - m_new) * kLog2e), e = ptx::exp2((s - m_new) * kLog2e);
       sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;
       m = m_new;
     }
-    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : negative_infinity();
+    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : -infinity();
     delta = sum > 0.f ? sum_dp / sum : 0.f;
   }
 };

@@ -95,7 +95,7 @@ struct RowPass {
         score = bias1.value(x.score);
       }
       if constexpr (!Config::kExact) score *= unit;
-      if (column + int(threadIdx.x) >= count) score = one_part<typename Exponent::Column>(negative_infinity());
+      if (column + int(threadIdx.x) >= count) score = one_part<typename Exponent::Column>(-infinity());
       store_column(sColumns, int(threadIdx.x), score);
       if constexpr (kKeyRows && kWantsDs) store_column(sColumns + 2 * kCols, int(threadIdx.x), x.dp);
     }
@@ -240,7 +240,7 @@ struct RowPass {
       }
       if constexpr (!Config::kExact) row_exponent[slot] *= probabilities.row_unit;
       bool exists = Mma::row_of_lane(lane) + slot * Mma::kRowStep < rows_left;
-      if (!exists) row_exponent[slot] = one_part<typename Exponent::Row>(negative_infinity());
+      if (!exists) row_exponent[slot] = one_part<typename Exponent::Row>(-infinity());
     }
     RowBegin<Mma> dp_begin;
     if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);

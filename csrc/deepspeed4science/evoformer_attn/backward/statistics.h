@@ -78,7 +78,7 @@ struct RowStatistics {
     // A lane's share of its rows.
     float max[kSlots], sum[kSlots] = {}, rest[kSlots] = {};
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) max[slot] = negative_infinity();
+    for (int slot = 0; slot < kSlots; ++slot) max[slot] = -infinity();
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int col0 = 0; col0 < int(p.Lk); col0 += kCols) {
@@ -87,7 +87,7 @@ struct RowStatistics {
       k_loader.load(sK, cols_left), k_loader.advance();
       v_loader.load(sV, cols_left), v_loader.advance();
       if (thread < kCols) {
-        store_column(sColumns, thread, thread < cols_left ? bias1.at(col0 + thread) : negative_infinity());
+        store_column(sColumns, thread, thread < cols_left ? bias1.at(col0 + thread) : -infinity());
       }
       if constexpr (Config::kAsync) ptx::cp_async_commit(), ptx::cp_async_wait<0>();
       __syncthreads();
@@ -120,7 +120,7 @@ struct RowStatistics {
       float total = Mma::reduce_sum(sum[slot] * keep), part = Mma::reduce_sum(rest[slot] * keep);
       int r = warp_row + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
       if (!Mma::leads_row(lane) || r >= rows_left) continue;
-      bool nothing = largest == negative_infinity();
+      bool nothing = largest == -infinity();
       float inverse = nothing ? 0.f : 1.f / total;
       softmax[bnh * p.Lq + row0 + r] = make_float2(nothing ? largest : -largest, inverse);
       negative_delta[bnh * p.Lq + row0 + r] = make_float2(-sCenter[r], -part * inverse);
@@ -129,7 +129,7 @@ struct RowStatistics {
 
  private:
   // What is subtracted in exponents: while nothing is visible 0, as exp(-inf - 0) is the right 0.
-  CUTLASS_DEVICE static float reference(float max) { return max == negative_infinity() ? 0.f : max; }
+  CUTLASS_DEVICE static float reference(float max) { return max == -infinity() ? 0.f : max; }
 
   CUTLASS_DEVICE static void add_biases(const Exponent& exponent, float (&s)[4][8],
                                         const BiasFragment<Mma, scalar_t>& bias, const float* sColumns, int lane) {

@@ -58,7 +58,7 @@ CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t* a, uint64_t b, Sca
   wgmma_expanded<Atom>(d, a, b, scale, std::make_index_sequence<kN / 2>());
 }
 
-// The compiler sees registers that change behind its back; these two mark where they may.
+// Registers change behind the compiler's back while a product runs; this marks where they have been handed over.
 template <int kCount>
 CUTLASS_DEVICE void fence_registers(float (&d)[kCount]) {
   CUTLASS_PRAGMA_UNROLL
