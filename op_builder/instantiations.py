@@ -100,7 +100,7 @@ _CUDA_SCALAR = {
     "bf16": "cutlass::bfloat16_t",
 }
 _CUDA_HEADER = {"fwd": "launch_forward.h", "bwd": "launch_backward.h"}
-_SM90_LAUNCH = {"fwd": "ds4s::sm90::Forward"}
+_SM90_LAUNCH = {"fwd": "ds4s::sm90::Forward", "bwd": "ds4s::sm90::Backward"}
 
 _CUDA_UNIT = """\
 // {name}: written by op_builder/instantiations.py.
@@ -163,7 +163,8 @@ class CudaKernel:
         tf32 = f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}"
         tier = self.head_dim
         if self.family == "sm90":
-            launch = f"{_SM90_LAUNCH[self.direction]}<{scalar}, {tier}, {bias1}, {bias2}>"
+            biases = f"{bias1}, {bias2}" if self.direction == "fwd" else bias2
+            launch = f"{_SM90_LAUNCH[self.direction]}<{scalar}, {tier}, {biases}>"
             return f"{launch}::workspace_bytes", f"{launch}::run"
         if self.direction == "fwd":
             launch = (

@@ -128,6 +128,28 @@ def test_sm90_is_compiled_for_9_0a_whatever_9_0_is_called(requested, nvcc, monke
     assert "-gencode=arch=compute_90a,code=sm_90a" in job.flags
 
 
+@pytest.mark.parametrize(
+    ("bias", "compiled"), [("none", "none"), ("bias1", "none"), ("both", "bias2")]
+)
+def test_an_sm90_backward_reads_bias1_at_run_time(bias, compiled, nvcc):
+    row = BUILDER.kernel(
+        family="sm90",
+        direction="bwd",
+        dtype="fp16",
+        head_dim=64,
+        bias=bias,
+        aligned=True,
+        device=(9, 0),
+    )
+    assert row.name == f"sm90_bwd_fp16_d64_{compiled}"
+    source = row.source()
+    assert '#include "sm90/launch_backward.h"' in source
+    bias2 = f"/*kBias2=*/{str(compiled == 'bias2').lower()}"
+    launch = f"ds4s::sm90::Backward<cutlass::half_t, 64, {bias2}>"
+    assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
+    assert "const ds4s::BwdParams* params" in source
+
+
 def test_before_volta_there_is_none():
     with pytest.raises(ToolchainError, match=r"6\.1 is below 7\.0"):
         BUILDER.family((6, 1))
