@@ -31,9 +31,9 @@ class Backend(ABC):
         """Why this backend cannot take the call; empty when it can. Cheap, and never raises."""
 
     @abstractmethod
-    def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
-        """Begin to make the backward of a call ready; returns at once and leaves errors to
-        `backward`.
+    def _prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor]) -> None:
+        """Begin to make the backward of a call ready; `inputs` are q, k, v as kernels get them.
+        Returns at once and leaves errors to `backward`.
         """
 
     @abstractmethod
@@ -54,6 +54,10 @@ class Backend(ABC):
         """A bias as this backend's kernels read it."""
         return bias
 
+    def _prepare_output(self, tensor: Tensor) -> Tensor:
+        """O or its gradient as this backend's backward reads it."""
+        return _unit_stride(tensor)
+
     def forward(
         self,
         problem: Problem,
@@ -70,6 +74,8 @@ class Backend(ABC):
         """
         p = problem
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+        if with_lse:  # somebody will differentiate: both directions are compiled side by side
+            self._prefetch_backward(p, (q, k, v))
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
         o = torch.empty((p.B, p.N, p.Lq, p.H, p.Dv), dtype=p.dtype, device=p.device)
         if with_lse:
@@ -118,7 +124,8 @@ class Backend(ABC):
         in float32.
         """
         p = problem
-        q, k, v, o, do_ = (_unit_stride(t) for t in (q, k, v, o, do_))
+        q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+        o, do_ = self._prepare_output(o), self._prepare_output(do_)
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
         want_q, want_k, want_v, want_bias1, want_bias2 = wanted
         dq = torch.empty(q.shape, dtype=p.dtype, device=p.device) if want_q else None

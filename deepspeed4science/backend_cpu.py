@@ -29,7 +29,7 @@ class CpuBackend(Backend):
             return [f"tensors are on {problem.device}, not on the CPU"]
         return []
 
-    def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
+    def _prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor]) -> None:
         if problem.dtype not in self._prefetched:
             self._prefetched.add(problem.dtype)
             self._builder.prefetch([self._spec("bwd", problem.dtype)])

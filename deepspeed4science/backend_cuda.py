@@ -76,8 +76,8 @@ class CudaBackend(Backend):
             known = self._families[key] = self._builder.families(_capability(device))
         return known
 
-    def prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor | None]) -> None:
-        spec = self._spec("bwd", problem, inputs[:3])
+    def _prefetch_backward(self, problem: Problem, inputs: Sequence[Tensor]) -> None:
+        spec = self._spec("bwd", problem, inputs)
         if spec not in self._prefetched:
             self._prefetched.add(spec)
             self._builder.prefetch([spec])

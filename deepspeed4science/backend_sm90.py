@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deepspeed4science.backend import DTYPE_NAMES
@@ -52,6 +53,16 @@ class Sm90Backend(CudaBackend):
             return self._family, True
         self._tell(f"Sm80 takes the place of Sm90 ({direction}): {obstacle}")
         return "sm80", super()._row(direction, problem, tensors)[1]
+
+    def _prepare_output(self, tensor: Tensor) -> Tensor:
+        """A gradient may have any layout (that of a mean over L is one row, expanded). Where TMA
+        cannot read it, one copy costs far less than another family's backward, which nobody has
+        compiled yet.
+        """
+        tensor = super()._prepare_output(tensor)
+        if not tma_obstacle(tensor):
+            return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def _tell(self, message: str) -> None:
         """Each message once; on stderr, through logging, under DS4S_VERBOSE=1."""

@@ -110,8 +110,6 @@ def _forward(
     if problem.is_empty:
         return _fake_forward(q, k, v, bias1, bias2, with_lse)
     backend = backends.select(problem)
-    if with_lse:
-        backend.prefetch_backward(problem, (q, k, v, bias1, bias2))
     return backend.forward(problem, q, k, v, bias1, bias2, with_lse=with_lse)
 
 

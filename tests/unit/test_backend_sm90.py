@@ -164,6 +164,61 @@ def test_one_unfit_tensor_makes_it_sm80s_with_a_reason_told_once(hopper, monkeyp
     assert row.name == "sm80_fwd_bf16_d32_both_unaligned"
 
 
+GRADIENTS = {
+    "sum": lambda: torch.ones((), dtype=torch.bfloat16).expand(1, 3, 40, 2, 32),
+    "expanded row": lambda: torch.randn(1, 3, 1, 2, 32).bfloat16().expand(1, 3, 40, 2, 32),
+    "channels first": lambda: torch.randn(1, 3, 32, 2, 40).bfloat16().transpose(2, 4),
+    "odd address": lambda: odd_address().normal_(),
+    "odd rows": lambda: odd_rows().normal_(),
+}
+
+
+def gradient_given_to_the_kernel(backend, do_, monkeypatch):
+    """`do_` as `Backend.backward` hands it to `_launch`; everything on the CPU, nothing runs."""
+    given = []
+    monkeypatch.setattr(backend, "_launch", lambda *arguments: given.append(arguments[2]))
+    problem = replace(PROBLEM, device=torch.device("cpu"))
+    q, k, v, o = (tensor() for _ in range(4))
+    lse = torch.empty(1, 3, 2, 40)
+    backend.backward(problem, do_, q, k, v, o, lse, None, None, wanted=[True] * 5)
+    ((*_, given_do, dq, dk, dv),) = given
+    assert not any(tma_obstacle(t) for t in (dq, dk, dv))
+    return given_do
+
+
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_a_gradient_that_tma_cannot_read_is_copied(make, monkeypatch):
+    do_ = make()
+    given = gradient_given_to_the_kernel(Sm90Backend(), do_, monkeypatch)
+    assert torch.equal(given, do_)
+    assert given.stride(-1) == 1 and tma_obstacle(given) == ""
+
+
+def test_other_gradients_are_not_copied(monkeypatch):
+    heads_first = torch.randn(1, 3, 2, 40, 32).bfloat16().transpose(2, 3)
+    for do_ in (tensor(), heads_first):
+        given = gradient_given_to_the_kernel(Sm90Backend(), do_, monkeypatch)
+        assert given.data_ptr() == do_.data_ptr()
+    expanded = GRADIENTS["expanded row"]()
+    sm80 = backend_cuda.CudaBackend("sm80")  # reads any strides
+    given = gradient_given_to_the_kernel(sm80, expanded, monkeypatch)
+    assert given.data_ptr() == expanded.data_ptr()
+
+
+def test_the_backward_that_is_compiled_ahead_is_the_one_that_runs(hopper, monkeypatch):
+    """q with its channels apart is copied, and it is the copy that decides."""
+    backend = backends.BACKENDS[0]
+    ahead = []
+    monkeypatch.setattr(backend._builder, "prefetch", ahead.extend)
+    monkeypatch.setattr(backend, "_launch", lambda *arguments: None)
+    q = torch.empty(1, 3, 32, 2, 40, dtype=torch.bfloat16).transpose(2, 4)
+    problem = replace(PROBLEM, device=torch.device("cpu"))
+    backend.forward(problem, q, tensor(), tensor(), None, None, with_lse=True)
+    assert ahead == [kernel("bwd", *[tensor() for _ in range(8)])]
+    backend.forward(problem, q, tensor(), tensor(), None, None, with_lse=False)
+    assert len(ahead) == 1
+
+
 def test_quiet_without_being_asked(hopper, caplog):
     with caplog.at_level(logging.INFO, backend_sm90.__name__):
         kernel("fwd", tensor(), tensor(), odd_address(), tensor())
