@@ -1,16 +1,11 @@
 // The shape of one forward kernel: tile sizes, what lies in shared memory, how registers are shared out.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "core/arch.h"
 #include "sm90/forward_args.h"
-#include "sm90/tile.h"
+#include "sm90/block.h"
 
 namespace ds4s::sm90 {
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
-using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consumer has arrived
 
 template <int kRows_,         // rows n of a block; they share tiles of bias2
           int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
@@ -43,13 +38,7 @@ struct ForwardConfig {
   // float16 has few subnormals, and its largest bias fits whatever the factor (forward_args.h).
   static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
 
-  // Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
-  // inside of what the block got at launch).
-  static constexpr int kLaunchRegisters = 65536 / kBlocksPerSm / kNumThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kShareOfConsumer =
-      (kLaunchRegisters * (kWarpgroups + 1) - kProducerRegisters) / kWarpgroups / 8 * 8;
-  static constexpr int kConsumerRegisters = kShareOfConsumer < 240 ? kShareOfConsumer : 240;
+  using Registers = RegisterShares<kWarpgroups, kBlocksPerSm>;
 
   using QTile = SwizzledTile<kQueries, kHeadDim>;
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
@@ -88,15 +77,6 @@ struct ForwardConfig {
     return at;
   }
 
-  // Position in a ring: a stage, and the parity of its present turn.
-  template <int kCount>
-  struct RingTurn {
-    int stage = 0;
-    uint32_t parity = 0;
-    CUTLASS_DEVICE void advance() {
-      if (++stage == kCount) stage = 0, parity ^= 1;
-    }
-  };
   using Turn = RingTurn<kStages>;
   using QTurn = RingTurn<2>;
 };

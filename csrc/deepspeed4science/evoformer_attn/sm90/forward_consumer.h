@@ -6,14 +6,8 @@
 //           O += P V                   wgmma, P from registers
 #pragma once
 
-#include <cutlass/cutlass.h>
-
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "core/ptx.h"
 #include "sm90/forward_config.h"
 #include "sm90/softmax.h"
-#include "sm90/wgmma.h"
 
 namespace ds4s::sm90 {
 
@@ -31,25 +25,6 @@ struct ForwardConsumer {
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps, kKeySteps = Config::kKeySteps;
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
-
-  // The place of a warpgroup in its block.
-  struct Place {
-    int warpgroup, row, query_tile, warp, lane;
-    CUTLASS_DEVICE bool issues() const { return warp == 0 && lane == 0; }  // stores
-    CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
-  };
-
-  // The store of the last tile, which still reads the place of its Q; finished when the next tile is well on its way.
-  struct PendingStore {
-    int buffer = -1;
-    CUTLASS_DEVICE void finish(Shared& shared, const Place& at) {
-      if (buffer >= 0 && at.issues()) {
-        cute::tma_store_wait<0>();
-        shared.q_empty[buffer].arrive();
-      }
-      buffer = -1;
-    }
-  };
 
   // Q' = factor Q, in place.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const Place& at) {
@@ -75,7 +50,7 @@ struct ForwardConsumer {
                                           const Place& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
-    uint32_t bias2 = shared_address(shared.keys[stage].bias2[at.query_tile]) +
+    uint32_t bias2 = shared_address(shared.keys[stage].bias2[at.tile]) +
                      BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kKeySteps; ++g) {
@@ -176,7 +151,7 @@ struct ForwardConsumer {
       if (last_stage >= 0) {
         release(shared.v_empty[last_stage], at);
       } else {
-        pending.finish(shared, at);
+        pending.finish(shared.q_empty, at);
       }
       last_stage = turn.stage;
       float factor[2];
@@ -201,7 +176,7 @@ struct ForwardConsumer {
     wgmma_wait<0>();
     fence_registers(s);
     release(shared.k_empty[turn.stage], at);
-    pending.finish(shared, at);
+    pending.finish(shared.q_empty, at);
     exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
     int key = kKeys;
@@ -235,17 +210,12 @@ struct ForwardConsumer {
     }
   }
 
-  CUTLASS_DEVICE static void release(EmptyBarrier& empty, const Place& at) {
-    __syncwarp();  // what the other lanes have read comes before
-    if (at.lane == 0) empty.arrive();
-  }
-
   // O = O / l through shared memory; lse.
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
                                     const Coordinates& block, const float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const Place& at) {
     softmax.finish_sums();
-    int query = block.query + at.query_tile * kQueries, n = block.row + at.row;
+    int query = block.query + at.tile * kQueries, n = block.row + at.row;
     float inverse[2];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -256,35 +226,19 @@ struct ForwardConsumer {
       }
     }
     at.sync();  // no warp's products read Q any more
-    CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kHeadDim / 2; x += 2) {
-      int r = row_of(x);
-      int byte = QTile::offset(16 * at.warp + at.lane / 4 + 8 * r, x / 4) + 4 * (at.lane % 4);
-      *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<Element>(o[x] * inverse[r], o[x + 1] * inverse[r]);
-    }
-    cute::tma_store_fence();
-    at.sync();
-    if (at.issues()) {
-      for (int box = 0; box < QTile::kNumBoxes; ++box) {
-        cute::SM90_TMA_STORE_5D::copy(&map_o, tile + box * QTile::kBoxBytes, box * QTile::kBoxColumns, query,
-                                      block.head, n, block.batch);
-      }
-      cute::tma_store_arrive();
-    }
+    store_tile<Element, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
-    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
-    Place at{warpgroup, warpgroup / kQueryTiles, warpgroup % kQueryTiles, cutlass::canonical_warp_idx() % 4,
-             int(threadIdx.x) % 32};
+    Place at = Place::of_thread<kQueryTiles>();
     Turn turn;
     QTurn q_turn;
     PendingStore pending;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
-      uint8_t* q = shared.q[q_turn.stage][warpgroup];
+      uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
       shared.q_full[q_turn.stage].wait(q_turn.parity);
-      if (block.row + at.row < args.N && block.query + at.query_tile * kQueries < args.Lq) {
+      if (block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
         float o[kHeadDim / 2] = {};
         RowSoftmax softmax(args.c);
@@ -295,7 +249,7 @@ struct ForwardConsumer {
         }
         finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but the ring goes on
-        pending.finish(shared, at);
+        pending.finish(shared.q_empty, at);
         for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
           shared.k_full[turn.stage].wait(turn.parity);
           release(shared.k_empty[turn.stage], at);

@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   __syncthreads();
 
   if (threadIdx.x < 128 * kWarpgroups) {
-    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
     ForwardConsumer<Config>::run(shared, args, map_o);
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && threadIdx.x % 32 == 0) {
       ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);

@@ -2,11 +2,7 @@
 // a stage is empty, fills it, and lets its barrier complete when the bytes have arrived.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "core/ptx.h"
 #include "sm90/forward_config.h"
-#include "sm90/softmax.h"
 
 namespace ds4s::sm90 {
 
@@ -98,18 +94,6 @@ struct ForwardProducer {
         shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
         load(key + kKeys);
       }
-    }
-  }
-
- private:
-  template <typename Tile>
-  CUTLASS_DEVICE static void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
-                                       int x2, int x3, int x4) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int box = 0; box < Tile::kNumBoxes; ++box) {
-      cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
-                                   uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), dst + box * Tile::kBoxBytes,
-                                   x0 + box * Tile::kBoxColumns, x1, x2, x3, x4);
     }
   }
 };

@@ -5,11 +5,9 @@
 #pragma once
 
 #include "core/ptx.h"
+#include "sm90/wgmma.h"
 
 namespace ds4s::sm90 {
-
-// Accumulator values 2 i + e of a 64 x 16 tile lie in the thread's row i & 1.
-CUTLASS_HOST_DEVICE constexpr int row_of(int index) { return index >> 1 & 1; }
 
 // Two 16-bit maxima at once: max.{f16x2,bf16x2} (9.7.4.7). Of a number and NaN, the number.
 template <typename Element>

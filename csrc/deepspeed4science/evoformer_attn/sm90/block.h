@@ -1,0 +1,102 @@
+// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, rings of stages between
+// them, tiles in and out by TMA.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/ptx.h"
+#include "sm90/tile.h"
+#include "sm90/wgmma.h"
+
+namespace ds4s::sm90 {
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
+using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consumer has arrived
+
+// Position in a ring: a stage, and the parity of its present turn.
+template <int kCount>
+struct RingTurn {
+  int stage = 0;
+  uint32_t parity = 0;
+  CUTLASS_DEVICE void advance() {
+    if (++stage == kCount) stage = 0, parity ^= 1;
+  }
+};
+
+// Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them inside
+// of what the block got at launch).
+template <int kWarpgroups, int kBlocksPerSm>
+struct RegisterShares {
+  static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * (kWarpgroups + 1)) / 8 * 8;
+  static constexpr int kProducer = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kShare = (kLaunch * (kWarpgroups + 1) - kProducer) / kWarpgroups / 8 * 8;
+  static constexpr int kConsumer = kShare < 240 ? kShare : 240;
+};
+
+// The place of a consumer in its block: kTiles warpgroups for each row n.
+struct Place {
+  int warpgroup, row, tile, warp, lane;
+
+  template <int kTiles>
+  CUTLASS_DEVICE static Place of_thread() {
+    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
+    return {warpgroup, warpgroup / kTiles, warpgroup % kTiles, cutlass::canonical_warp_idx() % 4,
+            int(threadIdx.x) % 32};
+  }
+  CUTLASS_DEVICE bool issues() const { return warp == 0 && lane == 0; }  // stores
+  CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
+};
+
+// One warp is done with a stage.
+CUTLASS_DEVICE void release(EmptyBarrier& empty, const Place& at) {
+  __syncwarp();  // what the other lanes have read comes before
+  if (at.lane == 0) empty.arrive();
+}
+
+// The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its way.
+struct PendingStore {
+  int buffer = -1;
+  CUTLASS_DEVICE void finish(EmptyBarrier* empty, const Place& at) {
+    if (buffer >= 0 && at.issues()) {
+      cute::tma_store_wait<0>();
+      empty[buffer].arrive();
+    }
+    buffer = -1;
+  }
+};
+
+template <typename Tile>
+CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2, int x3,
+                              int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int box = 0; box < Tile::kNumBoxes; ++box) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), dst + box * Tile::kBoxBytes,
+                                 x0 + box * Tile::kBoxColumns, x1, x2, x3, x4);
+  }
+}
+
+// Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as wgmma.h
+// has them; coordinates from the tile's row on.
+template <typename Element, typename Tile, int kCount>
+CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount], const float (&factor)[2],
+                               const Place& at, int x1, int x2, int x3, int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; i += 2) {
+    int r = row_of(i);
+    int byte = Tile::offset(16 * at.warp + at.lane / 4 + 8 * r, i / 4) + 4 * (at.lane % 4);
+    *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<Element>(x[i] * factor[r], x[i + 1] * factor[r]);
+  }
+  cute::tma_store_fence();
+  at.sync();
+  if (at.issues()) {
+    for (int box = 0; box < Tile::kNumBoxes; ++box) {
+      cute::SM90_TMA_STORE_5D::copy(&map, tile + box * Tile::kBoxBytes, box * Tile::kBoxColumns, x1, x2, x3, x4);
+    }
+    cute::tma_store_arrive();
+  }
+}
+
+}  // namespace ds4s::sm90
