@@ -19,6 +19,16 @@ def cuda_reason():
     return None if any(b.name.startswith("Sm") for b in BACKENDS) else "no CUDA backend"
 
 
+def sm90_reason():
+    """Why tests of Hopper's own kernels are skipped here; None where they run."""
+    if reason := cuda_reason():
+        return reason
+    from op_builder import EvoformerAttnBuilder
+
+    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    return None if family == "sm90" else f"the family here is {family}"
+
+
 def skip_unsupported(dtype, device):
     """bfloat16 is not a type of the Sm70 and Sm75 families."""
     if torch.device(device).type != "cuda" or dtype != torch.bfloat16:

@@ -116,3 +116,39 @@ def check(inputs, function=ours, eager=evoformer_attention):
     broken = violations(result, allowed, reference, torch.finfo(inputs.q.dtype).eps)
     assert not broken, "; ".join(broken)
     return result
+
+
+def check_each_query(inputs, function=ours):
+    """The law for dO of 1e-3 in one row and 1e3 in the next: what belongs to one query, dq and
+    dbias2, is divided by the size of its dO first, since a norm over all rows would see the large
+    ones only.
+    """
+    dtype, (*_, Lq, H, _), Dv = inputs.q.dtype, inputs.q.shape, inputs.v.shape[-1]
+    size = 10 ** (6 * torch.rand(Lq, 1, dtype=torch.float64, device=inputs.q.device) - 3)
+    if dtype == torch.float16:
+        size = size / 10  # it ends at 65,504
+    do = torch.randn(*inputs.q.shape[:2], Lq, H, Dv, device=inputs.q.device) * size[..., None]
+    inputs.do = do.to(dtype)
+
+    def of_one_size(result):
+        o, dq, dk, dv, dbias1, dbias2 = result
+        return o, dq.double() / size[..., None], dk, dv, dbias1, dbias2.double() / size
+
+    allowed = run(evoformer_attention, inputs, dtype)
+    reference = run(evoformer_attention, inputs, torch.float64)
+    results = (of_one_size(result) for result in (run(function, inputs), allowed, reference))
+    broken = violations(*results, torch.finfo(dtype).eps)
+    assert not broken, "; ".join(broken)
+
+
+def check_weights(inputs, function=ours):
+    """The law, and what it hardly says of scores so large that their differences are rounded away:
+    whatever the weights are, they sum to 1, so that sum_j dV_j = sum_i dO_i. Each weight and each
+    result may be wrong by half an ulp: together by 1 ulp of the sum of absolute values. For 16-bit
+    dtypes, beside whose rounding that of the sums themselves is nothing.
+    """
+    _, _, _, dv, *_ = check(inputs, function)
+    over_keys, do = dv.double().sum(2), inputs.do.double()
+    error = ((over_keys - do.sum(2)).abs() / do.abs().sum(2)).max()
+    allowed = torch.finfo(inputs.q.dtype).eps
+    assert error <= allowed, f"sum of dV: {error:.3g} > {allowed:.3g}"

@@ -1,0 +1,61 @@
+"""CONTRACT, backward: any set of gradients, rows of any size, rows that a finite mask hides
+whole.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.numeric.cases import DEVICES, DTYPES, Case
+from tests.numeric.law import check, check_each_query, check_weights
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+NAMES = ("dq", "dk", "dv", "dbias1", "dbias2")
+# One alone, and dq, dk, dv together: test_error_law.py.
+SETS = [
+    needs
+    for needs in itertools.product((False, True), repeat=5)
+    if 2 <= sum(needs) < 5 and needs != (True, True, True, False, False)
+]
+SETS_OF_THREE = [needs for needs in itertools.product((False, True), repeat=3) if any(needs)]
+
+
+def set_name(needs):
+    return "-".join(itertools.compress(NAMES, needs))
+
+
+@pytest.mark.parametrize("needs", SETS, ids=set_name)
+def test_each_set_of_gradients(needs, device):
+    """Passes that share what they compute leave out what nobody wants, and nothing else."""
+    inputs = Case("set", B=2, N=3, Lq=70, H=2).inputs(torch.float16, device)
+    inputs.needs = needs
+    check(inputs)
+
+
+@pytest.mark.parametrize("needs", SETS_OF_THREE, ids=set_name)
+def test_each_set_of_gradients_without_biases(needs, device):
+    case = Case("set", B=2, N=3, Lq=70, H=2, bias1=False, bias2=False)
+    inputs = case.inputs(torch.float16, device)
+    inputs.needs = (*needs, False, False)
+    check(inputs)
+
+
+@each_dtype
+def test_small_rows_beside_large_ones(dtype, device):
+    inputs = Case("rows", B=1, N=5, Lq=130, Lk=70, H=3).inputs(dtype, device)
+    check_each_query(inputs)
+
+
+@pytest.mark.parametrize("value", [-3e4, -1e6, -1e9, -3e38])
+@pytest.mark.parametrize("place", ["bias1", "bias2"])
+def test_a_finite_mask_on_all_keys(place, value, device):
+    """A float near -1e9 has no digits left for log(sum): nothing may be rebuilt from lse alone."""
+    inputs = Case("hidden", B=1, N=4, Lq=100, Lk=200, H=2).inputs(torch.bfloat16, device)
+    if place == "bias1":
+        inputs.bias1[:, 1:3] = value
+    else:
+        inputs.bias2[:, :, :, 30:70] = value
+    check_weights(inputs)

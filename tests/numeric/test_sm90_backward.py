@@ -1,0 +1,192 @@
+"""Hopper's own backward: that it really runs where it should, and the edges of its three passes.
+
+Everything else in this folder runs on it too, wherever it is the GPU's family's.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.reference import evoformer_attention
+from op_builder.instantiations import has_row
+from tests.numeric.cases import Case, sm90_reason
+from tests.numeric.law import NAMES, check, ours, relative_error, run
+from tests.numeric.test_error_law import GRADIENT_LAYOUTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(sm90_reason() is not None, reason=sm90_reason() or ""),
+    pytest.mark.skipif(not has_row("sm90", "bwd", "bf16"), reason="the backward of 9.0 is Sm80's"),
+    pytest.mark.usefixtures("seed"),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+both_variants = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "same-bits"])
+
+
+@pytest.fixture(autouse=True)
+def only_sm90_runs(ran):
+    yield
+    assert {name[:8] for name in ran} == {"sm90_fwd", "sm90_bwd"}
+
+
+@contextlib.contextmanager
+def determinism(wanted):
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+EDGES = [(63, 65), (65, 63), (64, 192), (127, 193), (129, 191), (193, 129), (191, 127), (257, 33)]
+
+
+@both_variants
+@pytest.mark.parametrize("D", [32, 64, 128])
+@pytest.mark.parametrize(("Lq", "Lk"), EDGES)
+def test_edges_of_tiles_in_both_directions(Lq, Lk, D, deterministic):
+    """What a pass owns and what it walks over end in the middle of a tile, or just behind one."""
+    with determinism(deterministic):
+        check(Case("edges", B=2, N=3, Lq=Lq, Lk=Lk, H=1, D=D).inputs(torch.bfloat16, "cuda"))
+
+
+@each_dtype
+@both_variants
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+def test_many_rows_for_few_tiles_of_dbias2(D, deterministic, dtype):
+    """Several blocks share the sum over n of one tile: a number of rows that no share divides."""
+    with determinism(deterministic):
+        check(Case("slices", N=131, Lq=100, Lk=70, H=1, D=D).inputs(dtype, "cuda"))
+
+
+def test_more_rows_than_a_grid_has_in_y():
+    """B * N past 65,535 with dbias2, whose sum over n eager cannot do in 16 bits."""
+
+    def eager_in_float32(q, k, v, bias1, bias2):
+        o = evoformer_attention(*(t.float() for t in (q, k, v, bias1, bias2)))
+        return o.to(q.dtype)
+
+    inputs = Case("rows", N=65_600, Lq=3, H=1, D=8).inputs(torch.bfloat16, "cuda")
+    check(inputs, eager=eager_in_float32)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("slices", N=131, Lq=100, Lk=70, H=1),
+        Case("ragged", B=2, N=9, Lq=389, Lk=131, H=3, D=64),
+        Case("wide", N=16, Lq=200, H=2, D=128),
+        Case("no-bias2", B=2, N=5, Lq=131, H=3, bias2=False),
+        Case("many-tiles", N=33, Lq=330, H=4),
+    ],
+    ids=lambda case: case.id,
+)
+def test_deterministic_is_bit_identical(case, dtype):
+    """Also with another stream's work on the same multiprocessors, which shuffles the blocks."""
+    inputs = case.inputs(dtype, "cuda")
+    inputs.do = torch.randn_like(inputs.q)
+    busy = torch.randn(4096, 4096, device="cuda")
+    side = torch.cuda.Stream()
+    with determinism(True):
+        first = run(ours, inputs)
+        for number in range(6):
+            torch.cuda.synchronize()
+            if number % 2:
+                with torch.cuda.stream(side):
+                    busy @ busy
+            for name, a, b in zip(NAMES, first, run(ours, inputs), strict=True):
+                assert a is b is None or torch.equal(a, b), name
+
+
+@both_variants
+@pytest.mark.parametrize("number", range(10))
+def test_ten_fresh_seeds(number, deterministic, session_seed):
+    """A mid-size call, ten times with other numbers; -rP prints the errors against float64."""
+    torch.manual_seed(session_seed + number)
+    inputs = Case("seeds", N=24, Lq=192, H=4).inputs(torch.bfloat16, "cuda")
+    with determinism(deterministic):
+        result = check(inputs)
+    reference = run(evoformer_attention, inputs, torch.float64)
+    errors = (relative_error(x, ref) for x, ref in zip(result, reference, strict=True))
+    print(*(f"{name} {error:.5f}" for name, error in zip(NAMES, errors, strict=True)))
+
+
+def heads_first(do):
+    return do.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize(
+    "layout", [*GRADIENT_LAYOUTS.values(), heads_first], ids=[*GRADIENT_LAYOUTS, "heads-first"]
+)
+def test_no_gradient_layout_needs_another_family(layout):
+    """What TMA cannot read of them is copied; `only_sm90_runs` sees who ran."""
+    inputs = Case("layout", N=5, Lq=70).inputs(torch.bfloat16, "cuda")
+    inputs.do = layout(torch.randn_like(inputs.q))
+    check(inputs)
+
+
+@pytest.mark.parametrize(("Lq", "Lk"), [(64, 64), (389, 131), (131, 389)])
+def test_poison_behind_the_tensors_is_never_seen(Lq, Lk):
+    """NaN in the memory around q, k, v, both biases and dO, of which tiles reach past their ends,
+    changes no bit of any gradient.
+    """
+    inputs = Case("poison", N=3, Lq=Lq, Lk=Lk).inputs(torch.bfloat16, "cuda")
+    inputs.do = torch.randn_like(inputs.q)
+
+    def poisoned(x):
+        room = torch.full((x.numel() + 16384,), torch.nan, dtype=x.dtype, device=x.device)
+        return room[8192 : 8192 + x.numel()].view(x.shape).copy_(x)
+
+    with determinism(True):
+        plain = run(ours, inputs)
+        for name in ("q", "k", "v", "bias1", "bias2", "do"):
+            setattr(inputs, name, poisoned(getattr(inputs, name)))
+        for name, a, b in zip(NAMES, plain, run(ours, inputs), strict=True):
+            assert a.isfinite().all() and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("value", [-torch.inf, -1e9])
+def test_masked_tiles_and_rows(value):
+    """Whole tiles of keys out of sight in one row, all keys in another, none in the rest."""
+    inputs = Case("masked", N=6, Lq=150, Lk=400, H=2).inputs(torch.bfloat16, "cuda")
+    inputs.bias1[:, 1, ..., :130] = value
+    inputs.bias1[:, 2, ..., 128:260] = value
+    inputs.bias1[:, 3, ..., 200:] = value
+    inputs.bias1[:, 4] = -torch.inf
+    result = check(inputs)
+    for x in result[:5]:
+        assert not x[:, 4].any()
+
+
+def test_graph_of_a_deterministic_backward():
+    """Its workspace and its passes are captured, and replayed with other numbers."""
+    tensors = [
+        t.requires_grad_()
+        for t in Case("graph", N=40, Lq=70, H=1).inputs(torch.bfloat16, "cuda").tensors()
+    ]
+    do = torch.randn_like(tensors[0])
+
+    def step():
+        return torch.autograd.grad(
+            DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:]), tensors, do
+        )
+
+    with determinism(True):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()  # compiles and loads outside the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            for t in tensors:
+                t.copy_(torch.randn_like(t))
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(captured, step(), strict=True):
+            assert torch.equal(a, b)
