@@ -128,13 +128,13 @@ def disassembler():
 
 
 def consumers_that_spill(code):
-    """Kernels of a disassembly that touch local memory behind the point where their computing warps
-    take registers over from the loading ones; a kernel without such a point does not count.
+    """Kernels of a disassembly that multiply by wgmma and touch local memory: behind where
+    computing warps take registers over from loading ones, or without such a point anywhere.
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:
-        _, _, consumers = kernel.partition("USETMAXREG.TRY_ALLOC")
-        if re.search(r"\b(LDL|STL)\b", consumers):
+        _, point, consumers = kernel.partition("USETMAXREG.TRY_ALLOC")
+        if "HGMMA." in kernel and re.search(r"\b(LDL|STL)\b", consumers if point else kernel):
             found.append(kernel.partition(":")[0])
     return found
 
