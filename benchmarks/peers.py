@@ -1,4 +1,4 @@
-"""The implementations that are timed, each behind the same four methods.
+"""The implementations that are timed, each behind the same methods.
 
 A peer gets its tensors in the layout it likes best; making that layout is not timed. `forward` is
 timed and holds everything a model has to do for each call, such as adding two biases into the one
@@ -8,7 +8,8 @@ mask that SDPA accepts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,10 @@ class Peer(ABC):
     @abstractmethod
     def forward(self, leaves: Leaves) -> torch.Tensor:
         """The timed call."""
+
+    def mode(self) -> AbstractContextManager[None]:
+        """PyTorch's settings during every call of this peer, forward and backward."""
+        return nullcontext()
 
     def restore(self, o: torch.Tensor, workload: Workload) -> torch.Tensor:
         """The output as [B, N, L, H, D]."""
@@ -107,6 +112,25 @@ class OursHeadsFirst(Ours):
         return leaves
 
 
+class OursDeterministic(Ours):
+    """Ours under torch.use_deterministic_algorithms(True): bit-identical gradients from run to run.
+
+    PyTorch then also fills every new tensor with NaN; users wait for that too.
+    """
+
+    name = "ours-deterministic"
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
 class Eager(Peer):
     """The definition in plain PyTorch, in the inputs' dtype."""
 
@@ -160,7 +184,15 @@ def _qkv(leaves: Leaves) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 # Names that stand for several peers.
 PEER_GROUPS: dict[str, tuple[str, ...]] = {
     "cpu": ("ours", "ours-heads-first", "eager", "sdpa"),
-    "gpu": ("ours", "flex", "cudnn", "cuequivariance", "trifast", "deepspeed"),
+    "gpu": (
+        "ours",
+        "ours-deterministic",
+        "flex",
+        "cudnn",
+        "cuequivariance",
+        "trifast",
+        "deepspeed",
+    ),
 }
 
 
@@ -174,5 +206,12 @@ def all_peers() -> dict[str, type[Peer]]:
     """Every peer by name."""
     from benchmarks import peers_cuda  # which builds on this module
 
-    classes: tuple[type[Peer], ...] = (Ours, OursHeadsFirst, Eager, Sdpa, *peers_cuda.PEERS)
+    classes: tuple[type[Peer], ...] = (
+        Ours,
+        OursHeadsFirst,
+        OursDeterministic,
+        Eager,
+        Sdpa,
+        *peers_cuda.PEERS,
+    )
     return {cls.name: cls for cls in classes}

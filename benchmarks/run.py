@@ -78,7 +78,7 @@ class _Ready:
             if tensor is not None:
                 self.leaves[name] = self.trained[name] = tensor.detach().requires_grad_()
         # Compiles what has to be compiled, and shows the layout of the output's gradient.
-        with torch.set_grad_enabled(not options.forward_only):
+        with torch.set_grad_enabled(not options.forward_only), peer.mode():
             self._o: torch.Tensor | None = peer.forward(self.leaves)
         self._grad_output = torch.empty_like(self._o).normal_()
         self.backward_failure = self._try_backward(options)
@@ -97,9 +97,10 @@ class _Ready:
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
         assert self._o is not None  # drop_graph comes after the last backward
-        return torch.autograd.grad(
-            self._o, list(self.trained.values()), self._grad_output, retain_graph=True
-        )
+        with self.peer.mode():
+            return torch.autograd.grad(
+                self._o, list(self.trained.values()), self._grad_output, retain_graph=True
+            )
 
     def call(self, direction: str) -> Callable[[], object]:
         if direction == "fwd":
@@ -113,12 +114,13 @@ class _Ready:
         self._o = None
 
     def _forward(self) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), self.peer.mode():
             return self.peer.forward(self.leaves)
 
     def _both(self) -> tuple[torch.Tensor, ...]:
-        o = self.peer.forward(self.leaves)
-        return torch.autograd.grad(o, list(self.trained.values()), self._grad_output)
+        with self.peer.mode():
+            o = self.peer.forward(self.leaves)
+            return torch.autograd.grad(o, list(self.trained.values()), self._grad_output)
 
 
 def run_workload(

@@ -15,6 +15,8 @@ from benchmarks.inputs import make_inputs  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     PEER_GROUPS,
     Eager,
+    Ours,
+    OursDeterministic,
     Peer,
     Sdpa,
     Setting,
@@ -86,6 +88,47 @@ def test_peer_groups_name_peers_that_there_are():
     assert peer_names("sdpa,cpu,nobody") == ["sdpa", "ours", "ours-heads-first", "eager", "nobody"]
 
 
+class _Noting(torch.autograd.Function):
+    """Identity; notes whether deterministic algorithms are on, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, noted):
+        ctx.noted = noted
+        noted.append(torch.are_deterministic_algorithms_enabled())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted.append(torch.are_deterministic_algorithms_enabled())
+        return grad, None
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd+bwd"])
+def test_ours_deterministic_is_it_in_every_call_and_nobody_else(direction):
+    """Each call runs in its peer's mode, and the mode before comes back."""
+
+    def noting(base):
+        noted = []
+
+        class NotingPeer(base):
+            def forward(self, leaves):
+                return _Noting.apply(super().forward(leaves), noted)
+
+        return NotingPeer(), noted
+
+    plain, plain_noted = noting(Ours)
+    fixed, fixed_noted = noting(OursDeterministic)
+    options = Options((direction,), budget_s=0.01, max_runs=2)
+    rows, skipped = run_workload(
+        SMALL, [plain, fixed], dtype=torch.float32, device=CPU, options=options
+    )
+    assert not skipped
+    assert [row.peer for row in rows] == ["ours", "ours-deterministic"]
+    assert plain_noted and not any(plain_noted)
+    assert fixed_noted and all(fixed_noted)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_forward_alone_asks_for_no_gradients():
     """A peer that compiles itself would compile a second forward for them."""
 
@@ -148,7 +191,8 @@ def test_gpu_peers_say_why_they_cannot_run_here():
     setting = Setting(SMALL, torch.bfloat16, CPU, 2**40)
     for name, factory in all_peers().items():
         reason = factory().not_available(setting)
-        assert (reason is None) == (name in ("ours", "ours-heads-first", "eager", "sdpa")), name
+        anywhere = name.startswith("ours") or name in ("eager", "sdpa")
+        assert (reason is None) == anywhere, name
 
 
 def test_a_peer_that_stores_every_score_declines_when_memory_is_short():
