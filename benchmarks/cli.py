@@ -144,8 +144,11 @@ def _startup(arguments: argparse.Namespace) -> int:
             f"{entry.peer:<8} {entry.median_us:8.1f} us a call "
             f"(p20 {entry.p20_us:.1f}, p80 {entry.p80_us:.1f})"
         )
-    for name, seconds in asdict(startups).items():
-        print(f"{name:<24} {seconds:8.3f} s beyond import torch")
+    whole = asdict(startups)
+    for name, seconds in whole.pop("compile_s").items():
+        print(f"{name:<40} {'?' if seconds is None else format(seconds, '.3f'):>8} s to compile")
+    for name, seconds in whole.items():
+        print(f"{name:<40} {seconds:8.3f} s beyond import torch")
     return 0
 
 

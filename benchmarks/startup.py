@@ -39,6 +39,7 @@ class StartupResult:
     first_training_call_s: float  # empty cache, forward and backward
     cached_call_s: float  # the same, median of several, kernels in the cache
     cached_training_call_s: float
+    compile_s: dict[str, float | None]  # of each kernel of the first training call, side by side
 
 
 def measure_overhead(*, dtype: torch.dtype, device: torch.device) -> list[Overhead]:
@@ -90,4 +91,5 @@ def measure_startups(*, dtype: str, device: str, num_runs: int = 5) -> StartupRe
         first_training_call_s=first_training.beyond_torch_s,
         cached_call_s=statistics.median(run.beyond_torch_s for run in cached),
         cached_training_call_s=statistics.median(run.beyond_torch_s for run in cached_training),
+        compile_s=first_training.compile_s,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Runs in the other process. torch is imported and its threads and device are started before our
@@ -29,9 +29,10 @@ with torch.set_grad_enabled(train):
 if q.is_cuda:
     torch.cuda.synchronize()
 done = time.perf_counter()
-from op_builder import jit
+from op_builder import cache, jit, paths
+built = [kernel.name for kernel in jit.loaded_kernels() if kernel.origin == "built"]
 result = {
-    "num_built": sum(kernel.origin == "built" for kernel in jit.loaded_kernels()),
+    "compile_s": {name: cache.last_seconds(paths.cache_root(), name) for name in built},
     "torch_s": torch_ready - started,
     "import_s": imported - torch_ready,
     "first_call_s": done - imported,
@@ -47,7 +48,13 @@ class Startup:
     torch_s: float  # import torch, with its device and threads started
     import_s: float  # import deepspeed4science
     first_call_s: float  # first call, kernels loaded (or compiled) in it
-    num_built: int = 0  # kernels it had to compile
+    compile_s: dict[str, float | None] = field(
+        default_factory=dict
+    )  # of each kernel that it had to compile, side by side; None: the cache does not tell
+
+    @property
+    def num_built(self) -> int:
+        return len(self.compile_s)
 
     @property
     def beyond_torch_s(self) -> float:

@@ -19,6 +19,12 @@ def test_beyond_torch_is_everything_after_the_import_of_torch():
     assert Startup(torch_s=9.0, import_s=0.25, first_call_s=0.5).beyond_torch_s == 0.75
 
 
+def test_every_kernel_that_was_compiled_counts():
+    """Also one whose time the cache does not tell."""
+    startup = Startup(1.0, 0.1, 9.0, {"sm90_fwd": 8.5, "sm90_bwd": None})
+    assert startup.num_built == 2
+
+
 def test_cuda_without_a_gpu_is_refused_in_one_line(capsys):
     import torch
 
