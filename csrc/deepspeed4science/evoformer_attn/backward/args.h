@@ -57,6 +57,10 @@ struct Bias1Row {
   CUTLASS_DEVICE float at(int k) const { return value(load(k)); }
 };
 
+// Below -kLargestLse a float has no digits after the point and P = exp(s - lse) no meaning: bias2 is a large negative
+// number on all keys of that query (bias1's are shifted). Such a query counts as one with no visible key.
+constexpr float kLargestLse = 4194304.f;
+
 // What the exponents of one (b, n, h) begin with: -lse of the shifted scores, or in full precision -max and 1 / sum. Begins
 // with the forward's lse, so that loads need not wait for the shift; where this is not 0, they are done again.
 template <typename QueryValue>
@@ -89,7 +93,7 @@ struct NegativeLse {
   CUTLASS_DEVICE QueryValue load(int q) const { return ptr[int64_t(q) * stride]; }
   // -inf, not inf, for a query with no visible key: its P is 0.
   CUTLASS_DEVICE static QueryValue value(QueryValue x) {
-    if constexpr (!kExact) x = x > -infinity() ? -x : x;
+    if constexpr (!kExact) x = x > -kLargestLse ? -x : -infinity();
     return x;
   }
 };

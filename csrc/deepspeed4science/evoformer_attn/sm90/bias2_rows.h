@@ -13,7 +13,8 @@ struct Bias2Rows {
   TensorView<5> view;  // Lk, Lq, H, 1, B; heads or batches over which bias2 is the same have size 1
   bool copied;
 
-  explicit Bias2Rows(const FwdParams& p)
+  template <typename Params>
+  explicit Bias2Rows(const Params& p)
       : view{p.bias2,
              {p.Lk, p.Lq, p.bias2_stride[1] == 0 ? 1 : p.H, 1, p.bias2_stride[0] == 0 ? 1 : p.B},
              {p.bias2_stride[3], p.bias2_stride[2], p.bias2_stride[1], 0, p.bias2_stride[0]}},

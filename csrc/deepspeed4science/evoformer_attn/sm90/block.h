@@ -1,5 +1,5 @@
-// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, rings of stages between
-// them, tiles in and out by TMA.
+// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, rings of stages
+// between them, tiles in and out by TMA.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -13,7 +13,7 @@
 namespace ds4s::sm90 {
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
-using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consumer has arrived
+using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consuming thread has arrived
 
 // Position in a ring: a stage, and the parity of its present turn.
 template <int kCount>
@@ -25,12 +25,12 @@ struct RingTurn {
   }
 };
 
-// Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them inside
-// of what the block got at launch).
-template <int kWarpgroups, int kBlocksPerSm>
+// Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
+// inside of what the block got at launch).
+template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32>
 struct RegisterShares {
   static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * (kWarpgroups + 1)) / 8 * 8;
-  static constexpr int kProducer = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kProducer = kProducer_;
   static constexpr int kShare = (kLaunch * (kWarpgroups + 1) - kProducer) / kWarpgroups / 8 * 8;
   static constexpr int kConsumer = kShare < 240 ? kShare : 240;
 };
@@ -49,13 +49,8 @@ struct Place {
   CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
 };
 
-// One warp is done with a stage.
-CUTLASS_DEVICE void release(EmptyBarrier& empty, const Place& at) {
-  __syncwarp();  // what the other lanes have read comes before
-  if (at.lane == 0) empty.arrive();
-}
-
-// The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its way.
+// The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its
+// way.
 struct PendingStore {
   int buffer = -1;
   CUTLASS_DEVICE void finish(EmptyBarrier* empty, const Place& at) {
@@ -68,8 +63,8 @@ struct PendingStore {
 };
 
 template <typename Tile>
-CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2, int x3,
-                              int x4) {
+CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2,
+                              int x3, int x4) {
   CUTLASS_PRAGMA_UNROLL
   for (int box = 0; box < Tile::kNumBoxes; ++box) {
     cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
@@ -78,11 +73,11 @@ CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint
   }
 }
 
-// Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as wgmma.h
-// has them; coordinates from the tile's row on.
+// Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as
+// wgmma.h has them; coordinates from the tile's row on.
 template <typename Element, typename Tile, int kCount>
-CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount], const float (&factor)[2],
-                               const Place& at, int x1, int x2, int x3, int x4) {
+CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount],
+                               const float (&factor)[2], const Place& at, int x1, int x2, int x3, int x4) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kCount; i += 2) {
     int r = row_of(i);

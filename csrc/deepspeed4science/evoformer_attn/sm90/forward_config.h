@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/arch.h"
-#include "sm90/forward_args.h"
 #include "sm90/block.h"
+#include "sm90/forward_args.h"
 
 namespace ds4s::sm90 {
 

@@ -50,8 +50,8 @@ struct ForwardConsumer {
                                           const Place& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
-    uint32_t bias2 = shared_address(shared.keys[stage].bias2[at.tile]) +
-                     BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    uint32_t bias2 =
+        shared_address(shared.keys[stage].bias2[at.tile]) + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kKeySteps; ++g) {
       uint32_t pairs[4];
@@ -147,9 +147,9 @@ struct ForwardConsumer {
       wgmma_wait<0>();
       fence_registers(s);
       fence_registers(o);
-      release(shared.k_empty[turn.stage], at);
+      shared.k_empty[turn.stage].arrive();
       if (last_stage >= 0) {
-        release(shared.v_empty[last_stage], at);
+        shared.v_empty[last_stage].arrive();
       } else {
         pending.finish(shared.q_empty, at);
       }
@@ -161,7 +161,7 @@ struct ForwardConsumer {
     }
     wgmma_wait<0>();
     fence_registers(o);
-    release(shared.v_empty[last_stage], at);
+    shared.v_empty[last_stage].arrive();
   }
 
   // The same with O += P V of a step beside the exponentials of the next.
@@ -175,7 +175,7 @@ struct ForwardConsumer {
     start_scores(s, shared, operands, turn.stage, q, args.f, at);
     wgmma_wait<0>();
     fence_registers(s);
-    release(shared.k_empty[turn.stage], at);
+    shared.k_empty[turn.stage].arrive();
     pending.finish(shared.q_empty, at);
     exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
@@ -191,7 +191,7 @@ struct ForwardConsumer {
         start_output(o, p, operands, values.stage);
         wgmma_wait<1>();
         fence_registers(s);
-        release(shared.k_empty[turn.stage], at);
+        shared.k_empty[turn.stage].arrive();
         bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
         wgmma_wait<0>();
         fence_registers(o);
@@ -202,7 +202,7 @@ struct ForwardConsumer {
         wgmma_wait<0>();
         fence_registers(o);
       }
-      release(shared.v_empty[values.stage], at);
+      shared.v_empty[values.stage].arrive();
       key += kKeys;
       return more;
     };
@@ -252,9 +252,9 @@ struct ForwardConsumer {
         pending.finish(shared.q_empty, at);
         for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
           shared.k_full[turn.stage].wait(turn.parity);
-          release(shared.k_empty[turn.stage], at);
+          shared.k_empty[turn.stage].arrive();
           shared.v_full[turn.stage].wait(turn.parity);
-          release(shared.v_empty[turn.stage], at);
+          shared.v_empty[turn.stage].arrive();
         }
       }
       pending.buffer = q_turn.stage;

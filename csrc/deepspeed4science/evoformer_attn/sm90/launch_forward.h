@@ -2,12 +2,12 @@
 // Forward<...> and exports its two functions.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward_kernel.h"
+#include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
 
@@ -44,11 +44,11 @@ struct ForwardLaunch {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     CUtensorMap q, k, v, o, b{};
-    if (error == cudaSuccess) error = make_map<QTile>(q, view(p, p.q, p.q_stride, p.Lq, p.D));
-    if (error == cudaSuccess) error = make_map<KTile>(k, view(p, p.k, p.k_stride, p.Lk, p.D));
-    if (error == cudaSuccess) error = make_map<KTile>(v, view(p, p.v, p.v_stride, p.Lk, p.Dv));
-    if (error == cudaSuccess) error = make_map<QTile>(o, view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_map<BiasTile>(b, bias2.view);
+    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D));
+    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
+    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
+    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2.view);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
@@ -56,41 +56,11 @@ struct ForwardLaunch {
     return cudaGetLastError();
   }
 
-  // Blocks that the present device holds at once; asks for the shared memory they need, once on each device.
   static cudaError_t resident_blocks(int& blocks) {
-    static std::atomic<int> known[64];
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    blocks = device < 64 ? known[device].load() : 0;
-    if (blocks > 0) return cudaSuccess;
-    error = cudaFuncSetAttribute(forward<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
-    int multiprocessors = 0, of_each = 0;
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, forward<Config>, Config::kNumThreads,
-                                                            Config::kSharedBytes);
-    }
-    if (error != cudaSuccess) return error;
-    blocks = multiprocessors * of_each;
-    if (blocks == 0) return cudaErrorInvalidConfiguration;
-    if (device < 64) known[device].store(blocks);
-    return cudaSuccess;
+    return PersistentGrid<forward<Config>, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks);
   }
 
  private:
-  static constexpr CUtensorMapDataType kType = cutlass::platform::is_same<Element, cutlass::half_t>::value
-                                                   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-
-  static TensorView<5> view(const FwdParams& p, const void* ptr, const int64_t (&stride)[4], int64_t L, int64_t D) {
-    return {ptr, {D, L, p.H, p.N, p.B}, {1, stride[2], stride[3], stride[1], stride[0]}};
-  }
-  template <typename Tile>
-  static cudaError_t make_map(CUtensorMap& map, const TensorView<5>& tensor) {
-    return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows);
-  }
-
   static ForwardArgs make_args(const FwdParams& p, const Bias2Rows<Element>& bias2) {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.lse = p.lse;

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
+#include <cutlass/numeric_types.h>
 
 #include <cstdint>
 
@@ -64,8 +65,22 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
                                             : CU_TENSOR_MAP_SWIZZLE_32B;
   CUresult result =
       encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The same with boxes of one tile (tile.h).
+template <typename Element, typename Tile>
+cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor) {
+  constexpr auto kType = cutlass::platform::is_same<Element, cutlass::half_t>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows);
+}
+
+// [B, N, L, H, D] by its strides over B, N, L and H.
+template <typename Params>
+TensorView<5> tensor_view(const Params& p, const void* ptr, const int64_t (&stride)[4], int64_t L, int64_t D) {
+  return {ptr, {D, L, p.H, p.N, p.B}, {1, stride[2], stride[3], stride[1], stride[0]}};
 }
 
 }  // namespace ds4s::sm90

@@ -36,6 +36,10 @@ struct SwizzledTile {
   CUTLASS_DEVICE static uint32_t descriptor_low(uint32_t address) {
     return uint32_t(kBoxBytes >> 4) << 16 | (address & 0x3ffff) >> 4;
   }
+  // The same from a place, an address in units of 16 bytes, so that constant offsets of places stay constants.
+  CUTLASS_DEVICE static uint64_t descriptor(uint32_t place) {
+    return kDescriptorHigh | uint64_t((uint32_t(kBoxBytes >> 4) << 16) + place);
+  }
   // To the columns 16 step .. 16 step + 15 as the contracted index; rows are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t columns_step(int step) {
     return uint32_t(32 * step / kRowBytes * kBoxBytes + 32 * step % kRowBytes) >> 4;
@@ -45,11 +49,19 @@ struct SwizzledTile {
 };
 
 CUTLASS_DEVICE uint32_t shared_address(const void* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
+CUTLASS_DEVICE uint32_t place_of(const void* pointer) { return shared_address(pointer) >> 4; }
 
 // Four 8x8 matrices of 16-bit elements, lanes 8i..8i+7 giving the rows of matrix i: ldmatrix (9.7.15.5.15) by the
 // address in shared memory, which is in a register already.
 CUTLASS_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// The same, each matrix transposed.
+CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }

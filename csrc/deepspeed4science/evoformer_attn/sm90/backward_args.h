@@ -1,0 +1,88 @@
+// What the passes of the Hopper backward need beside their tensor maps, and the statistics of a row of scores.
+#pragma once
+
+#include "backward/args.h"
+#include "core/ptx.h"
+
+namespace ds4s::sm90 {
+
+struct BackwardArgs {
+  const void* bias1;        // [B, N, Lk], neighbours side by side, or null
+  int64_t bias1_stride[2];  // B, N
+  const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
+  int64_t bias2_stride[3];  // B, H, Lq
+  const void* shift;        // [B, N] of bias1's type, subtracted from bias1; null without bias1 (backward/prepare.h)
+  const float* lse;         // [B, N, H, Lq]
+  const float* shifted_lse;
+  int64_t shifted_stride[4];    // B, N, Lq, H
+  const float* negative_delta;  // [B, N, H, Lq]
+  float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
+  float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
+
+  int32_t B, N, H, Lq, Lk;
+  int32_t num_blocks;                // row pass: blocks of tiles per row n and head
+  int32_t num_row_groups;            // row pass: N in groups of kRows
+  int32_t num_tiles;                 // of the whole grid
+  int32_t num_slices;                // bias pass: parts of N
+  int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
+  bool stores_first, stores_second;  // row pass: which results are wanted
+  bool stores_dbias1;                // each head its own part
+  bool adds_dbias2;                  // several slices add into one result
+
+  // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
+  // beginning and some in the exponent: P = 2^(c s).
+  float scale;
+  float unit;  // 1 / scale
+  float c;     // scale log2(e)
+};
+
+constexpr float kLog2OfE = 1.4426950408889634f;
+
+// bias1 of one (b, n), its shift taken off; -inf past the end, 0 where there is none. What is loaded early is used
+// late: `load` does not wait, `value` does.
+template <typename Element>
+struct Bias1OfRow {
+  const Element* ptr = nullptr;
+  uint32_t shift_bits = 0;
+  int Lk;
+
+  CUTLASS_DEVICE Bias1OfRow(const BackwardArgs& args, int b, int n) : Lk(args.Lk) {
+    if (args.bias1 == nullptr) return;
+    ptr = static_cast<const Element*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
+    shift_bits = ptx::load_bits(static_cast<const Element*>(args.shift) + int64_t(b) * args.N + n);
+  }
+  CUTLASS_DEVICE float shift() const { return ptx::bits_to_float<Element>(shift_bits); }
+  CUTLASS_DEVICE uint32_t load(int k) const { return ptr != nullptr ? ptx::load_bits(ptr + min(k, Lk - 1)) : 0; }
+  CUTLASS_DEVICE float value(uint32_t bits, int k) const {
+    return k < Lk ? ptx::bits_to_float<Element>(bits) - shift() : -infinity();
+  }
+};
+
+// -lse and -delta of the queries of one (b, n, h). Queries that see no key, or do not exist, have -inf, so that their P
+// is 0 (so have those below -kLargestLse). Loads need not wait for the shift of bias1: where that is not 0, `shift`
+// follows and they are done again.
+struct QueryStatistics {
+  const float* lse;
+  int64_t stride = 1;
+  const float* delta;
+  int Lq;
+
+  CUTLASS_DEVICE QueryStatistics(const BackwardArgs& args, int b, int n, int h) : Lq(args.Lq) {
+    int64_t offset = ((int64_t(b) * args.N + n) * args.H + h) * args.Lq;
+    lse = args.lse + offset, delta = args.negative_delta + offset;
+  }
+  CUTLASS_DEVICE void shift(const BackwardArgs& args, int b, int n, int h) {
+    lse = args.shifted_lse + b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
+    stride = args.shifted_stride[2];
+  }
+  CUTLASS_DEVICE float2 load(int q) const {
+    q = min(q, Lq - 1);
+    return make_float2(lse[q * stride], delta[q]);
+  }
+  CUTLASS_DEVICE float2 value(float2 loaded, int q) const {
+    if (q >= Lq) return make_float2(-infinity(), 0.f);
+    return make_float2(loaded.x > -kLargestLse ? -loaded.x : -infinity(), loaded.y);
+  }
+};
+
+}  // namespace ds4s::sm90

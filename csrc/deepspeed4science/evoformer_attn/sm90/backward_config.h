@@ -1,0 +1,160 @@
+// The shapes of the backward's kernels: tile sizes, what lies in shared memory, how registers are shared out.
+#pragma once
+
+#include "core/arch.h"
+#include "sm90/backward_args.h"
+#include "sm90/extra_terms.h"
+
+namespace ds4s::sm90 {
+
+template <int kRows_,     // rows n of a block; they share tiles of bias2
+          int kTiles_,    // owned tiles of 64 of each n; they share what is walked over
+          int kColumns_,  // columns of a step
+          int kStages_,   // steps in flight
+          int kBuffers_>  // places for owned tiles: 2, and the next ones arrive during the last steps
+struct RowPassTiles {
+  static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
+};
+
+// dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
+//
+//                 owned: first, second    walked over: first, second    results in place of the owned
+//   kKeys         K, V                    Q, dO                         dk, dv
+//   not kKeys     Q, dO                   K, V                          dq, -
+template <typename Element_,  // half_t, bfloat16_t
+          int kHeadDim_,      // tier of D and Dv
+          bool kKeys_,        // what is owned
+          bool kBias2_,       // bias2 is given
+          typename Tiles>     // RowPassTiles
+struct RowPassConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kKeys = kKeys_, kBias2 = kBias2_;
+  static constexpr int kRows = Tiles::kRows, kTiles = Tiles::kTiles, kColumns = Tiles::kColumns;
+  static constexpr int kStages = Tiles::kStages, kBuffers = Tiles::kBuffers;
+
+  static constexpr int kOwned = 64;                            // rows of one wgmma
+  static constexpr int kWarpgroups = kRows * kTiles;           // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
+  static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
+  static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
+
+  using OwnedTile = SwizzledTile<kOwned, kHeadDim>;
+  using WalkedTile = SwizzledTile<kColumns, kHeadDim>;
+  using BiasTile = SwizzledTile<kKeys ? kColumns : kOwned, kKeys ? kOwned : kColumns>;  // queries by keys, as it came
+  static constexpr int kHeadSteps = (kHeadDim + 15) / 16, kColumnSteps = kColumns / 16;
+  static_assert(WalkedTile::kBytes % 1024 == 0, "tiles lie one behind the other");
+
+  // What a block works on at a time: kRows rows from `row` on, kTiles tiles from `owned` on.
+  struct Coordinates {
+    int owned, head, row, batch;
+  };
+  template <typename Tile>
+  struct Pair {
+    alignas(1024) uint8_t first[Tile::kBytes];
+    alignas(1024) uint8_t second[Tile::kBytes];
+  };
+  struct Stage {
+    Pair<WalkedTile> walked[kRows];
+    alignas(1024) uint8_t bias2[kBias2 ? kTiles : 1][kBias2 ? BiasTile::kBytes : 16];
+  };
+  static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * ExtraTile::kRowBytes;
+  struct Shared {
+    Pair<OwnedTile> owned[kBuffers][kWarpgroups];
+    Stage stages[kStages];
+    // -delta of queries, owned or walked over (extra_terms.h), and what it is multiplied with.
+    alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
+    alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    // The other terms: of owned keys log2(e) bias1, of owned queries -log2(e) lse, for the exponents; of queries walked
+    // over -lse / scale, of keys bias1 / scale, for the accumulators to begin with.
+    float exponents[kBuffers][kWarpgroups][kOwned];
+    alignas(8) float scores[kStages][kRows][kColumns];
+    FullBarrier owned_full[kBuffers], full[kStages];
+    EmptyBarrier owned_empty[kBuffers], empty[kStages];
+  };
+  static constexpr int kSharedBytes = int(sizeof(Shared));
+  static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
+  using Turn = RingTurn<kStages>;
+  using OwnedTurn = RingTurn<kBuffers>;
+
+  CUTLASS_DEVICE static int num_columns(const BackwardArgs& args) { return kKeys ? args.Lq : args.Lk; }
+  CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
+
+  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
+    Coordinates at;
+    at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
+    at.head = tile % args.H, tile /= args.H;
+    at.row = tile % args.num_row_groups * kRows;
+    at.batch = tile / args.num_row_groups;
+    return at;
+  }
+};
+
+template <int kQueryTiles_,  // tiles of 64 queries of a block; they share keys and values
+          int kKeyTiles_,    // tiles of 64 keys of a block; they share queries and gradients
+          int kColumns_,     // keys of one product: 64, or 32 to save registers
+          int kStages_>      // rows n in flight
+struct BiasPassTiles {
+  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kColumns = kColumns_, kStages = kStages_;
+};
+
+// dbias2 of 64 queries by 64 keys for each warpgroup, walking over rows n.
+template <typename Element_, int kHeadDim_, typename Tiles>
+struct BiasPassConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
+  static constexpr int kColumns = Tiles::kColumns, kStages = Tiles::kStages;
+  static constexpr int kQueries = 64, kKeys = 64;  // of a warpgroup
+  static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
+  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;  // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  using Registers = RegisterShares < kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/kWarpgroups<4 ? 56 : 32>;
+
+  // No more than stages, so that none is a whole turn of the ring ahead: a barrier could not tell that.
+  static constexpr int kStatisticsWarps = kStages < 3 ? kStages : 3;
+
+  using Tile = SwizzledTile<64, kHeadDim>;
+  static constexpr int kHeadSteps = (kHeadDim + 15) / 16;
+
+  struct Stage {  // of one n
+    struct {
+      alignas(1024) uint8_t q[Tile::kBytes], do_[Tile::kBytes];
+      uint8_t scores[ExtraTile::kBytes], products[ExtraTile::kBytes];  // extra_terms.h: -lse / scale, -delta
+    } queries[kQueryTiles];
+    struct {
+      alignas(1024) uint8_t k[Tile::kBytes], v[Tile::kBytes];
+      uint8_t scores[ExtraTile::kBytes];  // bias1 / scale
+    } keys[kKeyTiles];
+  };
+  struct Shared {
+    Stage stages[kStages];
+    alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    FullBarrier full[kStages];
+    EmptyBarrier empty[kStages];
+  };
+  static constexpr int kSharedBytes = int(sizeof(Shared));
+  static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
+  using Turn = RingTurn<kStages>;
+
+  // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, rows row .. row_end.
+  struct Coordinates {
+    int query, key, head, batch, slice, row, row_end;
+  };
+  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
+    int num_key_blocks = (args.Lk + kBlockKeys - 1) / kBlockKeys;
+    int num_query_blocks = (args.Lq + kBlockQueries - 1) / kBlockQueries;
+    Coordinates at;
+    at.key = tile % num_key_blocks * kBlockKeys, tile /= num_key_blocks;
+    at.query = tile % num_query_blocks * kBlockQueries, tile /= num_query_blocks;
+    at.head = tile % args.H, tile /= args.H;
+    at.batch = tile % args.B;
+    at.slice = tile / args.B;
+    at.row = int(int64_t(args.N) * at.slice / args.num_slices);
+    at.row_end = int(int64_t(args.N) * (at.slice + 1) / args.num_slices);
+    return at;
+  }
+};
+
+}  // namespace ds4s::sm90

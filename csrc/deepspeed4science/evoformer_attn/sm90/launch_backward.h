@@ -1,0 +1,259 @@
+// Host side of the Hopper backward: BwdParams -> workspace, tensor maps, passes. A generated unit names one
+// Backward<...> and exports its two functions.
+#pragma once
+
+#include "backward/prepare.h"
+#include "params.h"
+#include "sm90/bias2_rows.h"
+#include "sm90/bias_pass.h"
+#include "sm90/persistent_grid.h"
+#include "sm90/row_pass.h"
+
+namespace ds4s::sm90 {
+
+// Tile sizes for each tier; docs/kernels-sm90.md has what was measured.
+template <int kHeadDim>
+struct BackwardChoice {
+  using Keys = cute::conditional_t<
+      kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
+      cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 4, 2>, RowPassTiles<1, 2, 32, 6, 1>>>;
+  using Queries = cute::conditional_t<
+      kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
+      cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
+  using Bias = cute::conditional_t<
+      kHeadDim <= 32, BiasPassTiles<1, 3, 64, 4>,
+      cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 32, 2>,
+                          cute::conditional_t<kHeadDim <= 64, BiasPassTiles<1, 2, 64, 4>, BiasPassTiles<1, 2, 64, 2>>>>;
+  // Where it leaves less of its tiles empty: (1,256,256,4,32) 0.045 instead of 0.055; (1,768,768,4,32) 0.90 for 0.83.
+  using SquareBias = cute::conditional_t<kHeadDim <= 32, BiasPassTiles<2, 2, 32, 4>, Bias>;
+};
+
+template <typename Element, int kHeadDim, bool kBias2>
+class Backward {
+ public:
+  static int64_t workspace_bytes(const BwdParams& p) { return Backward(p).bytes_; }
+  static int run(const BwdParams& p, cudaStream_t stream) {
+    if (p.B * p.N * p.H == 0) return cudaSuccess;
+    Backward backward(p);
+    if (!backward.fits()) return cudaErrorInvalidValue;
+    backward.run_passes(stream);
+    return backward.status_;
+  }
+
+ private:
+  using Prepare = BackwardConfig<Element, cutlass::arch::Sm80, kHeadDim, /*kIsAligned=*/true, /*kTf32=*/false, kBias2>;
+  using Choice = BackwardChoice<kHeadDim>;
+  using KeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
+  using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
+  using BiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::Bias>;
+  using SquareBiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::SquareBias>;
+
+  explicit Backward(const BwdParams& p) : p_(p), bias2_(p) {
+    int64_t rows = p.B * p.N * p.H * p.Lq;
+    delta_ = reserve(true, rows * 4);
+    lse_ = reserve(p.bias1 && !dq_holds_lse(), rows * 4);
+    shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
+    bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
+    dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
+    bias2_rows_ = reserve(bias2_.copied, bias2_.workspace_bytes());
+    if constexpr (kBias2) {
+      if (p.dbias2) with_bias_pass([this](auto pass) { slices_ = choose_slices<decltype(pass)>(); });
+    }
+    dbias2_parts_ = reserve(slices_ > 1 && p.deterministic, slices_ * p.B * p.H * p.Lq * p.Lk * 4);
+  }
+
+  // Parts of the workspace on 256 bytes each, offsets from its beginning; -1 for what is not needed.
+  int64_t reserve(bool needed, int64_t size) {
+    if (!needed) return -1;
+    int64_t offset = bytes_;
+    bytes_ += ceil_div(size, 256) * 256;
+    return offset;
+  }
+  template <typename T>
+  T* at(int64_t offset) const {
+    return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
+  }
+  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  // dq, which is written last, lends its rows to their own shifted lse.
+  bool dq_holds_lse() const { return p_.dq && p_.D * int64_t(sizeof(Element)) >= 4; }
+
+  bool fits() const {
+    constexpr int64_t kLimit = int64_t(1) << 31;
+    int64_t longest = p_.Lq > p_.Lk ? p_.Lq : p_.Lk;
+    return p_.D <= kHeadDim && p_.Dv <= kHeadDim && p_.N < kLimit - 256 && longest < kLimit - 256 &&
+           p_.B * p_.N * p_.H * ceil_div(longest, 4) < kLimit && (p_.bias2 != nullptr) == kBias2 &&
+           (kBias2 || p_.dbias2 == nullptr);
+  }
+
+  // Into how many slices of at least eight n the bias pass is cut so that its blocks fill the device evenly: the fewest
+  // waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once more).
+  template <typename Pass>
+  int64_t choose_slices() {
+    int blocks = 0;
+    check(PersistentGrid<bias_pass<Pass>, Pass::kNumThreads, Pass::kSharedBytes>::resident_blocks(blocks));
+    if (status_ != cudaSuccess) return 1;
+    int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
+    double best_cost = 0;
+    for (int64_t slices = 1; slices <= (most > 1 ? most : 1); ++slices) {
+      double waves = double(ceil_div(num_bias_tiles<Pass>() * slices, blocks));
+      double cost = waves / double(slices) * (1.0 + 0.02 * double(slices));
+      if (slices == 1 || cost < best_cost) best = slices, best_cost = cost;
+    }
+    return best;
+  }
+  template <typename Pass>
+  int64_t num_bias_tiles() const {
+    return ceil_div(p_.Lq, Pass::kBlockQueries) * ceil_div(p_.Lk, Pass::kBlockKeys) * p_.H * p_.B;
+  }
+  // Elements of all tiles: what a pass computes, needed or not.
+  template <typename Pass>
+  int64_t num_covered() const {
+    return num_bias_tiles<Pass>() * Pass::kBlockQueries * Pass::kBlockKeys;
+  }
+  template <typename Function>
+  void with_bias_pass(Function function) {
+    if (num_covered<SquareBiasPass>() * 1.1 < num_covered<BiasPass>()) {
+      function(SquareBiasPass{});
+    } else {
+      function(BiasPass{});
+    }
+  }
+
+  void check(cudaError_t status) {
+    if (status_ == cudaSuccess) status_ = status;
+  }
+  template <typename Kernel, typename... Args>
+  void start(Kernel* kernel, int64_t blocks, int threads, Args... args) {
+    if (status_ != cudaSuccess) return;
+    kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), 0, stream_>>>(args...);
+    check(cudaGetLastError());
+  }
+
+  void run_passes(cudaStream_t stream) {
+    stream_ = stream;
+    if (bytes_ > 0 && p_.workspace == nullptr) return check(cudaErrorInvalidValue);
+    check(bias2_.prepare(at<void>(bias2_rows_), stream));
+    prepare();
+    if (p_.dk || p_.dv || p_.dbias1) key_pass();
+    if constexpr (kBias2) {
+      if (p_.dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
+    }
+    if (p_.dq) row_pass_<QueryPass>();
+  }
+
+  // bias1's shifts, and of each query delta and where needed a shifted lse.
+  void prepare() {
+    ds4s::BackwardArgs args{};
+    args.p = p_;
+    args.bias2 = {bias2_.view.ptr, bias2_.view.size[4] > 1 ? bias2_.view.stride[4] : 0,
+                  bias2_.view.size[2] > 1 ? bias2_.view.stride[2] : 0, bias2_.view.stride[1]};
+    args.bias1 = bias1_ < 0 ? p_.bias1 : at<void>(bias1_);
+    args.bias1_stride[0] = bias1_ < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
+    args.bias1_stride[1] = bias1_ < 0 ? p_.bias1_stride[1] : p_.Lk;
+    args.shift = at<void>(shift_);
+    args.shifted_lse = lse_ < 0 ? static_cast<float*>(p_.dq) : at<float>(lse_);
+    int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
+    for (int i = 0; i < 4; ++i) {
+      args.shifted_stride[i] = lse_ < 0 ? p_.dq_stride[i] * int64_t(sizeof(Element)) / 4 : own[i];
+    }
+    if (p_.bias1) {
+      start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, args, at<Element>(shift_), at<Element>(bias1_));
+    }
+    int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
+    start(prepare_rows<Prepare>, blocks, kPrepareThreads, args, at<float>(delta_));
+
+    args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
+    args_.bias1_stride[1] = args.bias1_stride[1];
+    args_.bias2 = args.bias2.ptr;
+    args_.bias2_stride[0] = args.bias2.stride_b, args_.bias2_stride[1] = args.bias2.stride_h;
+    args_.bias2_stride[2] = args.bias2.stride_row;
+    args_.shift = args.shift, args_.lse = p_.lse, args_.shifted_lse = args.shifted_lse;
+    for (int i = 0; i < 4; ++i) args_.shifted_stride[i] = args.shifted_stride[i];
+    args_.negative_delta = at<const float>(delta_);
+    args_.B = int32_t(p_.B), args_.N = int32_t(p_.N), args_.H = int32_t(p_.H);
+    args_.Lq = int32_t(p_.Lq), args_.Lk = int32_t(p_.Lk);
+    args_.bias2_H = bias2_.view.size[2] > 1, args_.bias2_B = bias2_.view.size[4] > 1;
+    args_.scale = p_.scale, args_.unit = 1.f / p_.scale, args_.c = p_.scale * kLog2OfE;
+  }
+
+  // dk, dv and dbias1.
+  void key_pass() {
+    args_.dbias1 = dbias1_parts_ < 0 ? p_.dbias1 : at<float>(dbias1_parts_);
+    args_.stores_dbias1 = dbias1_parts_ >= 0;
+    if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
+    row_pass_<KeyPass>();
+    if (dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
+  }
+
+  template <typename Config>
+  void row_pass_() {
+    constexpr bool kKeys = Config::kKeys;
+    using Owned = typename Config::OwnedTile;
+    using Walked = typename Config::WalkedTile;
+    TensorView<5> q = tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D),
+                  k = tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D);
+    TensorView<5> do_ = tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv);
+    TensorView<5> v = tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv);
+    RowPassMaps maps{};
+    make_map<Owned>(maps.owned_first, kKeys ? k : q), make_map<Owned>(maps.owned_second, kKeys ? v : do_);
+    make_map<Walked>(maps.walked_first, kKeys ? q : k), make_map<Walked>(maps.walked_second, kKeys ? do_ : v);
+    if (kBias2) make_map<typename Config::BiasTile>(maps.bias2, bias2_.view);
+    args_.stores_first = kKeys ? p_.dk != nullptr : true, args_.stores_second = p_.dv != nullptr;
+    if (!kKeys) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
+    if (kKeys && p_.dk) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dk, p_.dk_stride, p_.Lk, p_.D));
+    if (kKeys && p_.dv) make_map<Owned>(maps.result_second, tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv));
+
+    args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
+    args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
+    args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
+    start_persistent<row_pass<Config>, Config>(maps);
+  }
+
+  template <typename Pass>
+  void bias_pass_() {
+    using Tile = typename Pass::Tile;
+    BiasPassMaps maps{};
+    make_map<Tile>(maps.q, tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D));
+    make_map<Tile>(maps.k, tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D));
+    make_map<Tile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
+    make_map<Tile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
+    int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
+    args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
+    args_.dbias2 = dbias2_parts_ < 0 ? p_.dbias2 : at<float>(dbias2_parts_);
+    if (args_.adds_dbias2) zero(p_.dbias2, size);
+    args_.num_slices = int32_t(slices_), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
+    start_persistent<bias_pass<Pass>, Pass>(maps);
+    if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, size);
+  }
+
+  template <typename Tile>
+  void make_map(CUtensorMap& map, const TensorView<5>& tensor) {
+    check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
+  }
+  template <auto kKernel, typename Config, typename Maps>
+  void start_persistent(const Maps& maps) {
+    int blocks = 0;
+    check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
+    if (status_ != cudaSuccess) return;
+    if (args_.num_tiles < blocks) blocks = args_.num_tiles;
+    kKernel<<<blocks, Config::kNumThreads, Config::kSharedBytes, stream_>>>(args_, maps);
+    check(cudaGetLastError());
+  }
+  void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
+  void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {
+    int64_t blocks = ceil_div(outer * inner, kPrepareThreads);
+    start(sum_parts, blocks < 4096 ? blocks : 4096, kPrepareThreads, out, at<const float>(parts), outer, num_parts,
+          inner);
+  }
+
+  BwdParams p_;
+  Bias2Rows<Element> bias2_;
+  BackwardArgs args_{};
+  cudaStream_t stream_ = nullptr;
+  cudaError_t status_ = cudaSuccess;
+  int64_t bytes_ = 0, slices_ = 1;
+  int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1;
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,34 @@
+// Host side: how many blocks of a persistent kernel the present device holds.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+namespace ds4s::sm90 {
+
+template <auto kKernel, int kNumThreads, int kSharedBytes>
+struct PersistentGrid {
+  // Asks for the shared memory that they need, once on each device.
+  static cudaError_t resident_blocks(int& blocks) {
+    static std::atomic<int> known[64];
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    blocks = device < 64 ? known[device].load() : 0;
+    if (blocks > 0) return cudaSuccess;
+    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    int multiprocessors = 0, of_each = 0;
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kKernel, kNumThreads, kSharedBytes);
+    }
+    if (error != cudaSuccess) return error;
+    blocks = multiprocessors * of_each;
+    if (blocks == 0) return cudaErrorInvalidConfiguration;
+    if (device < 64) known[device].store(blocks);
+    return cudaSuccess;
+  }
+};
+
+}  // namespace ds4s::sm90

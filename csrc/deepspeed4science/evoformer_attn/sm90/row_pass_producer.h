@@ -1,0 +1,125 @@
+// What brings tiles to a row pass: one thread for everything that TMA takes, a warp of each row n for the
+// statistics of its queries and keys, which begin anywhere.
+#pragma once
+
+#include "sm90/backward_config.h"
+
+namespace ds4s::sm90 {
+
+// Tensor maps of a row pass; results in place of the owned tiles.
+struct RowPassMaps {
+  CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
+};
+
+template <typename Config>
+struct RowPassProducer {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  using OwnedTile = typename Config::OwnedTile;
+  using WalkedTile = typename Config::WalkedTile;
+  using BiasTile = typename Config::BiasTile;
+  static constexpr int kRows = Config::kRows, kTiles = Config::kTiles, kWarpgroups = Config::kWarpgroups;
+  static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
+  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
+
+  // One thread: everything that is tiles.
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
+    constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
+    typename Config::Turn turn;
+    typename Config::OwnedTurn owned_turn;
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tile);
+      FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
+      for (int t = 0; t < kWarpgroups; ++t) {
+        auto& owned = shared.owned[owned_turn.stage][t];
+        int l = at.owned + t % kTiles * kOwned, n = at.row + t / kTiles;
+        load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
+        load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
+      }
+      for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+        typename Config::Stage& stage = shared.stages[turn.stage];
+        FullBarrier& full = shared.full[turn.stage];
+        shared.empty[turn.stage].wait(turn.parity ^ 1);
+        full.arrive_and_expect_tx(kStageBytes);
+        for (int r = 0; r < kRows; ++r) {
+          load_tile<WalkedTile>(maps.walked_first, full, stage.walked[r].first, 0, column, at.head, at.row + r,
+                                at.batch);
+          load_tile<WalkedTile>(maps.walked_second, full, stage.walked[r].second, 0, column, at.head, at.row + r,
+                                at.batch);
+        }
+        if constexpr (kBias2) {
+          for (int t = 0; t < kTiles; ++t) {
+            int owned = at.owned + t * kOwned;
+            load_tile<BiasTile>(maps.bias2, full, stage.bias2[t], kKeys ? owned : column, kKeys ? column : owned,
+                                at.head * args.bias2_H, 0, at.batch * args.bias2_B);
+          }
+        }
+      }
+    }
+  }
+
+  // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their place.
+  CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
+    constexpr int kPerLane = kColumns / 32;
+    int lane = threadIdx.x % 32;
+    typename Config::Turn turn;
+    typename Config::OwnedTurn owned_turn;
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tile);
+      int n = min(at.row + r, args.N - 1);
+      Bias1OfRow<Element> bias1(args, at.batch, n);
+      QueryStatistics queries(args, at.batch, n, at.head);
+      if (bias1.shift() != 0.f) queries.shift(args, at.batch, n, at.head);
+      struct {
+        float2 of_query[kKeys ? kPerLane : 1];
+        uint32_t of_key[kKeys ? 1 : kPerLane];
+      } next;
+      auto load = [&](int column) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kPerLane; ++x) {
+          if constexpr (kKeys) {
+            next.of_query[x] = queries.load(column + 32 * x + lane);
+          } else {
+            next.of_key[x] = bias1.load(column + 32 * x + lane);
+          }
+        }
+      };
+      load(0);
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      int buffer = owned_turn.stage;
+      for (int x = lane; x < kTiles * kOwned; x += 32) {
+        int t = r * kTiles + x / kOwned, l = at.owned + x;
+        float2 statistics = kKeys ? make_float2(bias1.value(bias1.load(l), l), 0.f) : queries.value(queries.load(l), l);
+        shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2OfE;
+        if constexpr (!kKeys) {
+          ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
+        }
+      }
+      if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
+      shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
+      for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+        shared.empty[turn.stage].wait(turn.parity ^ 1);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kPerLane; ++x) {
+          int in_step = 32 * x + lane;
+          float& score = shared.scores[turn.stage][r][in_step];
+          if constexpr (kKeys) {
+            float2 value = queries.value(next.of_query[x], column + in_step);
+            score = value.x * args.unit;
+            ExtraTerms::store_alone(shared.products[turn.stage * kRows + r], in_step, value.y);
+          } else {
+            score = bias1.value(next.of_key[x], column + in_step) * args.unit;
+          }
+        }
+        if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
+        shared.full[turn.stage].arrive();
+        load(column + kColumns);
+      }
+    }
+  }
+};
+
+}  // namespace ds4s::sm90
