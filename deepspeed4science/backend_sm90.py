@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed4science.backend import DTYPE_NAMES
 from deepspeed4science.backend_cuda import CudaBackend
 from deepspeed4science.problem import Problem
 from op_builder import env
 from op_builder.errors import BuildError
-from op_builder.instantiations import has_row
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ _DIMENSIONS = ("B", "N", "L", "H")
 
 class Sm90Backend(CudaBackend):
     """Takes 16-bit calls on compute capability 9.0. What is known of tensors only when they come
-    (`tma_obstacle`) makes one call an Sm80 kernel's; so does a direction without Sm90 kernels.
+    (`tma_obstacle`) makes one call an Sm80 kernel's.
     """
 
     def __init__(self) -> None:
@@ -46,8 +44,6 @@ class Sm90Backend(CudaBackend):
     def _row(
         self, direction: str, problem: Problem, tensors: Sequence[Tensor | None]
     ) -> tuple[str, bool]:
-        if not has_row(self._family, direction, DTYPE_NAMES[problem.dtype]):
-            return "sm80", super()._row(direction, problem, tensors)[1]
         obstacle = _first_obstacle(tensors)
         if not obstacle:
             return self._family, True

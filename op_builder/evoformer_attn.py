@@ -14,7 +14,6 @@ from .cuda_builder import CUDAOpBuilder
 from .errors import ToolchainError
 from .instantiations import (
     CUDA_FAMILIES,
-    CUDA_ROWS,
     DIRECTIONS,
     CudaKernel,
     has_row,
@@ -74,10 +73,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         """What `family` does not tell: which calls go to the next, or why it is not sm90."""
         families = self.families(device)
         if len(families) > 1:
-            rest = "float32 and what TMA cannot read"
-            if not CUDA_ROWS[families[0]]["bwd"]:
-                rest = f"the backward, {rest}"
-            return f"{families[1]} for {rest}"
+            return f"{families[1]} for float32 and what TMA cannot read"
         if arch.family(device) == "sm90" and (obstacle := self.sm90_obstacle()):
             return f"not sm90: {obstacle}"
         return ""

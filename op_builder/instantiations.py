@@ -87,7 +87,7 @@ CUDA_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "sm70": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
     "sm75": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
     "sm80": {"fwd": CUDA_DTYPES, "bwd": CUDA_DTYPES},
-    "sm90": {"fwd": ("fp16", "bf16"), "bwd": ()},
+    "sm90": {"fwd": ("fp16", "bf16"), "bwd": ("fp16", "bf16")},
 }
 CUDA_FAMILIES = tuple(CUDA_ROWS)
 CUDA_BIASES = ("none", "bias1", "bias2", "both")

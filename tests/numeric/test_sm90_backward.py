@@ -10,7 +10,6 @@ import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
-from op_builder.instantiations import has_row
 from tests.numeric.cases import Case, sm90_reason
 from tests.numeric.law import NAMES, check, ours, relative_error, run
 from tests.numeric.test_error_law import GRADIENT_LAYOUTS
@@ -18,7 +17,6 @@ from tests.numeric.test_error_law import GRADIENT_LAYOUTS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(sm90_reason() is not None, reason=sm90_reason() or ""),
-    pytest.mark.skipif(not has_row("sm90", "bwd", "bf16"), reason="the backward of 9.0 is Sm80's"),
     pytest.mark.usefixtures("seed"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

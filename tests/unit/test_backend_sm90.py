@@ -55,9 +55,11 @@ def kernel(direction, *tensors, problem=PROBLEM):
     return backend._spec(direction, problem, tensors)
 
 
-def test_a_hopper_forward_is_sm90s_and_its_backward_sm80s(hopper):
+def test_hoppers_calls_are_sm90s(hopper):
     tensors = [tensor() for _ in range(8)]
     assert kernel("fwd", *tensors[:4]).name == "sm90_fwd_bf16_d32_both"
+    assert kernel("bwd", *tensors).name == "sm90_bwd_bf16_d32_bias2"
+    tensors[1] = tensors[1][:, :1].expand(1, 3, 40, 2, 32)
     assert kernel("bwd", *tensors).name == "sm80_bwd_bf16_d32_bias2_aligned"
 
 

@@ -100,9 +100,7 @@ def test_without_nvcc_hopper_takes_what_was_compiled_beforehand(nvcc, monkeypatc
 
 
 def test_the_note_tells_who_does_the_rest(nvcc):
-    assert BUILDER.family_note((9, 0)) == (
-        "sm80 for the backward, float32 and what TMA cannot read"
-    )
+    assert BUILDER.family_note((9, 0)) == "sm80 for float32 and what TMA cannot read"
     assert BUILDER.family_note((8, 0)) == ""
 
 
