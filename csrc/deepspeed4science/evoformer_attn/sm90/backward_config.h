@@ -63,9 +63,9 @@ struct RowPassConfig {
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
-    // -delta of queries, owned or walked over (extra_terms.h), and what it is multiplied with.
-    alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
+    // -delta of queries, owned or walked over, and what it is multiplied with (extra_terms.h).
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
     // The other terms: of owned keys log2(e) bias1, of owned queries -log2(e) lse, for the exponents; of queries walked
     // over -lse / scale, of keys bias1 / scale, for the accumulators to begin with.
     float exponents[kBuffers][kWarpgroups][kOwned];
@@ -129,8 +129,8 @@ struct BiasPassConfig {
     } keys[kKeyTiles];
   };
   struct Shared {
-    Stage stages[kStages];
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
   };

