@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.errors import NoBackendError
 from deepspeed4science.reference import evoformer_attention
+from op_builder import EvoformerAttnBuilder
 from tests.numeric.cases import Case, cuda_reason
 from tests.numeric.law import check, relative_error
 
@@ -117,6 +119,39 @@ def test_more_rows_than_are_under_way_at_a_time(D, dtype):
     ever.
     """
     check(Case("many-pairs", B=2, N=151, Lq=34, Lk=140, H=4, D=D).inputs(dtype, "cuda"))
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize(("D", "N"), [(16, 70), (32, 103), (48, 150), (64, 216)])
+def test_memory_that_dk_lends(D, N, dtype):
+    """Long keys and few queries: dq of some (b, n, h) is added up in memory of dk, and the last
+    ones share what is left.
+    """
+    check(Case("lent-rows", B=2, N=N, Lq=64, Lk=1000, H=4, D=D).inputs(dtype, "cuda"))
+
+
+@pytest.mark.parametrize(("N", "L", "H"), [(384, 384, 4), (768, 768, 4), (512, 384, 8)])
+def test_speed_costs_no_memory(N, L, H):
+    """The fast gradients take no more of it than those with a fixed order of additions."""
+    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    if family != "sm80":
+        pytest.skip(f"a promise of the sm80 family; the family here is {family}")
+    tensors = [
+        t.requires_grad_()
+        for t in Case("", N=N, Lq=L, H=H).inputs(torch.bfloat16, "cuda").tensors()
+    ]
+
+    def peak(deterministic):
+        torch.use_deterministic_algorithms(deterministic)
+        torch.cuda.empty_cache()  # a block that is larger than asked for would count in full
+        return peak_extra_bytes(
+            lambda: torch.autograd.grad(attention(tensors).sum(), tensors), torch.device("cuda")
+        )
+
+    try:
+        assert peak(False) <= peak(True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def round_to_tf32(x):

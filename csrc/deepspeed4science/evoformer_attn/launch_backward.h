@@ -99,7 +99,7 @@ class Backward {
                       p_.bias2_stride[0] % kVec == 0 && p_.bias2_stride[1] % kVec == 0 && p_.bias2_stride[2] % kVec == 0;
       int64_t size = copies_b_ * copies_h_ * int64_t(sizeof(scalar_t));
       bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || p_.bias1), size * p_.Lq * pitch_);
-      bool transposes = p_.dk || p_.dv || p_.dbias1;
+      bool transposes = (p_.dk || p_.dv || p_.dbias1) && !(fuses_ && Fused::kTransposesBias2);
       bool lends = !fuses_ || padded_dbias2_ >= 0;
       dbias2_holds_bias2_t_ = transposes && lends && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
                               size * p_.Lk * pitch_t_ <= p_.B * p_.H * p_.Lq * p_.Lk * 4;
@@ -125,20 +125,40 @@ class Backward {
            Fused::kMinBlocks * (shared + 1024) <= device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   }
 
-  // Rows of dq for the pairs that are under way at a time, and twice 16 n more; dbias2 in whole tiles.
+  // Slots of dq for the pairs that are under way at a time, and kSideBySide more, twice that at D = 64, which is not
+  // timed with fewer; dbias2 in whole tiles.
   void plan_fused() {
     int64_t key_blocks = ceil_div(p_.Lk, Fused::kRows);
     int64_t blocks = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Fused::kMinBlocks;
     int64_t pairs = p_.B * p_.N * p_.H;
-    slots_ = ceil_div(blocks, key_blocks) + 32;
-    if (slots_ > pairs) slots_ = pairs;
+    num_slots_ = ceil_div(blocks, key_blocks) + (Fused::kTransposesBias2 ? 1 : 2) * kSideBySide;
+    if (num_slots_ > pairs) num_slots_ = pairs;
     padded_queries_ = ceil_div(p_.Lq, Fused::kCols) * Fused::kCols, padded_keys_ = key_blocks * Fused::kRows;
     progress_ = reserve(true, (pairs + 1) * 4);
-    ring_ = reserve(true, ring_size() * 4);
+    plan_lending(pairs, (pairs * p_.Lq - pairs - 1) * 4 / slot_bytes());
+    ring_ = reserve(true, num_own_ * slot_bytes());
     bool pads = padded_queries_ != p_.Lq || padded_keys_ != p_.Lk || reinterpret_cast<uintptr_t>(p_.dbias2) % 16 != 0;
     padded_dbias2_ = reserve(p_.dbias2 && pads, padded_dbias2_size() * 4);
   }
-  int64_t ring_size() const { return slots_ * padded_queries_ * kHeadDim; }
+  // Slots beyond those that fit into what the three passes take for delta may lie in the last rows n of dk, where that
+  // makes few pairs late, and those have slots enough: else all are in the workspace.
+  void plan_lending(int64_t pairs, int64_t fitting) {
+    num_own_ = num_slots_, first_late_ = pairs;
+    int64_t row_bytes = p_.dk_stride[1] * int64_t(sizeof(scalar_t)), lent_bytes = (num_slots_ - fitting) * slot_bytes();
+    bool enough = fitting >= kSideBySide && 5 * fitting >= 2 * num_slots_;
+    if (fitting >= num_slots_ || !enough || !dk_is_dense()) return;
+    int64_t row = p_.B * p_.N - ceil_div(lent_bytes, row_bytes), first_late = row / kSideBySide * kSideBySide * p_.H;
+    if (first_late < num_slots_ || 8 * (pairs - first_late) > pairs) return;
+    num_own_ = fitting, first_late_ = first_late;
+    lent_ = reinterpret_cast<float*>(static_cast<char*>(p_.dk) + row * row_bytes);
+  }
+  // One row n after the other, with nothing between.
+  bool dk_is_dense() const {
+    const int64_t(&s)[4] = p_.dk_stride;
+    bool rows = s[1] == p_.Lk * p_.H * p_.D && (p_.Lk - 1) * s[2] + (p_.H - 1) * s[3] + p_.D == s[1];
+    return rows && (p_.B == 1 || s[0] == p_.N * s[1]);
+  }
+  int64_t slot_bytes() const { return padded_queries_ * kHeadDim * 4; }
   int64_t padded_dbias2_size() const { return p_.B * p_.H * padded_queries_ * padded_keys_; }
 
   static int device_attribute(cudaDeviceAttr attribute) {
@@ -262,11 +282,15 @@ class Backward {
     if constexpr (Config::kCanFuse) {
       float* dbias2 = padded_dbias2_ >= 0 ? at<float>(padded_dbias2_) : p_.dbias2;
       zero(at<float>(progress_), p_.B * p_.N * p_.H + 1);
-      zero(at<float>(ring_), ring_size());
+      zero(at<float>(ring_), num_own_ * slot_bytes() / 4);
+      if (lent_) zero(lent_, (num_slots_ - num_own_) * slot_bytes() / 4);
       if (p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
       if (dbias2) zero(dbias2, padded_dbias2_size());
-      DqRing ring{at<float>(ring_),         at<int32_t>(progress_) + 1, at<uint32_t>(progress_), uint32_t(slots_),
-                  int32_t(padded_queries_), int32_t(padded_keys_),      dbias2};
+      DqRing ring{at<float>(ring_),           lent_,
+                  at<int32_t>(progress_) + 1, at<uint32_t>(progress_),
+                  uint32_t(num_own_),         uint32_t(num_slots_),
+                  uint32_t(first_late_),      int32_t(padded_queries_),
+                  int32_t(padded_keys_),      dbias2};
       if (p_.dbias1) {
         start_fused<FusedPassConfig<Config, /*kWantsDbias1=*/true>>(ring);
       } else {
@@ -309,7 +333,8 @@ class Backward {
   cudaStream_t stream_ = nullptr;
   cudaError_t status_ = cudaSuccess;
   bool fuses_ = false;
-  int64_t slots_ = 0, padded_queries_ = 0, padded_keys_ = 0;
+  int64_t num_slots_ = 0, num_own_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
+  float* lent_ = nullptr;
   int64_t ring_ = -1, progress_ = -1, padded_dbias2_ = -1;
   int64_t bytes_ = 0, slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;

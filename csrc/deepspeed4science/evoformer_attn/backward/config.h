@@ -5,6 +5,9 @@
 
 namespace ds4s {
 
+// Of so many neighbouring n, blocks with the same rows of bias2 run side by side.
+constexpr int kSideBySide = 16;
+
 // What one row pass computes. A pass over queries gives dq; one over keys dk, dv and dbias1.
 enum class Gradients { kDq, kDkDv, kDk, kDv };
 
@@ -60,6 +63,7 @@ struct RowPassConfig : Config {
   // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
   static constexpr bool kWantsDbias1 = kWantsDbias1_;
   static constexpr bool kFusesDq = false;
+  static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kKeyRows && kWantsDs), "dbias1 is a sum of a key's dS");
   static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kHeadDim;              // registers a lane
@@ -80,6 +84,8 @@ struct RowPassConfig : Config {
 template <typename Config, bool kWantsDbias1_>
 struct FusedPassConfig : RowPassConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
+  // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
+  static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kCols = 64;
   static constexpr int kStripes = kCols / 32;
   // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower ones lose up to 2 %.

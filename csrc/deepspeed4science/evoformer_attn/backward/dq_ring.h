@@ -5,7 +5,8 @@
 //   DqProduct  dq += dS K, dbias2 += dS, for 16 queries a warp and all keys of the block
 //   DqRing     the fp32 rows. Only pairs that are under way have a slot: a block that needs the slot of an earlier
 //              pair waits until that one's dq is written. Blocks draw their numbers when they begin, so those that are
-//              waited for have begun.
+//              waited for have begun. Slots may lie in the memory of dk: the last pairs, whose dk that is, do without
+//              them, and write dk when nobody uses them any more.
 //   DqTurn     one block's part in it
 #pragma once
 
@@ -15,10 +16,13 @@
 namespace ds4s {
 
 struct DqRing {
-  float* slots;            // [num_slots, padded_queries, kHeadDim], zeros where nobody adds
+  float* own;              // [num_own, padded_queries, kHeadDim], zeros where nobody adds
+  float* lent;             // [num_slots - num_own, the same], in the memory of dk
   int32_t* progress;       // [B N H], in the order of the blocks: how many have added; one more once dq is written
   uint32_t* ticket;        // the next block's number
-  uint32_t num_slots;      // at least the 16 n that are worked on side by side
+  uint32_t num_own;        // at least kSideBySide: whose slot is waited for has all its blocks' numbers behind it
+  uint32_t num_slots;
+  uint32_t first_late;     // from this pair on own slots only; a multiple of kSideBySide H, at least num_slots
   int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
   int32_t padded_keys;
   float* dbias2;           // [B, H, padded_queries, padded_keys]; null where it is not wanted
@@ -166,13 +170,29 @@ struct DqTurn {
     __syncthreads();
     return number;
   }
+  CUTLASS_DEVICE bool is_late() const { return pair >= ring.first_late; }
+  CUTLASS_DEVICE uint32_t index() const {
+    return is_late() ? (pair - ring.first_late) % ring.num_own : pair % ring.num_slots;
+  }
   CUTLASS_DEVICE float* slot() const {
-    return ring.slots + int64_t(pair % ring.num_slots) * ring.padded_queries * Config::kHeadDim;
+    uint32_t x = index();
+    return x < ring.num_own ? ring.own + x * slot_size() : ring.lent + (x - ring.num_own) * slot_size();
   }
 
-  // One thread, before a barrier that the others' first addition comes after.
+  // One thread, before a barrier that the others' first addition comes after: until the slot is free.
   CUTLASS_DEVICE void wait() const {
-    if (pair >= ring.num_slots) ptx::wait_until_equal(ring.progress + (pair - ring.num_slots), blocks + 1);
+    uint32_t distance = ring.num_slots;  // to the pair that had the slot before
+    if (is_late()) {
+      uint32_t number = pair - ring.first_late, early = ring.first_late - 1 - number;
+      distance = number < ring.num_own ? number + 1 + early % ring.num_slots : ring.num_own;
+    }
+    if (pair >= distance) wait_for(pair - distance);
+  }
+  // All threads, before dk is written: until nobody needs its memory.
+  CUTLASS_DEVICE void wait_for_lent() const {
+    if (!is_late()) return;
+    for (uint32_t x = threadIdx.x; x < ring.num_slots; x += Config::kThreads) wait_for(ring.first_late - 1 - x);
+    __syncthreads();
   }
 
   // After the last addition: the last block of a pair writes dq and leaves zeros.
@@ -211,6 +231,10 @@ struct DqTurn {
     __syncthreads();
     if (threadIdx.x == 0) ptx::store_release(ring.progress + pair, blocks + 1);
   }
+
+ private:
+  CUTLASS_DEVICE int64_t slot_size() const { return int64_t(ring.padded_queries) * Config::kHeadDim; }
+  CUTLASS_DEVICE void wait_for(uint32_t other) const { ptx::wait_until_equal(ring.progress + other, blocks + 1); }
 };
 
 }  // namespace ds4s

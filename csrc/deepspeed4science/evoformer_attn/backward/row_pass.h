@@ -14,9 +14,11 @@
 //
 // With kFusesDq the pass over keys gives dq and dbias2 too (dq_ring.h). dS of a column tile then lies in shared memory
 // after its turn of the loop, and the next turn multiplies it by K: one barrier a tile serves both. Shared memory: the
-// stages; K, and V unless it is in registers (then it comes in where dS will be); two tiles of dS; where to add.
+// stages; K, and V unless it is in registers (then it comes in where dS will be); two tiles of dS; bias2 where it comes
+// by query (bias_tile.h); where to add.
 #pragma once
 
+#include "backward/bias_tile.h"
 #include "backward/dq_ring.h"
 
 namespace ds4s {
@@ -56,8 +58,11 @@ struct RowPass {
   CUTLASS_HOST_DEVICE static constexpr int ds_begin(int stages) {
     return rows_begin(stages) + (Config::kResident ? 1 : 2) * RowTile::kBytes;
   }
-  CUTLASS_HOST_DEVICE static constexpr int outputs_begin(int stages) {
+  CUTLASS_HOST_DEVICE static constexpr int bias_begin(int stages) {
     return ds_begin(stages) + 2 * DsTile<Config>::kBytes;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int outputs_begin(int stages) {
+    return bias_begin(stages) + (Config::kTransposesBias2 ? BiasTile<Config>::kBytes : 0);
   }
 
   // What a row and a column contribute, on their way from global memory.
@@ -105,11 +110,12 @@ struct RowPass {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
-    // Which rows. Among 16 neighbouring n the n runs fastest, then row blocks, then heads: those 16 blocks read the same
-    // rows of bias2, and what they walk over stays in L2.
+    // Which rows. Among kSideBySide neighbouring n the n runs fastest, then row blocks, then heads: those blocks read
+    // the same rows of bias2, and what they walk over stays in L2.
     int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
-    uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H), group = min(batches, 16u);
+    uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H);
+    uint32_t group = min(batches, uint32_t(kSideBySide));
     uint32_t number = blockIdx.x;
     if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
     uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
@@ -173,12 +179,17 @@ struct RowPass {
       first_columns = columns.load(0);
       load_rows([&](int slot, int r) { row_dp[slot] = columns.negative_delta[r]; });
     }
-    const BiasMatrix& bias2 = kKeyRows ? args.bias2_t : args.bias2;
+    const BiasMatrix& bias2 = kKeyRows && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
     const scalar_t* gBias = static_cast<const scalar_t*>(bias2.ptr) + b * bias2.stride_b + h * bias2.stride_h;
     int bias_row = row0 + warp_row + Mma::row_of_lane(lane), last_col = (num_cols - 1) / Mma::kVec * Mma::kVec;
-    auto load_bias = [&](BiasFragment<Mma, scalar_t>& bias, int col) {
+    BiasFragment<Mma, scalar_t> bias;
+    auto load_bias = [&](int col) {
       bias.load(gBias, int(bias2.stride_row), bias_row, num_rows - 1, col + Mma::first_column(lane), last_col);
     };
+    BiasTile<Config> bias_tile(
+        gBias + row0 + warp_row, bias2.stride_row, num_cols, rows_left,
+        reinterpret_cast<scalar_t*>(shared + bias_begin(stages)) + warp_row / 32 * BiasTile<Config>::kWarpElements,
+        lane);
 
     // Shared memory, and this lane's place in it.
     scalar_t* sRows1 = reinterpret_cast<scalar_t*>(shared + rows_begin(stages));
@@ -226,6 +237,10 @@ struct RowPass {
     rows1.load(sRows1, num_rows - row0);
     if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
     load_columns(0, 0);
+    if constexpr (Config::kTransposesBias2) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int stripe = 0; stripe < Config::kStripes; ++stripe) bias_tile.load(stripe, lane);
+    }
 
     // Statistics, on their arrival.
     columns.bias1.shift = __uint_as_float(uniform(__float_as_uint(columns.bias1.shift)));
@@ -245,8 +260,7 @@ struct RowPass {
     RowBegin<Mma> dp_begin;
     if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
     columns.store(stage_columns(0), first_columns, 0);
-    BiasFragment<Mma, scalar_t> bias;
-    if constexpr (Config::kHasBias2) load_bias(bias, 0);
+    if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) load_bias(0);
     Operand operand1, operand2;
     operand1.attach(sRows1, warp_row, lane);
     operand2.attach(sRows2, warp_row, lane);
@@ -291,8 +305,14 @@ struct RowPass {
         for (int first = 0; first < 4; first += kChunkTiles) {
           if (first > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
           // Scores, dP - delta.
+          if constexpr (Config::kTransposesBias2) bias_tile.fetch(bias, stripe, lane);
           probabilities(s, first, operand1, s1_nk, column, row_exponent, bias, lane);
-          if (Config::kHasBias2 && first + kChunkTiles == 4) load_bias(bias, tile * kCols + 32 * (stripe + 1));
+          if constexpr (Config::kTransposesBias2) {
+            __syncwarp();
+            if (more) bias_tile.load(stripe, lane);
+          } else if (Config::kHasBias2 && first + kChunkTiles == 4) {
+            load_bias(tile * kCols + 32 * (stripe + 1));
+          }
           if constexpr (kWantsDv) {
             CUTLASS_PRAGMA_UNROLL
             for (int step = first * 8 / Mma::kStepK; step < (first + kChunkTiles) * 8 / Mma::kStepK; ++step) {
@@ -358,6 +378,7 @@ struct RowPass {
       if (num_tiles == 1 && thread == 0) turn.wait();
       __syncthreads();
       add_dq(num_tiles - 1);
+      turn.wait_for_lent();
     }
 
     // Results.
