@@ -79,7 +79,7 @@ struct QueryStatistics {
     q = min(q, Lq - 1);
     return make_float2(lse[q * stride], delta[q]);
   }
-  CUTLASS_DEVICE float2 value(float2 loaded, int q) const {
+  CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
     if (q >= Lq) return make_float2(-infinity(), 0.f);
     return make_float2(loaded.x > -kLargestLse ? -loaded.x : -infinity(), loaded.y);
   }

@@ -65,15 +65,15 @@ struct BiasPassProducer {
     CUTLASS_DEVICE void store(typename Config::Stage& stage, const BackwardArgs& args, const Coordinates& at, int n,
                               int lane) {
       float shift_ = ptx::bits_to_float<Element>(shift);
-      QueryStatistics queries(args, at.batch, n, at.head);
       if (shift_ != 0.f) {  // rare
+        QueryStatistics queries(args, at.batch, n, at.head);
         queries.shift(args, at.batch, n, at.head);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kRows; ++x) row[x] = queries.load(at.query + 32 * x + lane);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) {
-        float2 value = queries.value(row[x], at.query + 32 * x + lane);
+        float2 value = QueryStatistics::value(row[x], at.query + 32 * x + lane, args.Lq);
         ExtraTerms::store_first(stage.queries[x / 2].scores, x % 2 * 32 + lane, value.x * args.unit);
         ExtraTerms::store_alone(stage.queries[x / 2].products, x % 2 * 32 + lane, value.y);
       }
@@ -119,18 +119,27 @@ struct BiasPassConsumer {
   using Scores = float[kColumns / 2];
   using Biases = float[Config::kKeys / 2];
 
+  // The place of a lane's first element.
+  CUTLASS_DEVICE static int first_query(const Coordinates& block, const Place& at) {
+    return block.query + at.row * Config::kQueries + 16 * at.warp + at.lane / 4;
+  }
+  CUTLASS_DEVICE static int first_key(const Coordinates& block, const Place& at) {
+    return block.key + at.tile * Config::kKeys + 2 * (at.lane % 4);
+  }
+
   // log2(e) bias2, as accumulators have it; nothing is read past its ends.
-  CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block, int query,
-                                        int key) {
+  CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
+                                        const Place& at) {
+    int query = first_query(block, at), key = first_key(block, at);
     const Element* ptr = static_cast<const Element*>(args.bias2) + block.batch * args.bias2_stride[0] +
                          block.head * args.bias2_stride[1];
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < Config::kKeys / 2; x += 2) {
       int i = query + 8 * row_of(x), j = key + x / 4 * 8;
       uint32_t pair = 0;
-      const Element* at = ptr + i * args.bias2_stride[2] + j;
-      if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(at);
-      if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(at);
+      const Element* element = ptr + i * args.bias2_stride[2] + j;
+      if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
+      if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
       float2 value = ptx::unpack<Element>(pair);
       bias2[x] = value.x * kLog2OfE, bias2[x + 1] = value.y * kLog2OfE;
     }
@@ -181,8 +190,9 @@ struct BiasPassConsumer {
   }
 
   // Four neighbours of a row: two lanes exchange what they have of two rows.
-  CUTLASS_DEVICE static void store(const Biases& dbias2, const BackwardArgs& args, const Coordinates& block, int query,
-                                   int key, const Place& at) {
+  CUTLASS_DEVICE static void store(const Biases& dbias2, const BackwardArgs& args, const Coordinates& block,
+                                   const Place& at) {
+    int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
     if (!args.adds_dbias2) offset += int64_t(block.slice) * args.B * args.H * args.Lq;
     bool odd = at.lane % 2 != 0;
@@ -214,16 +224,13 @@ struct BiasPassConsumer {
     typename Config::Turn turn;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
       Coordinates block = Config::locate(args, tile);
-      int first_query = block.query + at.row * Config::kQueries, first_key = block.key + at.tile * Config::kKeys;
-      // The place of this lane's first element.
-      int query = first_query + 16 * at.warp + at.lane / 4, key = first_key + 2 * (at.lane % 4);
-      if (first_query < args.Lq && first_key < args.Lk) {
+      if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
         Biases bias2, dbias2 = {};
-        load_bias2(bias2, args, block, query, key);
+        load_bias2(bias2, args, block, at);
         fence_registers(bias2);  // kept as they are, not unpacked again in every turn
         walk(shared, args, turn, block, bias2, dbias2, at);
-        store(dbias2, args, block, query, key, at);
-      } else {  // nothing to compute, but the ring goes on
+        store(dbias2, args, block, at);
+      } else {                                                // nothing to compute, but the ring goes on
         for (int n = block.row; n < block.row_end; ++n, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           shared.empty[turn.stage].arrive();

@@ -92,7 +92,8 @@ struct RowPassProducer {
       int buffer = owned_turn.stage;
       for (int x = lane; x < kTiles * kOwned; x += 32) {
         int t = r * kTiles + x / kOwned, l = at.owned + x;
-        float2 statistics = kKeys ? make_float2(bias1.value(bias1.load(l), l), 0.f) : queries.value(queries.load(l), l);
+        float2 statistics = kKeys ? make_float2(bias1.value(bias1.load(l), l), 0.f)
+                                  : QueryStatistics::value(queries.load(l), l, args.Lq);
         shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2OfE;
         if constexpr (!kKeys) {
           ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
@@ -107,7 +108,7 @@ struct RowPassProducer {
           int in_step = 32 * x + lane;
           float& score = shared.scores[turn.stage][r][in_step];
           if constexpr (kKeys) {
-            float2 value = queries.value(next.of_query[x], column + in_step);
+            float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
             ExtraTerms::store_alone(shared.products[turn.stage * kRows + r], in_step, value.y);
           } else {
