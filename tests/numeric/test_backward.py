@@ -49,6 +49,16 @@ def test_small_rows_beside_large_ones(dtype, device):
     check_each_query(inputs)
 
 
+@pytest.mark.parametrize("place", ["q", "k", "v", "do", "bias1", "bias2"])
+def test_nan_reaches_the_same_gradients(place, device):
+    """One NaN among finite numbers; `check` compares places first."""
+    inputs = Case("nan", B=1, N=3, Lq=70, Lk=90, H=2).inputs(torch.bfloat16, device)
+    inputs.do = torch.randn_like(inputs.q)
+    tensor = getattr(inputs, place)
+    tensor[tuple(size // 2 for size in tensor.shape)] = torch.nan
+    check(inputs)
+
+
 @pytest.mark.parametrize("value", [-3e4, -1e6, -1e9])
 def test_a_finite_key_mask_on_all_keys(value, device):
     """A float near -1e9 has no digits left for log(sum): nothing may be rebuilt from lse alone."""

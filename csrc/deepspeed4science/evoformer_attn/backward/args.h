@@ -93,7 +93,7 @@ struct NegativeLse {
   CUTLASS_DEVICE QueryValue load(int q) const { return ptr[int64_t(q) * stride]; }
   // -inf, not inf, for a query with no visible key: its P is 0.
   CUTLASS_DEVICE static QueryValue value(QueryValue x) {
-    if constexpr (!kExact) x = x > -kLargestLse ? -x : -infinity();
+    if constexpr (!kExact) x = x < -kLargestLse ? -infinity() : -x;
     return x;
   }
 };

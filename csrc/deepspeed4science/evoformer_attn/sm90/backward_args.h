@@ -81,7 +81,7 @@ struct QueryStatistics {
   }
   CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
     if (q >= Lq) return make_float2(-infinity(), 0.f);
-    return make_float2(loaded.x > -kLargestLse ? -loaded.x : -infinity(), loaded.y);
+    return make_float2(loaded.x < -kLargestLse ? -infinity() : -loaded.x, loaded.y);
   }
 };
 

@@ -108,9 +108,10 @@ struct BiasPassConfig {
   static constexpr int kColumns = Tiles::kColumns, kStages = Tiles::kStages;
   static constexpr int kQueries = 64, kKeys = 64;  // of a warpgroup
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
-  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;  // consumers
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
-  using Registers = RegisterShares < kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/kWarpgroups<4 ? 56 : 32>;
+  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
+  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
   // No more than stages, so that none is a whole turn of the ring ahead: a barrier could not tell that.
   static constexpr int kStatisticsWarps = kStages < 3 ? kStages : 3;

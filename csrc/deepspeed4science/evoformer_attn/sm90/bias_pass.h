@@ -230,7 +230,7 @@ struct BiasPassConsumer {
         fence_registers(bias2);  // kept as they are, not unpacked again in every turn
         walk(shared, args, turn, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
-      } else {                                                // nothing to compute, but the ring goes on
+      } else {  // nothing to compute, but the ring goes on
         for (int n = block.row; n < block.row_end; ++n, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           shared.empty[turn.stage].arrive();

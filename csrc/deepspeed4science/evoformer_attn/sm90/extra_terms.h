@@ -16,11 +16,12 @@ struct ExtraTerms {
   static constexpr int kOnesBytes = 8 * ExtraTile::kRowBytes;
 
   // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
-  // well.
+  // well; NaN stays NaN.
   struct Parts {
+    static constexpr float kSmallest = -3.4e38f;
     uint32_t high, middle, low;  // each in the upper half
     CUTLASS_DEVICE explicit Parts(float x) {
-      x = fmaxf(x, -3.4e38f);
+      if (x < kSmallest) x = kSmallest;
       high = __float_as_uint(x) & kUpper;
       float rest = x - __uint_as_float(high);
       middle = __float_as_uint(rest) & kUpper;
