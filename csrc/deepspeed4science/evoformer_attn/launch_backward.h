@@ -5,8 +5,7 @@
 //   backward_is_aligned<scalar_t>(params)      may kIsAligned be true?
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "backward/host.h"
 #include "kernel_backward.h"
 
 namespace ds4s {
@@ -27,7 +26,7 @@ inline bool backward_is_aligned(const BwdParams& p) {
 }
 
 template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
-class Backward {
+class Backward : BackwardHost {
   using Config = BackwardConfig<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>;
   using Bias = BiasPassConfig<Config>;
   using QueryValue = typename Config::QueryValue;
@@ -35,7 +34,7 @@ class Backward {
   using Fused = FusedPassConfig<Config, /*kWantsDbias1=*/false>;
 
  public:
-  explicit Backward(const BwdParams& params) : p_(params) { plan(); }
+  explicit Backward(const BwdParams& params) : BackwardHost(params) { plan(); }
 
   int64_t workspace_bytes() const { return bytes_; }
 
@@ -64,20 +63,6 @@ class Backward {
   }
 
  private:
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-  // Workspace: parts on 256 bytes each, offsets from its beginning; -1 for what is not needed.
-  int64_t reserve(bool needed, int64_t size) {
-    if (!needed) return -1;
-    int64_t offset = bytes_;
-    bytes_ += ceil_div(size, 256) * 256;
-    return offset;
-  }
-  template <typename T>
-  T* at(int64_t offset) const {
-    return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
-  }
-
   // Outputs lend their memory until the pass that writes them: dq, which is the last, each row to its own shifted lse, and
   // dbias2 to the transpose of bias2, which the keys' pass needs before it.
   void plan() {
@@ -104,7 +89,10 @@ class Backward {
       dbias2_holds_bias2_t_ = transposes && lends && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
                               size * p_.Lk * pitch_t_ <= p_.B * p_.H * p_.Lq * p_.Lk * 4;
       bias2_t_ = reserve(transposes && !dbias2_holds_bias2_t_, size * p_.Lk * pitch_t_);
-      slices_ = p_.dbias2 ? choose_slices() : 1;
+      if (p_.dbias2) {
+        int64_t resident = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Bias::kMinBlocks;
+        slices_ = choose_slices(ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H, resident);
+      }
       dbias2_parts_ = reserve(slices_ > 1 && p_.deterministic, slices_ * p_.B * p_.H * p_.Lq * p_.Lk * 4);
     }
   }
@@ -174,36 +162,6 @@ class Backward {
     return most < (int64_t(1) << 31) && tiles < (int64_t(1) << 31);
   }
 
-  // Into how many slices of at least eight n the bias pass is cut so that its blocks fill the device evenly: the fewest
-  // waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once more).
-  int64_t choose_slices() const {
-    int64_t slots = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Bias::kMinBlocks;
-    if (slots < 1) slots = 1;
-    int64_t blocks = ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H;
-    int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
-    double best_cost = 0;
-    for (int64_t slices = 1; slices <= (most > 1 ? most : 1); ++slices) {
-      double cost = double(ceil_div(blocks * slices, slots)) / double(slices) * (1.0 + 0.02 * double(slices));
-      if (slices == 1 || cost < best_cost) best = slices, best_cost = cost;
-    }
-    return best;
-  }
-
-  void check(cudaError_t status) {
-    if (status_ == cudaSuccess) status_ = status;
-  }
-
-  template <typename Kernel, typename... Args>
-  void start(Kernel* kernel, int64_t blocks, int threads, int shared, Args... args) {
-    if (status_ != cudaSuccess) return;
-    if (shared > 48 * 1024) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-      if (status_ != cudaSuccess) return;
-    }
-    kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
-    check(cudaGetLastError());
-  }
-
   // Two stages where the device's shared memory takes them.
   template <typename Pass>
   int stages() {
@@ -215,16 +173,7 @@ class Backward {
   }
 
   void prepare() {
-    args_.p = p_;
-    args_.bias1 = bias1_ < 0 ? p_.bias1 : at<void>(bias1_);
-    args_.bias1_stride[0] = bias1_ < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
-    args_.bias1_stride[1] = bias1_ < 0 ? p_.bias1_stride[1] : p_.Lk;
-    args_.shift = at<void>(shift_);
-    args_.shifted_lse = lse_ < 0 ? static_cast<float*>(p_.dq) : at<float>(lse_);
-    int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
-    for (int i = 0; i < 4; ++i) {
-      args_.shifted_stride[i] = lse_ < 0 ? p_.dq_stride[i] * int64_t(sizeof(scalar_t)) / 4 : own[i];
-    }
+    args_ = arguments(bias1_, shift_, lse_, sizeof(scalar_t));
     args_.softmax = at<float2>(softmax_);
     args_.negative_delta = fuses_ ? args_.shifted_lse + 1 : at<const void>(delta_);
     args_.dbias1_parts = at<float>(dbias1_parts_);
@@ -321,22 +270,12 @@ class Backward {
     if (slices_ > 1 && dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, size);
   }
 
-  void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
-  void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {
-    int64_t blocks = ceil_div(outer * inner, kPrepareThreads);
-    start(sum_parts, blocks < 4096 ? blocks : 4096, kPrepareThreads, 0, out, at<const float>(parts), outer, num_parts,
-          inner);
-  }
-
-  BwdParams p_;
   BackwardArgs args_{};
-  cudaStream_t stream_ = nullptr;
-  cudaError_t status_ = cudaSuccess;
   bool fuses_ = false;
   int64_t num_slots_ = 0, num_own_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
   float* lent_ = nullptr;
   int64_t ring_ = -1, progress_ = -1, padded_dbias2_ = -1;
-  int64_t bytes_ = 0, slices_ = 1;
+  int64_t slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;
   int64_t softmax_ = -1, lse_ = -1, delta_ = -1, shift_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
           dbias2_parts_ = -1;

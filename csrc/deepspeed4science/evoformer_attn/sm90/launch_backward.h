@@ -2,7 +2,7 @@
 // Backward<...> and exports its two functions.
 #pragma once
 
-#include "backward/prepare.h"
+#include "backward/host.h"
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/bias_pass.h"
@@ -29,7 +29,7 @@ struct BackwardChoice {
 };
 
 template <typename Element, int kHeadDim, bool kBias2>
-class Backward {
+class Backward : BackwardHost {
  public:
   static int64_t workspace_bytes(const BwdParams& p) { return Backward(p).bytes_; }
   static int run(const BwdParams& p, cudaStream_t stream) {
@@ -48,7 +48,7 @@ class Backward {
   using BiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::Bias>;
   using SquareBiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::SquareBias>;
 
-  explicit Backward(const BwdParams& p) : p_(p), bias2_(p) {
+  explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
     lse_ = reserve(p.bias1 && !dq_holds_lse(), rows * 4);
@@ -57,23 +57,10 @@ class Backward {
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
     bias2_rows_ = reserve(bias2_.copied, bias2_.workspace_bytes());
     if constexpr (kBias2) {
-      if (p.dbias2) with_bias_pass([this](auto pass) { slices_ = choose_slices<decltype(pass)>(); });
+      if (p.dbias2) with_bias_pass([this](auto pass) { slices_ = choose_slices_of<decltype(pass)>(); });
     }
     dbias2_parts_ = reserve(slices_ > 1 && p.deterministic, slices_ * p.B * p.H * p.Lq * p.Lk * 4);
   }
-
-  // Parts of the workspace on 256 bytes each, offsets from its beginning; -1 for what is not needed.
-  int64_t reserve(bool needed, int64_t size) {
-    if (!needed) return -1;
-    int64_t offset = bytes_;
-    bytes_ += ceil_div(size, 256) * 256;
-    return offset;
-  }
-  template <typename T>
-  T* at(int64_t offset) const {
-    return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
-  }
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
   // dq, which is written last, lends its rows to their own shifted lse.
   bool dq_holds_lse() const { return p_.dq && p_.D * int64_t(sizeof(Element)) >= 4; }
@@ -86,21 +73,11 @@ class Backward {
            (kBias2 || p_.dbias2 == nullptr);
   }
 
-  // Into how many slices of at least eight n the bias pass is cut so that its blocks fill the device evenly: the fewest
-  // waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once more).
   template <typename Pass>
-  int64_t choose_slices() {
+  int64_t choose_slices_of() {
     int blocks = 0;
     check(PersistentGrid<bias_pass<Pass>, Pass::kNumThreads, Pass::kSharedBytes>::resident_blocks(blocks));
-    if (status_ != cudaSuccess) return 1;
-    int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
-    double best_cost = 0;
-    for (int64_t slices = 1; slices <= (most > 1 ? most : 1); ++slices) {
-      double waves = double(ceil_div(num_bias_tiles<Pass>() * slices, blocks));
-      double cost = waves / double(slices) * (1.0 + 0.02 * double(slices));
-      if (slices == 1 || cost < best_cost) best = slices, best_cost = cost;
-    }
-    return best;
+    return choose_slices(num_bias_tiles<Pass>(), blocks);
   }
   template <typename Pass>
   int64_t num_bias_tiles() const {
@@ -120,16 +97,6 @@ class Backward {
     }
   }
 
-  void check(cudaError_t status) {
-    if (status_ == cudaSuccess) status_ = status;
-  }
-  template <typename Kernel, typename... Args>
-  void start(Kernel* kernel, int64_t blocks, int threads, Args... args) {
-    if (status_ != cudaSuccess) return;
-    kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), 0, stream_>>>(args...);
-    check(cudaGetLastError());
-  }
-
   void run_passes(cudaStream_t stream) {
     stream_ = stream;
     if (bytes_ > 0 && p_.workspace == nullptr) return check(cudaErrorInvalidValue);
@@ -144,24 +111,14 @@ class Backward {
 
   // bias1's shifts, and of each query delta and where needed a shifted lse.
   void prepare() {
-    ds4s::BackwardArgs args{};
-    args.p = p_;
+    ds4s::BackwardArgs args = arguments(bias1_, shift_, lse_, sizeof(Element));
     args.bias2 = {bias2_.view.ptr, bias2_.view.size[4] > 1 ? bias2_.view.stride[4] : 0,
                   bias2_.view.size[2] > 1 ? bias2_.view.stride[2] : 0, bias2_.view.stride[1]};
-    args.bias1 = bias1_ < 0 ? p_.bias1 : at<void>(bias1_);
-    args.bias1_stride[0] = bias1_ < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
-    args.bias1_stride[1] = bias1_ < 0 ? p_.bias1_stride[1] : p_.Lk;
-    args.shift = at<void>(shift_);
-    args.shifted_lse = lse_ < 0 ? static_cast<float*>(p_.dq) : at<float>(lse_);
-    int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
-    for (int i = 0; i < 4; ++i) {
-      args.shifted_stride[i] = lse_ < 0 ? p_.dq_stride[i] * int64_t(sizeof(Element)) / 4 : own[i];
-    }
     if (p_.bias1) {
-      start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, args, at<Element>(shift_), at<Element>(bias1_));
+      start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
     }
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    start(prepare_rows<Prepare>, blocks, kPrepareThreads, args, at<float>(delta_));
+    start(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, args, at<float>(delta_));
 
     args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
     args_.bias1_stride[1] = args.bias1_stride[1];
@@ -240,19 +197,9 @@ class Backward {
     kKernel<<<blocks, Config::kNumThreads, Config::kSharedBytes, stream_>>>(args_, maps);
     check(cudaGetLastError());
   }
-  void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
-  void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {
-    int64_t blocks = ceil_div(outer * inner, kPrepareThreads);
-    start(sum_parts, blocks < 4096 ? blocks : 4096, kPrepareThreads, out, at<const float>(parts), outer, num_parts,
-          inner);
-  }
-
-  BwdParams p_;
   Bias2Rows<Element> bias2_;
   BackwardArgs args_{};
-  cudaStream_t stream_ = nullptr;
-  cudaError_t status_ = cudaSuccess;
-  int64_t bytes_ = 0, slices_ = 1;
+  int64_t slices_ = 1;
   int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1;
 };
 
