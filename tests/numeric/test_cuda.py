@@ -11,6 +11,7 @@ from deepspeed4science.errors import NoBackendError
 from deepspeed4science.reference import evoformer_attention
 from op_builder import EvoformerAttnBuilder
 from tests.numeric.cases import Case, cuda_reason
+from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import check, relative_error
 
 pytestmark = [
@@ -51,19 +52,7 @@ def test_graph_capture():
         o = attention(tensors)
         return (o, *torch.autograd.grad(o, tensors, do))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()  # compiles and loads outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        for t in tensors:
-            t.copy_(torch.randn_like(t))
-    graph.replay()
-    torch.cuda.synchronize()
-    for a, b in zip(captured, step(), strict=True):
+    for a, b in zip(*replayed_and_direct(step, tensors), strict=True):
         assert relative_error(a, b) < 1e-3  # the fast backward may add in another order
 
 

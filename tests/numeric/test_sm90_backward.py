@@ -11,6 +11,7 @@ import torch
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_reason
+from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import NAMES, check, ours, relative_error, run
 from tests.numeric.test_error_law import GRADIENT_LAYOUTS
 
@@ -174,17 +175,5 @@ def test_graph_of_a_deterministic_backward():
         )
 
     with determinism(True):
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            step()  # compiles and loads outside the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        with torch.no_grad():
-            for t in tensors:
-                t.copy_(torch.randn_like(t))
-        graph.replay()
-        torch.cuda.synchronize()
-        for a, b in zip(captured, step(), strict=True):
+        for a, b in zip(*replayed_and_direct(step, tensors), strict=True):
             assert torch.equal(a, b)
