@@ -19,7 +19,17 @@ def cuda_reason():
     return None if any(b.name.startswith("Sm") for b in BACKENDS) else "no CUDA backend"
 
 
-def sm90_reason():
+def sm90_marks():
+    """For modules about Hopper's own kernels: skipped where they do not run."""
+    reason = _sm90_reason()
+    return [
+        pytest.mark.gpu,
+        pytest.mark.skipif(reason is not None, reason=reason or ""),
+        pytest.mark.usefixtures("seed"),
+    ]
+
+
+def _sm90_reason():
     """Why tests of Hopper's own kernels are skipped here; None where they run."""
     if reason := cuda_reason():
         return reason

@@ -10,18 +10,13 @@ import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import Case, sm90_reason
+from tests.numeric.cases import Case, sm90_marks
 from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import NAMES, check, ours, relative_error, run
 from tests.numeric.test_error_law import GRADIENT_LAYOUTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(sm90_reason() is not None, reason=sm90_reason() or ""),
-    pytest.mark.usefixtures("seed"),
-]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+pytestmark = sm90_marks()
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 both_variants = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "same-bits"])
 
 

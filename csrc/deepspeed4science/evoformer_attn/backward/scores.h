@@ -5,8 +5,6 @@
 
 namespace ds4s {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // The 32 rows of the left operand: fragments that stay in registers, or a place in shared memory.
 template <typename Mma, typename TileT, typename scalar_t, bool kResident>
 struct RowOperand {

@@ -13,6 +13,7 @@
 namespace ds4s {
 
 CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 }  // namespace ds4s
 

@@ -28,7 +28,7 @@ struct RowSoftmax {
   float c;
   bool huge;    // of some row of the warp: all its keys carry a mask like -1e9
 
-  CUTLASS_DEVICE explicit RowSoftmax(float scale) : c(scale * 1.4426950408889634f), huge(false) {
+  CUTLASS_DEVICE explicit RowSoftmax(float scale) : c(scale * kLog2e), huge(false) {
     cm.fill(0.f);
     limit.fill(-infinity());
     l.fill(0.f);
@@ -113,7 +113,7 @@ struct RowSoftmax {
   }
 
   CUTLASS_DEVICE float logsumexp(int slot) const {
-    return l[slot] == 0.f ? -infinity() : (reference(slot) + ptx::log2(l[slot])) * 0.6931471805599453f;
+    return l[slot] == 0.f ? -infinity() : (reference(slot) + ptx::log2(l[slot])) * kLn2;
   }
 
   // o = m_prime * o, or any factor for each slot.

@@ -36,8 +36,6 @@ struct BackwardArgs {
   float c;     // scale log2(e)
 };
 
-constexpr float kLog2OfE = 1.4426950408889634f;
-
 // bias1 of one (b, n), its shift taken off; -inf past the end, 0 where there is none. What is loaded early is used
 // late: `load` does not wait, `value` does.
 template <typename Element>
@@ -53,8 +51,9 @@ struct Bias1OfRow {
   }
   CUTLASS_DEVICE float shift() const { return ptx::bits_to_float<Element>(shift_bits); }
   CUTLASS_DEVICE uint32_t load(int k) const { return ptr != nullptr ? ptx::load_bits(ptr + min(k, Lk - 1)) : 0; }
-  CUTLASS_DEVICE float value(uint32_t bits, int k) const {
-    return k < Lk ? ptx::bits_to_float<Element>(bits) - shift() : -infinity();
+  CUTLASS_DEVICE float value(uint32_t bits, int k) const { return value(bits, shift(), k, Lk); }
+  CUTLASS_DEVICE static float value(uint32_t bits, float shift, int k, int Lk) {
+    return k < Lk ? ptx::bits_to_float<Element>(bits) - shift : -infinity();
   }
 };
 

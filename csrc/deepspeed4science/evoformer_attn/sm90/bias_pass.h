@@ -49,14 +49,14 @@ struct BiasPassProducer {
   // Statistics of rows and columns of one n, from global memory.
   struct Statistics {
     static constexpr int kRows = 2 * kQueryTiles, kColumns = 2 * kKeyTiles;  // of a lane
-    uint32_t shift, column[kColumns];
+    uint32_t shift_bits, column[kColumns];
     float2 row[kRows];
 
-    // Does not wait for what it loads, except where bias1 is shifted.
+    // Does not wait for what it loads; `store` does.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
-      shift = bias1.shift_bits;
+      shift_bits = bias1.shift_bits;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) column[x] = bias1.load(at.key + 32 * x + lane);
       CUTLASS_PRAGMA_UNROLL
@@ -64,8 +64,8 @@ struct BiasPassProducer {
     }
     CUTLASS_DEVICE void store(typename Config::Stage& stage, const BackwardArgs& args, const Coordinates& at, int n,
                               int lane) {
-      float shift_ = ptx::bits_to_float<Element>(shift);
-      if (shift_ != 0.f) {  // rare
+      float shift = ptx::bits_to_float<Element>(shift_bits);
+      if (shift != 0.f) {  // rare
         QueryStatistics queries(args, at.batch, n, at.head);
         queries.shift(args, at.batch, n, at.head);
         CUTLASS_PRAGMA_UNROLL
@@ -79,8 +79,7 @@ struct BiasPassProducer {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) {
-        float value = ptx::bits_to_float<Element>(column[x]) - shift_;
-        if (at.key + 32 * x + lane >= args.Lk) value = -infinity();
+        float value = Bias1OfRow<Element>::value(column[x], shift, at.key + 32 * x + lane, args.Lk);
         ExtraTerms::store_second(stage.keys[x / 2].scores, x % 2 * 32 + lane, value * args.unit);
       }
       cutlass::arch::fence_view_async_shared();
@@ -141,7 +140,7 @@ struct BiasPassConsumer {
       if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
       if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
       float2 value = ptx::unpack<Element>(pair);
-      bias2[x] = value.x * kLog2OfE, bias2[x + 1] = value.y * kLog2OfE;
+      bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
     }
   }
 

@@ -51,7 +51,7 @@ class Backward : BackwardHost {
   explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
-    lse_ = reserve(p.bias1 && !dq_holds_lse(), rows * 4);
+    lse_ = reserve(p.bias1 && !p.dq, rows * 4);  // dq, which is written last, lends its rows to their shifted lse
     shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
@@ -61,9 +61,6 @@ class Backward : BackwardHost {
     }
     dbias2_parts_ = reserve(slices_ > 1 && p.deterministic, slices_ * p.B * p.H * p.Lq * p.Lk * 4);
   }
-
-  // dq, which is written last, lends its rows to their own shifted lse.
-  bool dq_holds_lse() const { return p_.dq && p_.D * int64_t(sizeof(Element)) >= 4; }
 
   bool fits() const {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -131,7 +128,7 @@ class Backward : BackwardHost {
     args_.B = int32_t(p_.B), args_.N = int32_t(p_.N), args_.H = int32_t(p_.H);
     args_.Lq = int32_t(p_.Lq), args_.Lk = int32_t(p_.Lk);
     args_.bias2_H = bias2_.view.size[2] > 1, args_.bias2_B = bias2_.view.size[4] > 1;
-    args_.scale = p_.scale, args_.unit = 1.f / p_.scale, args_.c = p_.scale * kLog2OfE;
+    args_.scale = p_.scale, args_.unit = 1.f / p_.scale, args_.c = p_.scale * kLog2e;
   }
 
   // dk, dv and dbias1.
@@ -197,6 +194,7 @@ class Backward : BackwardHost {
     kKernel<<<blocks, Config::kNumThreads, Config::kSharedBytes, stream_>>>(args_, maps);
     check(cudaGetLastError());
   }
+
   Bias2Rows<Element> bias2_;
   BackwardArgs args_{};
   int64_t slices_ = 1;

@@ -71,7 +71,7 @@ struct ForwardLaunch {
     args.bias2_H = bias2.view.size[2] > 1, args.bias2_B = bias2.view.size[4] > 1;
     args.q_factor = Config::kScalesQ ? std::exp2(std::floor(std::log2(p.scale))) : 1.f;
     args.f = args.q_factor / p.scale;
-    args.c = 1.4426950408889634f / args.f;
+    args.c = kLog2e / args.f;
     return args;
   }
 };

@@ -94,7 +94,7 @@ struct RowPassProducer {
         int t = r * kTiles + x / kOwned, l = at.owned + x;
         float2 statistics = kKeys ? make_float2(bias1.value(bias1.load(l), l), 0.f)
                                   : QueryStatistics::value(queries.load(l), l, args.Lq);
-        shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2OfE;
+        shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
         if constexpr (!kKeys) {
           ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
         }

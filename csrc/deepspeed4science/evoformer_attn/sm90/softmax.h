@@ -65,7 +65,7 @@ struct RowSoftmax {
 
   // Natural logarithm of the sum of exponentials; -inf for a row that saw nothing.
   CUTLASS_DEVICE float logsumexp(int r) const {
-    return l[r] == 0.f ? -infinity() : (m[r] * c + ptx::log2(l[r])) * 0.6931471805599453f;
+    return l[r] == 0.f ? -infinity() : (m[r] * c + ptx::log2(l[r])) * kLn2;
   }
 
  private:
