@@ -43,32 +43,29 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (threadIdx.x == 0) shift[bn] = scalar_t(shifts ? largest : 0.f);
 }
 
-// The sum of products of two rows, a lane's share of them: chunks lane, lane + kGroup, ... As the matrix products do it:
-// with TF32 operands are rounded (x may be exempt), in full precision each chunk of four is summed first.
-template <typename Config, int kGroup, bool kRoundsX, typename scalar_t>
-CUTLASS_DEVICE float dot_share(const scalar_t* x, const scalar_t* y, int count, int lane) {
+// 16 bytes of a row, from element kVec chunk on; past its end 0.
+template <typename Config, typename scalar_t = typename Config::scalar_t>
+CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
   constexpr int kVec = 16 / int(sizeof(scalar_t));
+  cutlass::AlignedArray<scalar_t, kVec> x;
+  if constexpr (Config::kIsAligned) {
+    x.clear();
+    if (chunk * kVec < count) x = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(row + chunk * kVec);
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < kVec; ++e) x[e] = chunk * kVec + e < count ? row[chunk * kVec + e] : scalar_t(0);
+  }
+  return x;
+}
+
+// The sum of products of two such parts. As the matrix products do it: with TF32 operands are rounded (x may be exempt).
+template <typename Config, bool kRoundsX, typename Share>
+CUTLASS_DEVICE float dot_share(const Share& x, const Share& y) {
   auto operand = [](float a) { return Config::kTf32 ? __uint_as_float(ptx::to_tf32(a)) : a; };
   float sum = 0.f;
-  for (int chunk = lane * kVec; chunk < count; chunk += kGroup * kVec) {
-    cutlass::AlignedArray<scalar_t, kVec> a, b;
-    if constexpr (Config::kIsAligned) {
-      a = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(x + chunk);
-      b = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(y + chunk);
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < kVec; ++e) {
-        bool exists = chunk + e < count;
-        a[e] = exists ? x[chunk + e] : scalar_t(0), b[e] = exists ? y[chunk + e] : scalar_t(0);
-      }
-    }
-    float part = 0.f;
-    CUTLASS_PRAGMA_UNROLL
-    for (int e = 0; e < kVec; ++e) {
-      float factor = kRoundsX ? operand(float(a[e])) : float(a[e]);
-      part = fmaf(factor, operand(float(b[e])), part);
-    }
-    sum += part;
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < Share::kElements; ++e) {
+    sum = fmaf(kRoundsX ? operand(float(x[e])) : float(x[e]), operand(float(y[e])), sum);
   }
   return sum;
 }
@@ -79,7 +76,11 @@ struct PrepareRows {
   using scalar_t = typename Config::scalar_t;
   static constexpr int kChunks = Config::kHeadDim * int(sizeof(scalar_t)) / 16;
   static constexpr int kGroup = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
-  static constexpr int kRowsPerBlock = kPrepareThreads / kGroup;
+  using Share = cutlass::AlignedArray<scalar_t, 16 / int(sizeof(scalar_t))>;
+  static_assert(kGroup >= kChunks, "a lane has one part of a row");
+  static constexpr int kRowsAtOnce = kPrepareThreads / kGroup;
+  static constexpr int kTurns = 4;  // rows of a group: their loads are under way together
+  static constexpr int kRowsPerBlock = kTurns * kRowsAtOnce;
 
   CUTLASS_DEVICE static float reduce(float x) {
     CUTLASS_PRAGMA_UNROLL
@@ -87,53 +88,80 @@ struct PrepareRows {
     return x;
   }
 
+  // Rows are pairs of a query and a head, heads first; from one turn to the next without a division.
+  struct Row {
+    uint32_t q, h;
+    CUTLASS_DEVICE Row(uint32_t index, uint32_t H) : q(index / H), h(index - q * H) {}
+    CUTLASS_DEVICE void advance(const Row& step, uint32_t H) {
+      q += step.q, h += step.h;
+      if (h >= H) h -= H, ++q;
+    }
+  };
+
   // negative_delta: [B, N, H, Lq]; null: beside the place of a shifted lse.
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
     const BwdParams& p = args.p;
-    uint32_t num_rows = uint32_t(p.Lq) * uint32_t(p.H);
+    uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
     int64_t bn = blockIdx.x / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
-    uint32_t row = (blockIdx.x - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
-    bool exists = row < num_rows;
-    if (!exists) row = 0;
-    int64_t q = row / uint32_t(p.H), h = row - uint32_t(q) * uint32_t(p.H);
+    uint32_t first = (blockIdx.x - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
     int lane = threadIdx.x % kGroup;
-    const scalar_t* gO = element<const scalar_t>(p.o, p.o_stride, b, n, q, h);
-    const scalar_t* gDo = element<const scalar_t>(p.do_, p.do_stride, b, n, q, h);
+    Row row(first, H);
+    const Row step(kRowsAtOnce, H);
 
-    float delta;
-    if (Bias1Row<scalar_t>(args, b, n).shift != 0.f) {
-      float lse;
-      again(args, b, n, q, h, gDo, lane, lse, delta);
-      if (exists && lane == 0) NegativeLse<float>::shifted(args, b, n, h)[q * args.shifted_stride[2]] = lse;
-    } else {
-      delta = reduce(dot_share<Config, kGroup, /*kRoundsX=*/false>(gO, gDo, int(p.Dv), lane));
+    Share o[kTurns], do_[kTurns];
+    CUTLASS_PRAGMA_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+      int count = row.q < p.Lq ? int(p.Dv) : 0;
+      o[turn] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
+      do_[turn] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
-    if (!exists || lane != 0) return;
-    if (negative_delta) {
-      negative_delta[((bn * p.H + h) * p.Lq) + q] = -delta;
-    } else {
-      NegativeLse<float>::shifted(args, b, n, h)[q * args.shifted_stride[2] + 1] = -delta;
+    row = Row(first, H);
+    if (Bias1Row<scalar_t>(args, b, n).shift != 0.f) {  // rare
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+        bool exists = row.q < p.Lq;
+        float lse, delta;
+        again(args, b, n, exists ? row.q : 0, row.h, lane, lse, delta);
+        if (!exists || lane != 0) continue;
+        NegativeLse<float>::shifted(args, b, n, row.h)[row.q * args.shifted_stride[2]] = lse;
+        store(args, negative_delta, bn, b, n, row, delta);
+      }
+      return;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+      float delta = reduce(dot_share<Config, /*kRoundsX=*/false>(o[turn], do_[turn]));
+      if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
     }
   }
 
  private:
+  CUTLASS_DEVICE static void store(const BackwardArgs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
+                                   const Row& row, float delta) {
+    if (negative_delta) {
+      negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
+    } else {
+      NegativeLse<float>::shifted(args, b, n, row.h)[row.q * args.shifted_stride[2] + 1] = -delta;
+    }
+  }
   // lse of the shifted scores and delta, from the definition.
-  CUTLASS_DEVICE static void again(const BackwardArgs& args, int64_t b, int64_t n, int64_t q, int64_t h,
-                                   const scalar_t* gDo, int lane, float& lse, float& delta) {
+  CUTLASS_DEVICE static void again(const BackwardArgs& args, int64_t b, int64_t n, int64_t q, int64_t h, int lane,
+                                   float& lse, float& delta) {
     const BwdParams& p = args.p;
-    const scalar_t* gQ = element<const scalar_t>(p.q, p.q_stride, b, n, q, h);
+    auto share_q = load_share<Config>(element<const scalar_t>(p.q, p.q_stride, b, n, q, h), int(p.D), lane);
+    auto share_do = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, q, h), int(p.Dv), lane);
     Bias1Row<scalar_t> bias1(args, b, n);
     const scalar_t* bias2 = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
                             h * args.bias2.stride_h + q * args.bias2.stride_row;
     float m = -infinity(), sum = 0.f, sum_dp = 0.f;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < int(p.Lk); ++k) {
-      const scalar_t* gK = element<const scalar_t>(p.k, p.k_stride, b, n, k, h);
-      const scalar_t* gV = element<const scalar_t>(p.v, p.v_stride, b, n, k, h);
-      float s = p.scale * reduce(dot_share<Config, kGroup, true>(gQ, gK, int(p.D), lane)) + bias1.at(k);
+      auto share_k = load_share<Config>(element<const scalar_t>(p.k, p.k_stride, b, n, k, h), int(p.D), lane);
+      auto share_v = load_share<Config>(element<const scalar_t>(p.v, p.v_stride, b, n, k, h), int(p.Dv), lane);
+      float s = p.scale * reduce(dot_share<Config, true>(share_q, share_k)) + bias1.at(k);
       if constexpr (Config::kHasBias2) s += float(bias2[k]);
-      float dp = reduce(dot_share<Config, kGroup, true>(gDo, gV, int(p.Dv), lane));
+      float dp = reduce(dot_share<Config, true>(share_do, share_v));
       if (s == -infinity()) continue;
       float m_new = fmaxf(m, s), keep = ptx::exp2((m - m_new) * kLog2e), e = ptx::exp2((s - m_new) * kLog2e);
       sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;

@@ -59,7 +59,11 @@ struct RowStatistics {
     float center = 0.f;
     if (thread < rows_left) {
       const scalar_t* gO = element<const scalar_t>(p.o, p.o_stride, b, n, row0 + thread, h);
-      center = dot_share<Config, 1, false>(gO, gDo + thread * p.do_stride[2], int(p.Dv), 0);
+      for (int chunk = 0; chunk * 4 < int(p.Dv); ++chunk) {  // each chunk of four is summed first
+        center += dot_share<Config, /*kRoundsX=*/false>(
+            load_share<Config>(gO, int(p.Dv), chunk),
+            load_share<Config>(gDo + thread * p.do_stride[2], int(p.Dv), chunk));
+      }
     }
     sCenter[thread] = center;
 
