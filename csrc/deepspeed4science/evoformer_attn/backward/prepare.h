@@ -20,6 +20,7 @@ constexpr float kLargeShift = 4096.f;  // half a unit in the last place is 2.4e-
 template <typename scalar_t>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_bias1(const __grid_constant__ BackwardArgs args, scalar_t* shift, scalar_t* copy) {
+  ptx::let_next_kernel_start();
   const BwdParams& p = args.p;
   int64_t bn = blockIdx.x, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
   const scalar_t* g =
@@ -100,6 +101,7 @@ struct PrepareRows {
 
   // negative_delta: [B, N, H, Lq]; null: beside the place of a shifted lse.
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
+    ptx::wait_for_kernel_before();
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;

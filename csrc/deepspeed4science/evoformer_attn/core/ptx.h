@@ -123,6 +123,20 @@ CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Between kernels of a stream that were started so that they may overlap (9.7.13.13, griddepcontrol; nothing before 9.0).
+// The next kernel's blocks may start where there is room, once all blocks of this one have said so or ended.
+CUTLASS_DEVICE void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel before has ended and all that it wrote can be seen.
+CUTLASS_DEVICE void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {

@@ -191,6 +191,7 @@ struct BiasPassConsumer {
   // Four neighbours of a row: two lanes exchange what they have of two rows.
   CUTLASS_DEVICE static void store(const Biases& dbias2, const BackwardArgs& args, const Coordinates& block,
                                    const Place& at) {
+    ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
     if (!args.adds_dbias2) offset += int64_t(block.slice) * args.B * args.H * args.Lq;
@@ -259,6 +260,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
     cutlass::arch::fence_view_async_shared();
   }
+  if (args.waits) ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
   __syncthreads();
 
   if (threadIdx.x < 128 * kWarpgroups) {

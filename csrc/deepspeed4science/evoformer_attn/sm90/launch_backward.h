@@ -98,12 +98,20 @@ class Backward : BackwardHost {
     stream_ = stream;
     if (bytes_ > 0 && p_.workspace == nullptr) return check(cudaErrorInvalidValue);
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
+    clear();
     prepare();
     if (p_.dk || p_.dv || p_.dbias1) key_pass();
     if constexpr (kBias2) {
       if (p_.dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
     }
     if (p_.dq) row_pass_<QueryPass>();
+  }
+
+  // What passes add to; first of all, so that nothing lies between them.
+  void clear() {
+    args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
+    if (args_.adds_dbias2) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
+    if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 
   // bias1's shifts, and of each query delta and where needed a shifted lse.
@@ -115,7 +123,8 @@ class Backward : BackwardHost {
       start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
     }
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    start(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, args, at<float>(delta_));
+    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, args, at<float>(delta_));
+    args_.waits = true;
 
     args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
     args_.bias1_stride[1] = args.bias1_stride[1];
@@ -135,7 +144,6 @@ class Backward : BackwardHost {
   void key_pass() {
     args_.dbias1 = dbias1_parts_ < 0 ? p_.dbias1 : at<float>(dbias1_parts_);
     args_.stores_dbias1 = dbias1_parts_ >= 0;
-    if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     row_pass_<KeyPass>();
     if (dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
   }
@@ -172,13 +180,10 @@ class Backward : BackwardHost {
     make_map<Tile>(maps.k, tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D));
     make_map<Tile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
     make_map<Tile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
-    int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
-    args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
     args_.dbias2 = dbias2_parts_ < 0 ? p_.dbias2 : at<float>(dbias2_parts_);
-    if (args_.adds_dbias2) zero(p_.dbias2, size);
     args_.num_slices = int32_t(slices_), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
     start_persistent<bias_pass<Pass>, Pass>(maps);
-    if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, size);
+    if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, p_.B * p_.H * p_.Lq * p_.Lk);
   }
 
   template <typename Tile>
@@ -191,8 +196,8 @@ class Backward : BackwardHost {
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (args_.num_tiles < blocks) blocks = args_.num_tiles;
-    kKernel<<<blocks, Config::kNumThreads, Config::kSharedBytes, stream_>>>(args_, maps);
-    check(cudaGetLastError());
+    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
+    args_.waits = false;  // what this one waited for is there for the next ones too
   }
 
   Bias2Rows<Element> bias2_;

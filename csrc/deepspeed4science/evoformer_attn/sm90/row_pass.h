@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (auto& tile : shared.products) ExtraTerms::clear(tile, threadIdx.x);
   }
   cutlass::arch::fence_view_async_shared();
+  if (args.waits) ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
   __syncthreads();
 
   if (threadIdx.x < 128 * kWarpgroups) {

@@ -218,7 +218,8 @@ struct RowPassConsumer {
         }
       }
     }
-    at.sync();  // no warp's products read the owned tiles any more
+    ptx::wait_for_kernel_before();  // it may still read dq's place
+    at.sync();                      // no warp's products read the owned tiles any more
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (kKeys && args.stores_second) {
       store_tile<Element, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
