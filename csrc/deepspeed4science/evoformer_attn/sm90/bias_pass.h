@@ -191,7 +191,6 @@ struct BiasPassConsumer {
   // Four neighbours of a row: two lanes exchange what they have of two rows.
   CUTLASS_DEVICE static void store(const Biases& dbias2, const BackwardArgs& args, const Coordinates& block,
                                    const Place& at) {
-    ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
     if (!args.adds_dbias2) offset += int64_t(block.slice) * args.B * args.H * args.Lq;
@@ -237,6 +236,7 @@ struct BiasPassConsumer {
         }
       }
     }
+    ptx::wait_for_kernel_before();
   }
 };
 

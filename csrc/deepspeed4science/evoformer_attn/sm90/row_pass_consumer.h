@@ -218,8 +218,7 @@ struct RowPassConsumer {
         }
       }
     }
-    ptx::wait_for_kernel_before();  // it may still read dq's place
-    at.sync();                      // no warp's products read the owned tiles any more
+    at.sync();  // no warp's products read the owned tiles any more
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (kKeys && args.stores_second) {
       store_tile<Element, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
@@ -239,12 +238,15 @@ struct RowPassConsumer {
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, owned_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
       int buffer = owned_turn.stage;
+      // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
+      bool waits = !kKeys && Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
       shared.owned_full[buffer].wait(owned_turn.parity);
       if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, at);
+        if (waits) ptx::wait_for_kernel_before();
         finish(shared.owned[buffer][at.warpgroup], args, maps, block, results, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.owned_empty, at);
@@ -257,6 +259,7 @@ struct RowPassConsumer {
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this place
     }
     if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
+    ptx::wait_for_kernel_before();
   }
 };
 
