@@ -11,9 +11,11 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kTiles_,    // owned tiles of 64 of each n; they share what is walked over
           int kColumns_,  // columns of a step
           int kStages_,   // steps in flight
-          int kBuffers_>  // places for owned tiles: 2, and the next ones arrive during the last steps
+          int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps
+          int kQueries_ = 0>  // of keys: dq as well, of so many queries at most (fused_helper.h)
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
+  static constexpr int kQueries = kQueries_;
 };
 
 // dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
@@ -21,6 +23,7 @@ struct RowPassTiles {
 //                 owned: first, second    walked over: first, second    results in place of the owned
 //   kKeys         K, V                    Q, dO                         dk, dv
 //   not kKeys     Q, dO                   K, V                          dq, -
+//   kFused        as kKeys, and dq from dS
 template <typename Element_,  // half_t, bfloat16_t
           int kHeadDim_,      // tier of D and Dv
           bool kKeys_,        // what is owned
@@ -35,8 +38,11 @@ struct RowPassConfig {
 
   static constexpr int kOwned = 64;                            // rows of one wgmma
   static constexpr int kWarpgroups = kRows * kTiles;           // consumers
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
-  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
+  static constexpr bool kFused = Tiles::kQueries > 0;
+  static constexpr int kFusedTiles = Tiles::kQueries / kColumns;
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces; fused, dq is its too
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kFused ? 80 : kWarpgroups == 2 ? 40 : 32>;
+  static_assert(!kFused || (kKeys && kRows == 1 && kBuffers == 2), "the ring of a fused pass");
   static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
 
@@ -57,12 +63,24 @@ struct RowPassConfig {
   };
   struct Stage {
     Pair<WalkedTile> walked[kRows];
-    alignas(1024) uint8_t bias2[kBias2 ? kTiles : 1][kBias2 ? BiasTile::kBytes : 16];
+    // Fused: dS takes its place.
+    alignas(1024) uint8_t bias2[kBias2 || kFused ? kTiles : 1][kBias2 || kFused ? BiasTile::kBytes : 16];
   };
   static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * ExtraTile::kRowBytes;
+  // Fused: dq of all queries, as a warpgroup's accumulators have it.
+  struct DqTile {
+    alignas(1024) float x[kHeadDim / 8][128][4];
+  };
+  struct Dq {
+    DqTile tiles[kFusedTiles];
+    FullBarrier full[kStages][kTiles];  // dS is there
+    EmptyBarrier keys_read[kBuffers];
+  };
+  struct NoDq {};
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
+    cute::conditional_t<kFused, Dq, NoDq> dq;
     // -delta of queries, owned or walked over, and what it is multiplied with (extra_terms.h).
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
     alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
@@ -88,6 +106,14 @@ struct RowPassConfig {
     at.row = tile % args.num_row_groups * kRows;
     at.batch = tile / args.num_row_groups;
     return at;
+  }
+  // The tiles of a block: every gridDim.x-th; fused, all of an n and head one after another.
+  CUTLASS_DEVICE static int first_tile(const BackwardArgs& args) {
+    return kFused ? blockIdx.x * args.num_blocks : blockIdx.x;
+  }
+  CUTLASS_DEVICE static int next_tile(const BackwardArgs& args, int tile) {
+    if (!kFused) return tile + gridDim.x;
+    return (tile + 1) % args.num_blocks != 0 ? tile + 1 : tile + 1 + (gridDim.x - 1) * args.num_blocks;
   }
 };
 

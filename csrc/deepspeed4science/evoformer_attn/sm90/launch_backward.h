@@ -20,6 +20,10 @@ struct BackwardChoice {
   using Queries = cute::conditional_t<
       kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
       cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
+  // dk, dv and dq in one pass where dq of a row and head fits into shared memory.
+  static constexpr bool kFuses = kHeadDim <= 32;
+  using Fused = RowPassTiles<1, 3, 64, 3, 2, 512>;
+  using LongFused = RowPassTiles<1, 3, 64, 2, 2, 768>;
   using Bias = cute::conditional_t<
       kHeadDim <= 32, BiasPassTiles<1, 3, 64, 4>,
       cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 32, 2>,
@@ -45,6 +49,8 @@ class Backward : BackwardHost {
   using Choice = BackwardChoice<kHeadDim>;
   using KeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
   using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
+  using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
+  using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
   using BiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::Bias>;
   using SquareBiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::SquareBias>;
 
@@ -100,11 +106,26 @@ class Backward : BackwardHost {
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
     clear();
     prepare();
-    if (p_.dk || p_.dv || p_.dbias1) key_pass();
     if constexpr (kBias2) {
       if (p_.dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
     }
+    bool of_keys = p_.dk || p_.dv || p_.dbias1;
+    if constexpr (Choice::kFuses) {
+      if (of_keys && p_.dq && suits<FusedPass>()) return key_pass<FusedPass>();
+      if (of_keys && p_.dq && suits<LongFusedPass>()) return key_pass<LongFusedPass>();
+    }
+    if (of_keys) key_pass<KeyPass>();
     if (p_.dq) row_pass_<QueryPass>();
+  }
+
+  // Enough steps for its ring, no more queries than it has room for, and work for all blocks most of the time.
+  template <typename Fused>
+  bool suits() {
+    int64_t steps = ceil_div(p_.Lq, Fused::kColumns), walks = p_.B * p_.N * p_.H;
+    int blocks = 0;
+    check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes>::resident_blocks(blocks));
+    return steps >= Fused::kStages && steps <= Fused::kFusedTiles && blocks > 0 &&
+           4 * walks >= 3 * ceil_div(walks, blocks) * blocks;
   }
 
   // What passes add to; first of all, so that nothing lies between them.
@@ -140,11 +161,12 @@ class Backward : BackwardHost {
     args_.scale = p_.scale, args_.unit = 1.f / p_.scale, args_.c = p_.scale * kLog2e;
   }
 
-  // dk, dv and dbias1.
+  // dk, dv and dbias1; fused, dq.
+  template <typename Pass>
   void key_pass() {
     args_.dbias1 = dbias1_parts_ < 0 ? p_.dbias1 : at<float>(dbias1_parts_);
     args_.stores_dbias1 = dbias1_parts_ >= 0;
-    row_pass_<KeyPass>();
+    row_pass_<Pass>();
     if (dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
   }
 
@@ -163,13 +185,14 @@ class Backward : BackwardHost {
     if (kBias2) make_map<typename Config::BiasTile>(maps.bias2, bias2_.view);
     args_.stores_first = kKeys ? p_.dk != nullptr : true, args_.stores_second = p_.dv != nullptr;
     if (!kKeys) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
+    if (Config::kFused) make_map<Owned>(maps.dq, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
     if (kKeys && p_.dk) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dk, p_.dk_stride, p_.Lk, p_.D));
     if (kKeys && p_.dv) make_map<Owned>(maps.result_second, tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv));
 
     args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
     args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
     args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
-    start_persistent<row_pass<Config>, Config>(maps);
+    start_persistent<row_pass<Config>, Config>(maps, Config::kFused ? args_.num_tiles / args_.num_blocks : args_.num_tiles);
   }
 
   template <typename Pass>
@@ -182,7 +205,7 @@ class Backward : BackwardHost {
     make_map<Tile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
     args_.dbias2 = dbias2_parts_ < 0 ? p_.dbias2 : at<float>(dbias2_parts_);
     args_.num_slices = int32_t(slices_), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
-    start_persistent<bias_pass<Pass>, Pass>(maps);
+    start_persistent<bias_pass<Pass>, Pass>(maps, args_.num_tiles);
     if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, p_.B * p_.H * p_.Lq * p_.Lk);
   }
 
@@ -190,12 +213,13 @@ class Backward : BackwardHost {
   void make_map(CUtensorMap& map, const TensorView<5>& tensor) {
     check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
+  // `most`: blocks that find something to do.
   template <auto kKernel, typename Config, typename Maps>
-  void start_persistent(const Maps& maps) {
+  void start_persistent(const Maps& maps, int32_t most) {
     int blocks = 0;
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
-    if (args_.num_tiles < blocks) blocks = args_.num_tiles;
+    if (most < blocks) blocks = most;
     start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }

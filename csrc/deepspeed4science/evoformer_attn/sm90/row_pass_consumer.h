@@ -25,7 +25,8 @@ struct RowPassConsumer {
   using BiasTile = typename Config::BiasTile;
   static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kOwned = Config::kOwned;
   static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
-  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
+  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kFused = Config::kFused;
+  static constexpr bool kDbias1 = kKeys;
 
   using Scores = float[kColumns / 2];
   using Packed = uint32_t[kColumns / 4];
@@ -45,12 +46,35 @@ struct RowPassConsumer {
           ones(place_of(shared.ones)) {}
   };
 
+  // Of the row of an 8x8 matrix that a lane names to ldmatrix.
+  CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const Place& at) {
+    uint32_t tile = shared_address(shared.stages[stage].bias2[kBias2 || kFused ? at.tile : 0]);
+    return kKeys ? tile + BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
+                 : tile + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+  }
+  // dS, queries by keys, where this warp has read bias2.
+  CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const Place& at) {
+    uint32_t address = bias2_address(shared, stage, at);
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < kColumnSteps; ++g) stmatrix_trans(address + g * 16 * BiasTile::kRowBytes, ds + 4 * g);
+    cutlass::arch::fence_view_async_shared();
+    shared.dq.full[stage][at.tile].arrive();
+  }
+
+  // dS of keys that do not exist is 0, as bias2 is there.
+  CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, const Place& at) {
+    if constexpr (!kBias2) {
+      auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
+      for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
+      cutlass::arch::fence_view_async_shared();
+    }
+    shared.dq.full[stage][at.tile].arrive();
+  }
+
   // s before its product: biases, and what belongs to columns.
   CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const Place& at) {
     const float* columns = shared.scores[stage][at.row] + 2 * (at.lane % 4);
-    uint32_t tile = shared_address(shared.stages[stage].bias2[kBias2 ? at.tile : 0]);
-    uint32_t bias2 = kKeys ? tile + BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
-                           : tile + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    uint32_t bias2 = bias2_address(shared, stage, at);
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumnSteps; ++g) {
       uint32_t pairs[4];
@@ -119,7 +143,8 @@ struct RowPassConsumer {
   // P and dS of a step whose s and dp are under way, packed. What was under way before dp is finished on the way: s,
   // and the results of the step before, which had `last_stage`.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
-                                           Shared& shared, const BackwardArgs& args, int last_stage,
+                                           Shared& shared, const BackwardArgs& args, const Operands& operands,
+                                           int stage, int last_stage,
                                            PendingStore& pending, const Place& at) {
     wgmma_wait<2>();
     fence_registers(s);
@@ -127,7 +152,7 @@ struct RowPassConsumer {
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
     fence_registers(s);  // all of it before waiting for more
     wgmma_wait<1>();
-    if (kKeys) keep(p);
+    if (kKeys && !kFused) keep(p);
     keep(ds);
     if (last_stage >= 0) {
       shared.empty[last_stage].arrive();
@@ -135,22 +160,34 @@ struct RowPassConsumer {
       pending.finish(shared.owned_empty, at);
     }
     if constexpr (kKeys) pack(p, s);
-    wgmma_wait<0>();
+    if constexpr (kFused) {  // registers are scarce: dv before the next step, so that P and dS are not kept at once
+      fence_registers(results.of_p);
+      wgmma_begin();
+      start_result(results.of_p, p, operands.walked + stage * Operands::kNextStage + Operands::kWalkedSecond);
+      wgmma_commit();
+    }
+    wgmma_wait<kFused>();
     fence_registers(dp);
     fence_registers(results.of_ds);
-    fence_registers(results.of_p);
+    if (!kFused) fence_registers(results.of_p);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
-    if (kKeys && args.dbias1 != nullptr) {
+    if (kDbias1 && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
     }
     pack(ds, s);
+    if constexpr (kFused) {
+      hand_over(ds, shared, stage, at);
+      wgmma_wait<0>();
+      keep(p);
+      fence_registers(results.of_p);
+    }
   }
   CUTLASS_DEVICE static void start_results(Results& results, const Packed& p, const Packed& ds,
                                            const Operands& operands, int stage) {
     uint32_t walked = operands.walked + stage * Operands::kNextStage;
-    if constexpr (kKeys) start_result(results.of_p, p, walked + Operands::kWalkedSecond);
+    if constexpr (kKeys && !kFused) start_result(results.of_p, p, walked + Operands::kWalkedSecond);
     start_result(results.of_ds, ds, walked);
     wgmma_commit();
   }
@@ -170,7 +207,7 @@ struct RowPassConsumer {
     wgmma_commit();  // of no results yet
     start_products(dp, operands, turn.stage);
     for (int step = 1;; ++step) {
-      finish_scores(p, ds, s, dp, results, shared, args, last_stage, pending, at);
+      finish_scores(p, ds, s, dp, results, shared, args, operands, turn.stage, last_stage, pending, at);
       last_stage = turn.stage;
       turn.advance();
       if (step == num_steps) break;
@@ -185,7 +222,7 @@ struct RowPassConsumer {
     wgmma_begin();
     start_results(results, p, ds, operands, last_stage);
     wgmma_wait<0>();
-    if (kKeys) keep(p);
+    if (kKeys && !kFused) keep(p);
     keep(ds);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
@@ -198,11 +235,12 @@ struct RowPassConsumer {
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");
   }
 
-  CUTLASS_DEVICE static void finish(typename Config::template Pair<OwnedTile>& owned, const BackwardArgs& args,
-                                    const RowPassMaps& maps, const Coordinates& block, Results& results,
+  CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
+                                    const Coordinates& block, const typename Config::OwnedTurn& turn, Results& results,
                                     const Place& at) {
+    auto& owned = shared.owned[turn.stage][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
-    if (kKeys && args.dbias1 != nullptr) {
+    if (kDbias1 && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
         float sum = results.sums[r];
@@ -218,6 +256,7 @@ struct RowPassConsumer {
         }
       }
     }
+    if constexpr (kFused) shared.dq.keys_read[turn.stage].wait(turn.parity);
     at.sync();  // no warp's products read the owned tiles any more
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (kKeys && args.stores_second) {
@@ -235,7 +274,8 @@ struct RowPassConsumer {
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     PendingStore pending;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, owned_turn.advance()) {
+    for (int tile = Config::first_tile(args); tile < args.num_tiles;
+         tile = Config::next_tile(args, tile), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
       int buffer = owned_turn.stage;
       // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
@@ -247,11 +287,12 @@ struct RowPassConsumer {
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, at);
         if (waits) ptx::wait_for_kernel_before();
-        finish(shared.owned[buffer][at.warpgroup], args, maps, block, results, at);
+        finish(shared, args, maps, block, owned_turn, results, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.owned_empty, at);
         for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
+          if constexpr (kFused) hand_nothing_over(shared, turn.stage, at);
           shared.empty[turn.stage].arrive();
         }
       }

@@ -66,4 +66,11 @@ CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address));
 }
 
+// Back to where it came from: stmatrix (9.7.15.5.16), each matrix transposed.
+CUTLASS_DEVICE void stmatrix_trans(uint32_t address, const uint32_t* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 }  // namespace ds4s::sm90
