@@ -16,6 +16,7 @@ struct FusedHelper {
   using OwnedTile = typename Config::OwnedTile;
   using DsTile = typename Config::BiasTile;
   using Sum = float[Config::kHeadDim / 2];
+  static constexpr int kForWalked = 0, kForStatistics = 1, kForBias2 = 2, kForOwned = 3;  // warps
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
@@ -97,17 +98,23 @@ struct FusedHelper {
     }
   };
 
-  // Everything that a step needs: tiles by one thread, statistics by a warp. Then on to the next one.
+  // Everything that a step needs, each warp its part, so that none keeps the next product waiting. Then on to the next.
   CUTLASS_DEVICE static void bring(Step& step, Statistics& statistics, Shared& shared, const BackwardArgs& args,
                                    const RowPassMaps& maps, const Place& at) {
     if (!step.exists(args)) return;
-    if (at.issues()) {
-      if (step.is_first_of_tile()) Producer::bring_owned(shared, maps, step.block, step.owned_turn);
-      Producer::bring_walked(shared, args, maps, step.block, step.query, step.turn);
+    int stage = step.turn.stage;
+    if (at.warp == kForStatistics) {
+      statistics.store(shared, args, step, at.lane);
+    } else if (at.lane == 0) {
+      if (at.warp == kForOwned && step.is_first_of_tile()) {
+        Producer::bring_owned(shared, maps, step.block, step.owned_turn);
+      }
+      if (at.warp == kForWalked || at.warp == kForBias2) shared.empty[stage].wait(step.turn.parity ^ 1);
+      if (at.warp == kForWalked) Producer::bring_walked(shared, maps, step.block, step.query, stage);
+      if (at.warp == kForBias2) Producer::bring_bias2(shared, args, maps, step.block, step.query, stage);
     }
-    if (at.warp == 1) statistics.store(shared, args, step, at.lane);
     step.advance(args);
-    if (at.warp == 1) statistics.load(args, step, at.lane);
+    if (at.warp == kForStatistics) statistics.load(args, step, at.lane);
     __syncwarp();
   }
 
@@ -130,23 +137,35 @@ struct FusedHelper {
     fence_registers(sum);
   }
 
-  // dq of a step's queries, from 0 with the first keys, out with the last.
-  CUTLASS_DEVICE static void add(const Step& step, Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
-                                 const Place& at) {
-    bool first = step.block.owned == 0, last = step.block.owned + kTiles * kOwned >= args.Lk;
-    auto& dq = shared.dq.tiles[step.query / kColumns];
-    float4* mine = reinterpret_cast<float4*>(dq.x[0][threadIdx.x % 128]);
-    Sum sum = {};
-    if (!first) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-        float4 x = mine[128 * i];
-        sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
-      }
+  // What dq of a step's queries has come to, this thread's part; 0 with the first keys.
+  CUTLASS_DEVICE static float4* sum_of(const Step& step, Shared& shared) {
+    return reinterpret_cast<float4*>(shared.dq.tiles[step.query / kColumns].x[0][threadIdx.x % 128]);
+  }
+  CUTLASS_DEVICE static void load_sum(Sum& sum, const Step& step, Shared& shared) {
+    const float4* mine = sum_of(step, shared);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (step.block.owned != 0) x = mine[128 * i];
+      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
     }
+  }
+  CUTLASS_DEVICE static void store_sum(const Sum& sum, const Step& step, Shared& shared) {
+    float4* mine = sum_of(step, shared);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      mine[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    }
+  }
+
+  // A step's product. dq leaves with the last keys.
+  CUTLASS_DEVICE static void add(Sum& sum, const Step& step, Shared& shared, const BackwardArgs& args,
+                                 const RowPassMaps& maps, const Place& at) {
+    bool last = step.block.owned + kTiles * kOwned >= args.Lk;
+    int stage = step.turn.stage;
     if (step.is_first_of_tile()) {
       shared.owned_full[step.owned_turn.stage].wait(step.owned_turn.parity);
-      if (first) {  // what was stored last has left shared memory
+      if (step.block.owned == 0) {  // what was stored last has left shared memory
         if (at.issues()) cute::tma_store_wait<0>();
         at.sync();
       }
@@ -155,20 +174,17 @@ struct FusedHelper {
         ptx::wait_for_kernel_before();
       }
     }
-    for (int t = 0; t < kTiles; ++t) shared.dq.full[step.turn.stage][t].wait(step.turn.parity);
-    multiply(sum, place_of(shared.stages[step.turn.stage].bias2), place_of(shared.owned[step.owned_turn.stage]));
-    shared.empty[step.turn.stage].arrive();
+    for (int t = 0; t < kTiles; ++t) shared.dq.full[stage][t].wait(step.turn.parity);
+    multiply(sum, place_of(shared.stages[stage].bias2), place_of(shared.owned[step.owned_turn.stage]));
+    shared.empty[stage].arrive();
     if (step.query + kColumns >= args.Lq) shared.dq.keys_read[step.owned_turn.stage].arrive();
     if (last) {
       at.sync();  // everybody has read what is written over now
       const float scale[2] = {args.scale, args.scale};
-      store_tile<Element, OwnedTile>(maps.dq, reinterpret_cast<uint8_t*>(&dq), sum, scale, at, step.query,
-                                     step.block.head, step.block.row, step.block.batch);
+      store_tile<Element, OwnedTile>(maps.dq, reinterpret_cast<uint8_t*>(&shared.dq.tiles[step.query / kColumns]), sum,
+                                     scale, at, step.query, step.block.head, step.block.row, step.block.batch);
     } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-        mine[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-      }
+      store_sum(sum, step, shared);
     }
   }
 
@@ -176,10 +192,15 @@ struct FusedHelper {
     Place at = Place::of_thread<kTiles>();
     Step next(args);
     Statistics statistics;
-    if (at.warp == 1) statistics.load(args, next, at.lane);
+    Sum sum;
+    if (at.warp == kForStatistics) statistics.load(args, next, at.lane);
     for (int s = 0; s < Config::kStages; ++s) bring(next, statistics, shared, args, maps, at);
-    for (Step step(args); step.exists(args); step.advance(args)) {
-      add(step, shared, args, maps, at);
+    Step step(args);
+    load_sum(sum, step, shared);
+    while (step.exists(args)) {
+      add(sum, step, shared, args, maps, at);
+      step.advance(args);
+      load_sum(sum, step, shared);  // arrives meanwhile
       bring(next, statistics, shared, args, maps, at);
     }
     if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
