@@ -12,7 +12,7 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kColumns_,  // columns of a step
           int kStages_,   // steps in flight
           int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps
-          int kQueries_ = 0>  // of keys: dq as well, of so many queries at most (fused_helper.h)
+          int kQueries_ = 0>  // of keys: dq as well, of so many queries at most (fused_dq.h)
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = kQueries_;
@@ -40,9 +40,9 @@ struct RowPassConfig {
   static constexpr int kWarpgroups = kRows * kTiles;           // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
   static constexpr int kFusedTiles = Tiles::kQueries / kColumns;
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces; fused, dq is its too
-  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kFused ? 80 : kWarpgroups == 2 ? 40 : 32>;
-  static_assert(!kFused || (kKeys && kRows == 1 && kBuffers == 2), "the ring of a fused pass");
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
+  static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
 
@@ -73,7 +73,7 @@ struct RowPassConfig {
   };
   struct Dq {
     DqTile tiles[kFusedTiles];
-    FullBarrier full[kStages][kTiles];  // dS is there
+    EmptyBarrier full[kStages][kTiles];  // dS is there
     EmptyBarrier keys_read[kBuffers];
   };
   struct NoDq {};

@@ -118,13 +118,13 @@ class Backward : BackwardHost {
     if (p_.dq) row_pass_<QueryPass>();
   }
 
-  // Enough steps for its ring, no more queries than it has room for, and work for all blocks most of the time.
+  // No more queries than it has room for, and work for all blocks most of the time.
   template <typename Fused>
   bool suits() {
     int64_t steps = ceil_div(p_.Lq, Fused::kColumns), walks = p_.B * p_.N * p_.H;
     int blocks = 0;
     check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes>::resident_blocks(blocks));
-    return steps >= Fused::kStages && steps <= Fused::kFusedTiles && blocks > 0 &&
+    return steps <= Fused::kFusedTiles && blocks > 0 &&
            4 * walks >= 3 * ceil_div(walks, blocks) * blocks;
   }
 

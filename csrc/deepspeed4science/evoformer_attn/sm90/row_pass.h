@@ -4,7 +4,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "sm90/fused_helper.h"
 #include "sm90/row_pass_consumer.h"
 
 namespace ds4s::sm90 {
@@ -21,7 +20,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(kWarpgroups);
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
-    if constexpr (kFused) FusedHelper<Config>::init(shared.dq);
+    if constexpr (kFused) FusedDq<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
@@ -38,13 +37,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     RowPassConsumer<Config>::run(shared, args, maps);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
-    if constexpr (kFused) {
-      FusedHelper<Config>::run(shared, args, maps);
-    } else {
-      int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-      if (warp == 0 && threadIdx.x % 32 == 0) RowPassProducer<Config>::run(shared, args, maps);
-      if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
-    }
+    int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    if (warp == 0 && threadIdx.x % 32 == 0) RowPassProducer<Config>::run(shared, args, maps);
+    if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
   }
 }
 

@@ -10,7 +10,7 @@
 // The products of a step's last line run beside the exponentials of the next one.
 #pragma once
 
-#include "sm90/row_pass_producer.h"
+#include "sm90/fused_dq.h"
 
 namespace ds4s::sm90 {
 
@@ -26,8 +26,8 @@ struct RowPassConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kOwned = Config::kOwned;
   static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kFused = Config::kFused;
-  static constexpr bool kDbias1 = kKeys;
 
+  using DqWalk = typename FusedDq<Config>::Walk;
   using Scores = float[kColumns / 2];
   using Packed = uint32_t[kColumns / 4];
   using Result = float[kHeadDim / 2];
@@ -143,8 +143,7 @@ struct RowPassConsumer {
   // P and dS of a step whose s and dp are under way, packed. What was under way before dp is finished on the way: s,
   // and the results of the step before, which had `last_stage`.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
-                                           Shared& shared, const BackwardArgs& args, const Operands& operands,
-                                           int stage, int last_stage,
+                                           Shared& shared, const BackwardArgs& args, int stage, int last_stage,
                                            PendingStore& pending, const Place& at) {
     wgmma_wait<2>();
     fence_registers(s);
@@ -152,7 +151,7 @@ struct RowPassConsumer {
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
     fence_registers(s);  // all of it before waiting for more
     wgmma_wait<1>();
-    if (kKeys && !kFused) keep(p);
+    if (kKeys) keep(p);
     keep(ds);
     if (last_stage >= 0) {
       shared.empty[last_stage].arrive();
@@ -160,44 +159,35 @@ struct RowPassConsumer {
       pending.finish(shared.owned_empty, at);
     }
     if constexpr (kKeys) pack(p, s);
-    if constexpr (kFused) {  // registers are scarce: dv before the next step, so that P and dS are not kept at once
-      fence_registers(results.of_p);
-      wgmma_begin();
-      start_result(results.of_p, p, operands.walked + stage * Operands::kNextStage + Operands::kWalkedSecond);
-      wgmma_commit();
-    }
-    wgmma_wait<kFused>();
+    wgmma_wait<0>();
     fence_registers(dp);
     fence_registers(results.of_ds);
-    if (!kFused) fence_registers(results.of_p);
+    fence_registers(results.of_p);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
-    if (kDbias1 && args.dbias1 != nullptr) {
+    if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
     }
     pack(ds, s);
-    if constexpr (kFused) {
-      hand_over(ds, shared, stage, at);
-      wgmma_wait<0>();
-      keep(p);
-      fence_registers(results.of_p);
-    }
+    if constexpr (kFused) hand_over(ds, shared, stage, at);
   }
   CUTLASS_DEVICE static void start_results(Results& results, const Packed& p, const Packed& ds,
                                            const Operands& operands, int stage) {
     uint32_t walked = operands.walked + stage * Operands::kNextStage;
-    if constexpr (kKeys && !kFused) start_result(results.of_p, p, walked + Operands::kWalkedSecond);
+    if constexpr (kKeys) start_result(results.of_p, p, walked + Operands::kWalkedSecond);
     start_result(results.of_ds, ds, walked);
     wgmma_commit();
   }
 
   // All columns, one step after another.
   CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
-                                  const Operands& operands, PendingStore& pending, Results& results, const Place& at) {
+                                  const Operands& operands, PendingStore& pending, Results& results,
+                                  const DqWalk& dq, const Place& at) {
     Scores s, dp;
     Packed p, ds;
     int num_steps = (Config::num_columns(args) + kColumns - 1) / kColumns, last_stage = -1;
+    typename Config::Turn last_turn;
     shared.full[turn.stage].wait(turn.parity);
     begin(s, shared, turn.stage, args.unit, at);
     fence_registers(results.of_ds);
@@ -207,7 +197,11 @@ struct RowPassConsumer {
     wgmma_commit();  // of no results yet
     start_products(dp, operands, turn.stage);
     for (int step = 1;; ++step) {
-      finish_scores(p, ds, s, dp, results, shared, args, operands, turn.stage, last_stage, pending, at);
+      finish_scores(p, ds, s, dp, results, shared, args, turn.stage, last_stage, pending, at);
+      if constexpr (kFused) {
+        if (step > 1) FusedDq<Config>::add(dq, step - 2, last_turn, shared, args, at);
+        last_turn = turn;
+      }
       last_stage = turn.stage;
       turn.advance();
       if (step == num_steps) break;
@@ -222,11 +216,12 @@ struct RowPassConsumer {
     wgmma_begin();
     start_results(results, p, ds, operands, last_stage);
     wgmma_wait<0>();
-    if (kKeys && !kFused) keep(p);
+    if (kKeys) keep(p);
     keep(ds);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     shared.empty[last_stage].arrive();
+    if constexpr (kFused) FusedDq<Config>::add(dq, num_steps - 1, last_turn, shared, args, at);
   }
 
   // Operands in registers stay where they are until here.
@@ -240,7 +235,7 @@ struct RowPassConsumer {
                                     const Place& at) {
     auto& owned = shared.owned[turn.stage][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
-    if (kDbias1 && args.dbias1 != nullptr) {
+    if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) {
         float sum = results.sums[r];
@@ -279,14 +274,16 @@ struct RowPassConsumer {
       Coordinates block = Config::locate(args, tile);
       int buffer = owned_turn.stage;
       // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
-      bool waits = !kKeys && Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
+      bool waits =
+          (!kKeys || kFused) && Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
+      DqWalk dq{maps, block, owned_turn};
       shared.owned_full[buffer].wait(owned_turn.parity);
       if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
-        walk(shared, args, turn, Operands(shared, buffer, at), pending, results, at);
         if (waits) ptx::wait_for_kernel_before();
+        walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
         finish(shared, args, maps, block, owned_turn, results, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.owned_empty, at);
@@ -294,6 +291,7 @@ struct RowPassConsumer {
           shared.full[turn.stage].wait(turn.parity);
           if constexpr (kFused) hand_nothing_over(shared, turn.stage, at);
           shared.empty[turn.stage].arrive();
+          if constexpr (kFused) FusedDq<Config>::add(dq, column / kColumns, turn, shared, args, at);
         }
       }
       pending.buffer = buffer;

@@ -24,53 +24,41 @@ struct RowPassProducer {
   static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
 
-  CUTLASS_DEVICE static void bring_owned(Shared& shared, const RowPassMaps& maps, const Coordinates& at,
-                                         const typename Config::OwnedTurn& turn) {
-    FullBarrier& owned_full = shared.owned_full[turn.stage];
-    shared.owned_empty[turn.stage].wait(turn.parity ^ 1);
-    owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
-    for (int t = 0; t < kWarpgroups; ++t) {
-      auto& owned = shared.owned[turn.stage][t];
-      int l = at.owned + t % kTiles * kOwned, n = at.row + t / kTiles;
-      load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
-      load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
-    }
-  }
-  // The stage is empty. The barrier expects the bytes of bias2 as well, which may come first.
-  CUTLASS_DEVICE static void bring_walked(Shared& shared, const RowPassMaps& maps, const Coordinates& at, int column,
-                                          int stage) {
-    constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
-    FullBarrier& full = shared.full[stage];
-    full.arrive_and_expect_tx(kStageBytes);
-    for (int r = 0; r < kRows; ++r) {
-      auto& walked = shared.stages[stage].walked[r];
-      load_tile<WalkedTile>(maps.walked_first, full, walked.first, 0, column, at.head, at.row + r, at.batch);
-      load_tile<WalkedTile>(maps.walked_second, full, walked.second, 0, column, at.head, at.row + r, at.batch);
-    }
-  }
-  CUTLASS_DEVICE static void bring_bias2(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
-                                         const Coordinates& at, int column, int stage) {
-    if constexpr (kBias2) {
-      for (int t = 0; t < kTiles; ++t) {
-        int owned = at.owned + t * kOwned;
-        load_tile<BiasTile>(maps.bias2, shared.full[stage], shared.stages[stage].bias2[t], kKeys ? owned : column,
-                            kKeys ? column : owned, at.head * args.bias2_H, 0, at.batch * args.bias2_B);
-      }
-    }
-  }
-
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
+    constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
          tile = Config::next_tile(args, tile), owned_turn.advance()) {
       Coordinates at = Config::locate(args, tile);
-      bring_owned(shared, maps, at, owned_turn);
+      FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
+      for (int t = 0; t < kWarpgroups; ++t) {
+        auto& owned = shared.owned[owned_turn.stage][t];
+        int l = at.owned + t % kTiles * kOwned, n = at.row + t / kTiles;
+        load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
+        load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
+      }
       for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+        typename Config::Stage& stage = shared.stages[turn.stage];
+        FullBarrier& full = shared.full[turn.stage];
         shared.empty[turn.stage].wait(turn.parity ^ 1);
-        bring_walked(shared, maps, at, column, turn.stage);
-        bring_bias2(shared, args, maps, at, column, turn.stage);
+        full.arrive_and_expect_tx(kStageBytes);
+        for (int r = 0; r < kRows; ++r) {
+          load_tile<WalkedTile>(maps.walked_first, full, stage.walked[r].first, 0, column, at.head, at.row + r,
+                                at.batch);
+          load_tile<WalkedTile>(maps.walked_second, full, stage.walked[r].second, 0, column, at.head, at.row + r,
+                                at.batch);
+        }
+        if constexpr (kBias2) {
+          for (int t = 0; t < kTiles; ++t) {
+            int owned = at.owned + t * kOwned;
+            load_tile<BiasTile>(maps.bias2, full, stage.bias2[t], kKeys ? owned : column, kKeys ? column : owned,
+                                at.head * args.bias2_H, 0, at.batch * args.bias2_B);
+          }
+        }
       }
     }
   }
