@@ -39,7 +39,7 @@ struct RowPassConfig {
   static constexpr int kOwned = 64;                            // rows of one wgmma
   static constexpr int kWarpgroups = kRows * kTiles;           // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
-  static constexpr int kFusedTiles = Tiles::kQueries / kColumns;
+  static constexpr int kMostQueries = Tiles::kQueries;  // fused
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
   static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
@@ -72,7 +72,7 @@ struct RowPassConfig {
     alignas(1024) float x[kHeadDim / 8][128][4];
   };
   struct Dq {
-    DqTile tiles[kFusedTiles];
+    DqTile tiles[kMostQueries / kColumns];
     EmptyBarrier full[kStages][kTiles];  // dS is there
     EmptyBarrier keys_read[kBuffers];
   };
