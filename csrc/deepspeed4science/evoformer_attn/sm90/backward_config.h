@@ -7,15 +7,16 @@
 
 namespace ds4s::sm90 {
 
-template <int kRows_,     // rows n of a block; they share tiles of bias2
-          int kTiles_,    // owned tiles of 64 of each n; they share what is walked over
-          int kColumns_,  // columns of a step
-          int kStages_,   // steps in flight
-          int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps
-          int kQueries_ = 0>  // of keys: dq as well, of so many queries at most (fused_dq.h)
+template <int kRows_,         // rows n of a block; they share tiles of bias2
+          int kTiles_,        // owned tiles of 64 of each n; they share what is walked over
+          int kColumns_,      // columns of a step
+          int kStages_,       // steps in flight
+          int kBuffers_,      // places for owned tiles: 2, and the next ones arrive during the last steps
+          int kQueries_ = 0,  // of keys: dq as well, of so many queries at most (fused_dq.h)
+          int kSplit_ = 1>    // fused: blocks of a cluster, that have so many queries each
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
-  static constexpr int kQueries = kQueries_;
+  static constexpr int kQueries = kQueries_, kSplit = kSplit_;
 };
 
 // dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
@@ -36,10 +37,11 @@ struct RowPassConfig {
   static constexpr int kRows = Tiles::kRows, kTiles = Tiles::kTiles, kColumns = Tiles::kColumns;
   static constexpr int kStages = Tiles::kStages, kBuffers = Tiles::kBuffers;
 
-  static constexpr int kOwned = 64;                            // rows of one wgmma
-  static constexpr int kWarpgroups = kRows * kTiles;           // consumers
+  static constexpr int kOwned = 64;                   // rows of one wgmma
+  static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
-  static constexpr int kMostQueries = Tiles::kQueries;  // fused
+  static constexpr int kQueries = Tiles::kQueries, kSplit = Tiles::kSplit;  // fused
+  static_assert(kSplit <= 2, "one block finishes dk, the other dv");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
   static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
@@ -72,9 +74,10 @@ struct RowPassConfig {
     alignas(1024) float x[kHeadDim / 8][128][4];
   };
   struct Dq {
-    DqTile tiles[kMostQueries / kColumns];
+    DqTile tiles[kQueries / kColumns];
     EmptyBarrier full[kStages][kTiles];  // dS is there
     EmptyBarrier keys_read[kBuffers];
+    EmptyBarrier ready[kTiles], received[kTiles];  // split (split_results.h)
   };
   struct NoDq {};
   struct Shared {
@@ -96,7 +99,18 @@ struct RowPassConfig {
   using Turn = RingTurn<kStages>;
   using OwnedTurn = RingTurn<kBuffers>;
 
-  CUTLASS_DEVICE static int num_columns(const BackwardArgs& args) { return kKeys ? args.Lq : args.Lk; }
+  // What a block walks over: everything, or its part in whole steps.
+  struct Columns {
+    int begin, end;
+    CUTLASS_DEVICE int num_steps() const { return (end - begin + kColumns - 1) / kColumns; }
+  };
+  CUTLASS_DEVICE static Columns columns(const BackwardArgs& args) {
+    int all = kKeys ? args.Lq : args.Lk;
+    if (kSplit == 1) return {0, all};
+    int part = (all + kSplit * kColumns - 1) / (kSplit * kColumns) * kColumns, begin = rank() * part;
+    return {begin, min(begin + part, all)};
+  }
+  CUTLASS_DEVICE static int rank() { return kSplit == 1 ? 0 : int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
 
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
@@ -109,11 +123,11 @@ struct RowPassConfig {
   }
   // The tiles of a block: every gridDim.x-th; fused, all of an n and head one after another.
   CUTLASS_DEVICE static int first_tile(const BackwardArgs& args) {
-    return kFused ? blockIdx.x * args.num_blocks : blockIdx.x;
+    return kFused ? blockIdx.x / kSplit * args.num_blocks : blockIdx.x;
   }
   CUTLASS_DEVICE static int next_tile(const BackwardArgs& args, int tile) {
     if (!kFused) return tile + gridDim.x;
-    return (tile + 1) % args.num_blocks != 0 ? tile + 1 : tile + 1 + (gridDim.x - 1) * args.num_blocks;
+    return (tile + 1) % args.num_blocks != 0 ? tile + 1 : tile + 1 + (gridDim.x / kSplit - 1) * args.num_blocks;
   }
 };
 

@@ -1,6 +1,6 @@
-// dq in the pass over keys. The warpgroups of a block hand over what they have of dS, queries by keys, and take turns at
-// multiplying it, dq += dS K of all keys of the block. dq of one (b, n, h) stays in shared memory while its block goes
-// from key to key.
+// dq in the pass over keys. The warpgroups of a block hand over what they have of dS, queries by keys, and take turns
+// at multiplying it, dq += dS K of all keys of the block. dq of one (b, n, h) stays in shared memory while its block
+// goes from key to key.
 #pragma once
 
 #include "sm90/row_pass_producer.h"
@@ -36,6 +36,7 @@ struct FusedDq {
                                  const BackwardArgs& args, const Place& at) {
     if (index % kTiles != at.tile) return;
     bool first = walk.block.owned == 0, last = walk.block.owned + kTiles * kOwned >= args.Lk;
+    const typename Config::Columns columns = Config::columns(args);
     auto& tile = shared.dq.tiles[index];
     if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
       if (at.issues()) cute::tma_store_wait<0>();
@@ -47,15 +48,15 @@ struct FusedDq {
     for (int t = 0; t < kTiles; ++t) shared.dq.full[turn.stage][t].wait(turn.parity);
     multiply(sum, place_of(shared.stages[turn.stage].bias2), place_of(shared.owned[walk.owned_turn.stage]));
     shared.empty[turn.stage].arrive();
-    if ((index + 1) * kColumns >= args.Lq) shared.dq.keys_read[walk.owned_turn.stage].arrive();
+    if (index + 1 == columns.num_steps()) shared.dq.keys_read[walk.owned_turn.stage].arrive();
     if (!last) {
       store(mine, sum);
       return;
     }
     at.sync();  // everybody has read what is written over now
     const float scale[2] = {args.scale, args.scale};
-    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, index * kColumns,
-                                   walk.block.head, walk.block.row, walk.block.batch);
+    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at,
+                                   columns.begin + index * kColumns, walk.block.head, walk.block.row, walk.block.batch);
   }
 
  private:

@@ -24,6 +24,7 @@ struct BackwardChoice {
   static constexpr bool kFuses = kHeadDim <= 32;
   using Fused = RowPassTiles<1, 3, 64, 3, 2, 512>;
   using LongFused = RowPassTiles<1, 3, 64, 3, 1, 768>;
+  using SplitFused = RowPassTiles<1, 3, 64, 3, 1, 768, 2>;
   using Bias = cute::conditional_t<
       kHeadDim <= 32, BiasPassTiles<1, 3, 64, 4>,
       cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 32, 2>,
@@ -51,6 +52,7 @@ class Backward : BackwardHost {
   using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
   using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
   using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
+  using SplitFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
   using BiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::Bias>;
   using SquareBiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::SquareBias>;
 
@@ -113,21 +115,24 @@ class Backward : BackwardHost {
     if constexpr (Choice::kFuses) {
       if (of_keys && p_.dq && suits<FusedPass>()) return key_pass<FusedPass>();
       if (of_keys && p_.dq && suits<LongFusedPass>()) return key_pass<LongFusedPass>();
+      // Blocks of a cluster would store the same parts of dbias1.
+      if (of_keys && p_.dq && dbias1_parts_ < 0 && suits<SplitFusedPass>()) return key_pass<SplitFusedPass>();
     }
     if (of_keys) key_pass<KeyPass>();
     if (p_.dq) row_pass_<QueryPass>();
   }
 
-  // Whether one pass is less work than two: it takes about 0.72 of their time where all its warpgroups have keys and all
-  // blocks a row and head.
+  // Whether one pass is less work than two: it takes about 0.72 of their time where all its warpgroups have keys and
+  // all blocks a row and head.
   template <typename Fused>
   bool suits() {
     int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H;
     int blocks = 0;
     check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes>::resident_blocks(blocks));
-    if (p_.Lq > Fused::kMostQueries || blocks == 0) return false;
-    int64_t places = ceil_div(keys, Fused::kTiles) * Fused::kTiles * ceil_div(walks, blocks) * blocks;
-    return 3 * places <= 4 * keys * walks;
+    int64_t teams = blocks / Fused::kSplit;
+    if (p_.Lq > Fused::kSplit * Fused::kQueries || teams == 0) return false;
+    int64_t places = ceil_div(keys, Fused::kTiles) * Fused::kTiles * ceil_div(walks, teams) * teams;
+    return 5 * places <= 8 * keys * walks;
   }
 
   // What passes add to; first of all, so that nothing lies between them.
@@ -194,7 +199,8 @@ class Backward : BackwardHost {
     args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
     args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
     args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
-    start_persistent<row_pass<Config>, Config>(maps, Config::kFused ? args_.num_tiles / args_.num_blocks : args_.num_tiles);
+    start_persistent<row_pass<Config>, Config, Config::kSplit>(
+        maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kSplit : args_.num_tiles);
   }
 
   template <typename Pass>
@@ -216,13 +222,14 @@ class Backward : BackwardHost {
     check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
   // `most`: blocks that find something to do.
-  template <auto kKernel, typename Config, typename Maps>
+  template <auto kKernel, typename Config, int kCluster = 1, typename Maps>
   void start_persistent(const Maps& maps, int32_t most) {
     int blocks = 0;
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (most < blocks) blocks = most;
-    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
+    blocks -= blocks % kCluster;
+    start_overlapping<kCluster>(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }
 

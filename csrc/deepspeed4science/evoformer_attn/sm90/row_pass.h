@@ -12,6 +12,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     row_pass(const BackwardArgs args, const __grid_constant__ RowPassMaps maps) {
   constexpr int kWarpgroups = Config::kWarpgroups, kFused = Config::kFused;
+  constexpr bool kSplit = Config::kSplit > 1;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
@@ -21,6 +22,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
     if constexpr (kFused) FusedDq<Config>::init(shared.dq);
+    if constexpr (kSplit) SplitResults<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
@@ -30,7 +32,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
-  __syncthreads();
+  if constexpr (kSplit) {
+    cute::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
@@ -40,7 +46,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && threadIdx.x % 32 == 0) RowPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
+    __syncwarp();
   }
+  if constexpr (kSplit) cute::cluster_sync();  // the other block may still write here
 }
 
 }  // namespace ds4s::sm90

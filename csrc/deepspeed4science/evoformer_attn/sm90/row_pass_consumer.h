@@ -11,6 +11,7 @@
 #pragma once
 
 #include "sm90/fused_dq.h"
+#include "sm90/split_results.h"
 
 namespace ds4s::sm90 {
 
@@ -182,11 +183,11 @@ struct RowPassConsumer {
 
   // All columns, one step after another.
   CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
-                                  const Operands& operands, PendingStore& pending, Results& results,
-                                  const DqWalk& dq, const Place& at) {
+                                  const Operands& operands, PendingStore& pending, Results& results, const DqWalk& dq,
+                                  const Place& at) {
     Scores s, dp;
     Packed p, ds;
-    int num_steps = (Config::num_columns(args) + kColumns - 1) / kColumns, last_stage = -1;
+    int num_steps = Config::columns(args).num_steps(), last_stage = -1;
     typename Config::Turn last_turn;
     shared.full[turn.stage].wait(turn.parity);
     begin(s, shared, turn.stage, args.unit, at);
@@ -232,7 +233,7 @@ struct RowPassConsumer {
 
   CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
                                     const Coordinates& block, const typename Config::OwnedTurn& turn, Results& results,
-                                    const Place& at) {
+                                    uint32_t& exchanged, const Place& at) {
     auto& owned = shared.owned[turn.stage][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
     if (kKeys && args.dbias1 != nullptr) {
@@ -253,12 +254,17 @@ struct RowPassConsumer {
     }
     if constexpr (kFused) shared.dq.keys_read[turn.stage].wait(turn.parity);
     at.sync();  // no warp's products read the owned tiles any more
+    bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
+    if constexpr (Config::kSplit > 1) {
+      SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+      (Config::rank() == 0 ? stores_second : stores_first) = false;
+    }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
-    if (kKeys && args.stores_second) {
+    if (stores_second) {
       store_tile<Element, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
                                      block.batch);
     }
-    if (args.stores_first) {
+    if (stores_first) {
       store_tile<Element, OwnedTile>(maps.result_first, owned.first, results.of_ds, scale, at, l, block.head, n,
                                      block.batch);
     }
@@ -269,13 +275,14 @@ struct RowPassConsumer {
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     PendingStore pending;
+    uint32_t exchanged = 0;  // parity of the number of times
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
          tile = Config::next_tile(args, tile), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
       int buffer = owned_turn.stage;
       // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
-      bool waits =
-          (!kKeys || kFused) && Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
+      bool waits = (!kKeys || kFused) &&
+                   Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
       DqWalk dq{maps, block, owned_turn};
       shared.owned_full[buffer].wait(owned_turn.parity);
       if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
@@ -284,14 +291,14 @@ struct RowPassConsumer {
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         if (waits) ptx::wait_for_kernel_before();
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
-        finish(shared, args, maps, block, owned_turn, results, at);
+        finish(shared, args, maps, block, owned_turn, results, exchanged, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.owned_empty, at);
-        for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+        for (int step = 0; step < Config::columns(args).num_steps(); ++step, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           if constexpr (kFused) hand_nothing_over(shared, turn.stage, at);
           shared.empty[turn.stage].arrive();
-          if constexpr (kFused) FusedDq<Config>::add(dq, column / kColumns, turn, shared, args, at);
+          if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
         }
       }
       pending.buffer = buffer;

@@ -27,6 +27,7 @@ struct RowPassProducer {
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
     constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
+    const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
@@ -41,7 +42,7 @@ struct RowPassProducer {
         load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
         load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
       }
-      for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+      for (int column = columns.begin; column < columns.end; column += kColumns, turn.advance()) {
         typename Config::Stage& stage = shared.stages[turn.stage];
         FullBarrier& full = shared.full[turn.stage];
         shared.empty[turn.stage].wait(turn.parity ^ 1);
@@ -67,6 +68,7 @@ struct RowPassProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
+    const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
@@ -90,7 +92,7 @@ struct RowPassProducer {
           }
         }
       };
-      load(0);
+      load(columns.begin);
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
       int buffer = owned_turn.stage;
       for (int x = lane; x < kTiles * kOwned; x += 32) {
@@ -104,7 +106,7 @@ struct RowPassProducer {
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
-      for (int column = 0; column < Config::num_columns(args); column += kColumns, turn.advance()) {
+      for (int column = columns.begin; column < columns.end; column += kColumns, turn.advance()) {
         shared.empty[turn.stage].wait(turn.parity ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
