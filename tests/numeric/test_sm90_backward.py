@@ -1,4 +1,4 @@
-"""Hopper's own backward: that it really runs where it should, and the edges of its three passes.
+"""Hopper's own backward: that it really runs where it should, and the edges of its passes.
 
 Everything else in this folder runs on it too, wherever it is the GPU's family's.
 """
@@ -54,6 +54,46 @@ def test_many_rows_for_few_tiles_of_dbias2(D, deterministic, dtype):
     """Several blocks share the sum over n of one tile: a number of rows that no share divides."""
     with determinism(deterministic):
         check(Case("slices", N=131, Lq=100, Lk=70, H=1, D=D).inputs(dtype, "cuda"))
+
+
+# Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
+ONE_PASS = [
+    Case("one-round", N=132, Lq=130, Lk=180, H=2),
+    Case("rounds", N=132, Lq=100, Lk=330, H=2),
+    Case("long", N=132, Lq=520, Lk=130, H=2),
+    Case("split", N=132, Lq=800, Lk=330, H=2),
+    Case("split-odd", N=132, Lq=833, Lk=180, H=2, D=16, bias2=False),
+    Case("narrow", N=132, Lq=67, Lk=150, H=2, D=8, Dv=24, bias1=False),
+]
+
+
+@both_variants
+@pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: case.id)
+def test_one_pass_for_dk_dv_and_dq(case, deterministic):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    with determinism(deterministic):
+        check(inputs)
+
+
+@pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: case.id)
+def test_one_pass_is_what_runs(case):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    inputs.do = torch.randn_like(evoformer_attention(*inputs.tensors()[:3]))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(ours, inputs)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if "row_pass" in event.name]
+    assert len(names) == 1, names
+
+
+@pytest.mark.parametrize("value", [-torch.inf, -1e9])
+def test_one_pass_with_masks(value):
+    """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
+    for case in (ONE_PASS[1], ONE_PASS[3]):
+        inputs = case.inputs(torch.bfloat16, "cuda")
+        inputs.bias1[:, 1::3] = value
+        inputs.bias1[:, ::3, ..., 64:200] = value
+        check(inputs)
 
 
 def test_more_rows_than_a_grid_has_in_y():

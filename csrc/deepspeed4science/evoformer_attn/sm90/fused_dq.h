@@ -21,7 +21,7 @@ struct FusedDq {
     for (auto& stage : dq.full) {
       for (auto& barrier : stage) barrier.init(128);
     }
-    for (auto& barrier : dq.keys_read) barrier.init(128);
+    for (auto& barrier : dq.keys_read) barrier.init(128 * kTiles);
   }
 
   // What a walk over the queries of one tile of keys knows.
@@ -48,7 +48,6 @@ struct FusedDq {
     for (int t = 0; t < kTiles; ++t) shared.dq.full[turn.stage][t].wait(turn.parity);
     multiply(sum, place_of(shared.stages[turn.stage].bias2), place_of(shared.owned[walk.owned_turn.stage]));
     shared.empty[turn.stage].arrive();
-    if (index + 1 == columns.num_steps()) shared.dq.keys_read[walk.owned_turn.stage].arrive();
     if (!last) {
       store(mine, sum);
       return;

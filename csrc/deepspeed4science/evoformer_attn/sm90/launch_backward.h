@@ -20,7 +20,7 @@ struct BackwardChoice {
   using Queries = cute::conditional_t<
       kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
       cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
-  // dk, dv and dq in one pass where dq of a row and head fits into shared memory.
+  // dk, dv and dq in one pass: where dq of a row and head fits into shared memory, or one half of it.
   static constexpr bool kFuses = kHeadDim <= 32;
   using Fused = RowPassTiles<1, 3, 64, 3, 2, 512>;
   using LongFused = RowPassTiles<1, 3, 64, 3, 1, 768>;
@@ -113,17 +113,27 @@ class Backward : BackwardHost {
     }
     bool of_keys = p_.dk || p_.dv || p_.dbias1;
     if constexpr (Choice::kFuses) {
-      if (of_keys && p_.dq && suits<FusedPass>()) return key_pass<FusedPass>();
-      if (of_keys && p_.dq && suits<LongFusedPass>()) return key_pass<LongFusedPass>();
-      // Blocks of a cluster would store the same parts of dbias1.
-      if (of_keys && p_.dq && dbias1_parts_ < 0 && suits<SplitFusedPass>()) return key_pass<SplitFusedPass>();
+      if (of_keys && p_.dq && fused_pass()) return;
     }
     if (of_keys) key_pass<KeyPass>();
     if (p_.dq) row_pass_<QueryPass>();
   }
 
-  // Whether one pass is less work than two: it takes about 0.72 of their time where all its warpgroups have keys and
-  // all blocks a row and head.
+  // dk, dv and dq in one pass, where that is less work than two.
+  bool fused_pass() {
+    if (suits<FusedPass>()) {
+      key_pass<FusedPass>();
+    } else if (suits<LongFusedPass>()) {
+      key_pass<LongFusedPass>();
+    } else if (dbias1_parts_ < 0 && suits<SplitFusedPass>()) {  // both blocks would store the same parts of dbias1
+      key_pass<SplitFusedPass>();
+    } else {
+      return false;
+    }
+    return true;
+  }
+  // It takes about 0.7 of their time where all its warpgroups have keys and all blocks a row and head, and is still
+  // faster where a third of those places is empty.
   template <typename Fused>
   bool suits() {
     int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H;

@@ -7,7 +7,8 @@
 //           dS = P dp                              rounded to 16 bits, as P is
 //           dv += P^T dO, dk += dS^T Q; or dq += dS K        wgmma, P and dS from registers
 //
-// The products of a step's last line run beside the exponentials of the next one.
+// The products of a step's last line run beside the exponentials of the next one. In a fused pass dS also goes to
+// shared memory, for dq (fused_dq.h).
 #pragma once
 
 #include "sm90/fused_dq.h"
@@ -53,7 +54,7 @@ struct RowPassConsumer {
     return kKeys ? tile + BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
                  : tile + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
   }
-  // dS, queries by keys, where this warp has read bias2.
+  // dS for dq: queries by keys, each element where this warp has read its bias2.
   CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const Place& at) {
     uint32_t address = bias2_address(shared, stage, at);
     CUTLASS_PRAGMA_UNROLL
@@ -61,7 +62,6 @@ struct RowPassConsumer {
     cutlass::arch::fence_view_async_shared();
     shared.dq.full[stage][at.tile].arrive();
   }
-
   // dS of keys that do not exist is 0, as bias2 is there.
   CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, const Place& at) {
     if constexpr (!kBias2) {
@@ -222,7 +222,10 @@ struct RowPassConsumer {
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     shared.empty[last_stage].arrive();
-    if constexpr (kFused) FusedDq<Config>::add(dq, num_steps - 1, last_turn, shared, args, at);
+    if constexpr (kFused) {
+      FusedDq<Config>::add(dq, num_steps - 1, last_turn, shared, args, at);
+      shared.dq.keys_read[dq.owned_turn.stage].arrive();
+    }
   }
 
   // Operands in registers stay where they are until here.
@@ -275,7 +278,7 @@ struct RowPassConsumer {
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     PendingStore pending;
-    uint32_t exchanged = 0;  // parity of the number of times
+    uint32_t exchanged = 0;  // parity of how often results have been
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
          tile = Config::next_tile(args, tile), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
@@ -284,12 +287,12 @@ struct RowPassConsumer {
       bool waits = (!kKeys || kFused) &&
                    Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
       DqWalk dq{maps, block, owned_turn};
+      if (waits) ptx::wait_for_kernel_before();
       shared.owned_full[buffer].wait(owned_turn.parity);
       if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
-        if (waits) ptx::wait_for_kernel_before();
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
         finish(shared, args, maps, block, owned_turn, results, exchanged, at);
       } else {  // nothing to compute, but the ring goes on
@@ -300,6 +303,7 @@ struct RowPassConsumer {
           shared.empty[turn.stage].arrive();
           if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
         }
+        if constexpr (kFused) shared.dq.keys_read[buffer].arrive();
       }
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this place
