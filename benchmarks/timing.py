@@ -1,5 +1,6 @@
 """Interleaved timing with cold caches: every peer once, then every peer again, and the median of
-each.
+each. Each round begins with another peer, so that none always follows the same one: a long call
+leaves the device warmer and its clocks lower.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def measure(
     one_round_s = time.perf_counter() - start
     num_runs = int(min(max_runs, max(MIN_RUNS, budget_s / one_round_s)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_runs):
-        for name, elapsed in clock.time_ms(calls).items():
+    names = list(calls)
+    for number in range(num_runs):
+        first = number % len(names)
+        turn = {name: calls[name] for name in (*names[first:], *names[:first])}
+        for name, elapsed in clock.time_ms(turn).items():
             samples[name].append(elapsed)
     return {name: Timing.of(values) for name, values in samples.items()}

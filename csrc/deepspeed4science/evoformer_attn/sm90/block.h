@@ -50,14 +50,13 @@ struct Place {
 };
 
 // The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its
-// way.
+// way. Then all lanes hand the place back, each for what it has read of what belongs to it.
 struct PendingStore {
   int buffer = -1;
   CUTLASS_DEVICE void finish(EmptyBarrier* empty, const Place& at) {
-    if (buffer >= 0 && at.issues()) {
-      cute::tma_store_wait<0>();
-      empty[buffer].arrive();
-    }
+    if (buffer < 0) return;
+    if (at.issues()) cute::tma_store_wait<0>();
+    empty[buffer].arrive();
     buffer = -1;
   }
 };

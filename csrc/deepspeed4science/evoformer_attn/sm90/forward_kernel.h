@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
   if (threadIdx.x == 0) {
-    for (int b = 0; b < 2; ++b) shared.q_full[b].init(1), shared.q_empty[b].init(kWarpgroups);
+    for (int b = 0; b < 2; ++b) shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
     for (int s = 0; s < Config::kStages; ++s) {
       shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);
       shared.v_full[s].init(1), shared.v_empty[s].init(128 * kWarpgroups);

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
-      shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(kWarpgroups);
+      shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
     if constexpr (kFused) FusedDq<Config>::init(shared.dq);
