@@ -138,7 +138,8 @@ class Backward : BackwardHost {
   bool suits() {
     int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H;
     int blocks = 0;
-    check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes>::resident_blocks(blocks));
+    check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kSplit>::resident_blocks(
+        blocks));
     int64_t teams = blocks / Fused::kSplit;
     if (p_.Lq > Fused::kSplit * Fused::kQueries || teams == 0) return false;
     int64_t places = ceil_div(keys, Fused::kTiles) * Fused::kTiles * ceil_div(walks, teams) * teams;
@@ -235,10 +236,9 @@ class Backward : BackwardHost {
   template <auto kKernel, typename Config, int kCluster = 1, typename Maps>
   void start_persistent(const Maps& maps, int32_t most) {
     int blocks = 0;
-    check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
+    check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes, kCluster>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (most < blocks) blocks = most;
-    blocks -= blocks % kCluster;
     start_overlapping<kCluster>(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }

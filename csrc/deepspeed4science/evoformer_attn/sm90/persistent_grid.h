@@ -7,7 +7,7 @@
 
 namespace ds4s::sm90 {
 
-template <auto kKernel, int kNumThreads, int kSharedBytes>
+template <auto kKernel, int kNumThreads, int kSharedBytes, int kCluster = 1>  // blocks of a cluster
 struct PersistentGrid {
   // Asks for the shared memory that they need, once on each device.
   static cudaError_t resident_blocks(int& blocks) {
@@ -25,9 +25,26 @@ struct PersistentGrid {
     }
     if (error != cudaSuccess) return error;
     blocks = multiprocessors * of_each;
+    if (kCluster > 1) error = in_clusters(blocks);
+    if (error != cudaSuccess) return error;
     if (blocks == 0) return cudaErrorInvalidConfiguration;
     if (device < 64) known[device].store(blocks);
     return cudaSuccess;
+  }
+
+ private:
+  // The blocks of a cluster share a group of multiprocessors, which may leave some without a partner.
+  static cudaError_t in_clusters(int& blocks) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = kCluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(uint32_t(blocks / kCluster * kCluster)), config.blockDim = dim3(uint32_t(kNumThreads));
+    config.dynamicSmemBytes = size_t(kSharedBytes), config.attrs = &cluster, config.numAttrs = 1;
+    int clusters = 0;
+    cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+    blocks = clusters * kCluster;
+    return error;
   }
 };
 
