@@ -25,6 +25,7 @@ from benchmarks.peers import (  # noqa: E402
 )
 from benchmarks.run import Options, run_workload  # noqa: E402
 from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select  # noqa: E402
+from benchmarks.timing import NUM_WARMUPS, measure  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL = Workload("small", 1, 3, 24, 2, 16, "a test")
@@ -145,6 +146,15 @@ def test_a_forward_alone_asks_for_no_gradients():
     )
     assert not skipped
     assert [row.timing.num_runs for row in rows] == [3]
+
+
+def test_each_round_begins_with_another_call():
+    called = []
+    calls = {name: lambda name=name: called.append(name) for name in "abc"}
+    timings = measure(calls, CPU, budget_s=0.0, max_runs=4)
+    assert "".join(called) == "abc" * NUM_WARMUPS + "abc" + "bca" + "cab" + "abc"
+    assert list(timings) == ["a", "b", "c"]
+    assert {timing.num_runs for timing in timings.values()} == {4}
 
 
 def test_flop_count_of_the_record():
