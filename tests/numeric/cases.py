@@ -19,6 +19,13 @@ def cuda_reason():
     return None if any(b.name.startswith("Sm") for b in BACKENDS) else "no CUDA backend"
 
 
+def cuda_family():
+    """The template family that runs on the GPU here."""
+    from op_builder import EvoformerAttnBuilder
+
+    return EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+
+
 def sm90_marks():
     """For modules about Hopper's own kernels: skipped where they do not run."""
     reason = _sm90_reason()
@@ -33,9 +40,7 @@ def _sm90_reason():
     """Why tests of Hopper's own kernels are skipped here; None where they run."""
     if reason := cuda_reason():
         return reason
-    from op_builder import EvoformerAttnBuilder
-
-    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    family = cuda_family()
     return None if family == "sm90" else f"the family here is {family}"
 
 
@@ -43,10 +48,9 @@ def skip_unsupported(dtype, device):
     """bfloat16 is not a type of the Sm70 and Sm75 families."""
     if torch.device(device).type != "cuda" or dtype != torch.bfloat16:
         return
-    from op_builder import EvoformerAttnBuilder
     from op_builder.instantiations import has_row
 
-    family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
+    family = cuda_family()
     if not has_row(family, "fwd", "bf16"):
         pytest.skip(f"bfloat16 needs compute capability 8.0; the family here is {family}")
 
