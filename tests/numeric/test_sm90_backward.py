@@ -75,6 +75,12 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
         check(inputs)
 
 
+@pytest.mark.parametrize("N", [50, 66, 100])
+def test_few_queries_of_many_rows(N):
+    """Rows for which a cluster's two blocks would have work, but not queries for both."""
+    check(Case("few", N=N, Lq=64, Lk=192, H=1).inputs(torch.bfloat16, "cuda"))
+
+
 @pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: case.id)
 def test_one_pass_is_what_runs(case):
     inputs = case.inputs(torch.bfloat16, "cuda")

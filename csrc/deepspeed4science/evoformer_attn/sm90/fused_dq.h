@@ -15,7 +15,6 @@ struct FusedDq {
   using DsTile = typename Config::BiasTile;
   using Sum = float[Config::kHeadDim / 2];
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
-  static constexpr bool kFused = Config::kFused;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
     for (auto& stage : dq.full) {

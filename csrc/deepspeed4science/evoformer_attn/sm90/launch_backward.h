@@ -141,12 +141,15 @@ class Backward : BackwardHost {
   // faster where a third of those places is empty.
   template <typename Fused>
   bool suits() {
-    int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H;
+    using Grid = PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kSplit>;
+    int64_t most = Fused::kSplit * Fused::kQueries, too_few = most - Fused::kQueries;
+    if (p_.Lq <= too_few || p_.Lq > most) return false;  // each block of a cluster has queries
     int blocks = 0;
-    check(PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kSplit>::resident_blocks(
-        blocks));
-    int64_t teams = blocks / Fused::kSplit;
-    if (p_.Lq > Fused::kSplit * Fused::kQueries || teams == 0) return false;
+    if (Grid::resident_blocks(blocks) != cudaSuccess) {
+      cudaGetLastError();  // not ours: two passes ask for less
+      return false;
+    }
+    int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H, teams = blocks / Fused::kSplit;
     int64_t places = ceil_div(keys, Fused::kTiles) * Fused::kTiles * ceil_div(walks, teams) * teams;
     return 5 * places <= 8 * keys * walks;
   }

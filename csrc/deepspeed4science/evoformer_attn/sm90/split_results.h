@@ -56,7 +56,7 @@ struct SplitResults {
     }
     at.sync();  // everybody has read what the finished result is written over
   }
-  // With the scope of the cluster, which barriers of a block alone do not need (9.7.13.15).
+  // mbarrier.arrive and mbarrier.try_wait (9.7.13.15) with the scope of the cluster, for what was written there.
   CUTLASS_DEVICE static void arrive(EmptyBarrier& barrier, uint32_t block) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                      cute::set_block_rank(shared_address(&barrier), block))
