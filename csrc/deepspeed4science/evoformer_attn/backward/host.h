@@ -54,23 +54,6 @@ class BackwardHost {
     kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
     check(cudaGetLastError());
   }
-  // Starts a kernel beside the last blocks of the one before it (9.0 on). It must wait for that one itself
-  // (ptx::wait_for_kernel_before): before it touches what that one writes or reads, and before it ends, so that whoever
-  // waits for this one has waited for all. kCluster blocks share their shared memory.
-  template <int kCluster = 1, typename Kernel, typename... Args>
-  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
-    if (status_ != cudaSuccess) return;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = kCluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(uint32_t(blocks)), config.blockDim = dim3(uint32_t(threads));
-    config.dynamicSmemBytes = size_t(shared), config.stream = stream_;
-    config.attrs = attributes, config.numAttrs = kCluster > 1 ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel, args...));
-  }
   void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
   // Parts that lie one after another in the workspace, in a fixed order.
   void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {

@@ -2,10 +2,13 @@
 // Backward<...> and exports its two functions.
 #pragma once
 
+#include <algorithm>
+
 #include "backward/host.h"
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/bias_pass.h"
+#include "sm90/launch.h"
 #include "sm90/persistent_grid.h"
 #include "sm90/row_pass.h"
 
@@ -83,11 +86,10 @@ class Backward : BackwardHost {
     int blocks = 0;
     check(PersistentGrid<bias_pass<Pass>, Pass::kNumThreads, Pass::kSharedBytes>::resident_blocks(blocks));
     int64_t tiles = num_bias_tiles<Pass>(), slices = choose_slices(tiles, blocks);
-    // Blocks that come to many tiles drift apart; in slices of 96 n what they share is still in L2. The result is added
-    // to as often, or in deterministic mode stored.
+    // Blocks that come to many tiles drift apart; in slices of 96 n what they share is still in L2. In deterministic
+    // mode each slice takes memory.
     if (tiles < 4 * blocks || p_.deterministic) return slices;
-    int64_t short_slices = ceil_div(p_.N, 96) < 16 ? ceil_div(p_.N, 96) : 16;
-    return slices > short_slices ? slices : short_slices;
+    return std::max(slices, std::min(ceil_div(p_.N, 96), int64_t(16)));
   }
   template <typename Pass>
   int64_t num_bias_tiles() const {
@@ -170,7 +172,7 @@ class Backward : BackwardHost {
       start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
     }
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, args, at<float>(delta_));
+    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
     args_.waits = true;
 
     args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
@@ -240,6 +242,13 @@ class Backward : BackwardHost {
   void make_map(CUtensorMap& map, const TensorView<5>& tensor) {
     check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
+  template <typename Kernel, typename... Args>
+  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, int cluster, const Args&... args) {
+    if (status_ != cudaSuccess) return;
+    Launch launch(blocks, threads, shared, cluster, stream_);
+    launch.overlap();
+    check(cudaLaunchKernelEx(launch.config(), kernel, args...));
+  }
   // `most`: blocks that find something to do.
   template <auto kKernel, typename Config, int kCluster = 1, typename Maps>
   void start_persistent(const Maps& maps, int32_t most) {
@@ -247,7 +256,7 @@ class Backward : BackwardHost {
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes, kCluster>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (most < blocks) blocks = most;
-    start_overlapping<kCluster>(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, args_, maps);
+    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, kCluster, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }
 

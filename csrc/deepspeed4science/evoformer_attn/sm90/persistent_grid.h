@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "sm90/launch.h"
+
 namespace ds4s::sm90 {
 
 template <auto kKernel, int kNumThreads, int kSharedBytes, int kCluster = 1>  // blocks of a cluster
@@ -35,14 +37,9 @@ struct PersistentGrid {
  private:
   // The blocks of a cluster share a group of multiprocessors, which may leave some without a partner.
   static cudaError_t in_clusters(int& blocks) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = kCluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(uint32_t(blocks / kCluster * kCluster)), config.blockDim = dim3(uint32_t(kNumThreads));
-    config.dynamicSmemBytes = size_t(kSharedBytes), config.attrs = &cluster, config.numAttrs = 1;
+    Launch launch(blocks / kCluster * kCluster, kNumThreads, kSharedBytes, kCluster);
     int clusters = 0;
-    cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+    cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, launch.config());
     blocks = clusters * kCluster;
     return error;
   }

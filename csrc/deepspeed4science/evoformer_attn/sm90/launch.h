@@ -1,0 +1,41 @@
+// Host side: what a kernel on Hopper is started with.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace ds4s::sm90 {
+
+// The configuration points to the attributes, so it stays where it is.
+class Launch {
+ public:
+  // cluster: blocks that share their shared memory.
+  Launch(int64_t blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream = nullptr) {
+    config_.gridDim = dim3(uint32_t(blocks)), config_.blockDim = dim3(uint32_t(threads));
+    config_.dynamicSmemBytes = size_t(shared_bytes), config_.stream = stream, config_.attrs = attributes_;
+    if (cluster == 1) return;
+    cudaLaunchAttribute& attribute = add(cudaLaunchAttributeClusterDimension);
+    attribute.val.clusterDim.x = uint32_t(cluster), attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  // Beside the last blocks of the kernel before, for which the kernel must wait itself (ptx::wait_for_kernel_before):
+  // before it touches what that one writes or reads, and before it ends, so that whoever waits for this one has waited
+  // for all.
+  void overlap() {
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
+  }
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute& add(cudaLaunchAttributeID id) {
+    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+    attribute.id = id;
+    return attribute;
+  }
+  cudaLaunchAttribute attributes_[2]{};
+  cudaLaunchConfig_t config_{};
+};
+
+}  // namespace ds4s::sm90
