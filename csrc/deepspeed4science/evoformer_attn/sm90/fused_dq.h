@@ -35,6 +35,7 @@ struct FusedDq {
                                  const BackwardArgs& args, const Place& at) {
     if (index % kTiles != at.tile) return;
     bool first = walk.block.owned == 0, last = walk.block.owned + kTiles * kOwned >= args.Lk;
+    const typename Config::Columns columns = Config::columns(args);
     auto& tile = shared.dq.tiles[index];
     if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
       if (at.issues()) cute::tma_store_wait<0>();
@@ -52,9 +53,8 @@ struct FusedDq {
     }
     at.sync();  // everybody has read what is written over now
     const float scale[2] = {args.scale, args.scale};
-    int query = Config::columns(args).begin + index * kColumns;
-    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
-                                   walk.block.head, walk.block.row, walk.block.batch);
+    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at,
+                                   columns.begin + index * kColumns, walk.block.head, walk.block.row, walk.block.batch);
   }
 
  private:
