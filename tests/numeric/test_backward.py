@@ -73,13 +73,12 @@ def test_a_moderate_pair_bias_on_all_keys(device):
     check_weights(inputs)
 
 
-@pytest.mark.parametrize("value", [-1e6, -1e9, -3e38])
-def test_queries_hidden_by_pair_bias_disturb_no_others(value, device):
-    """Their own gradient is lost with the digits of lse, and with the older families from 3e37 on
-    their O (README, limits).
-    """
-    if torch.device(device).type == "cuda" and cuda_family() != "sm90":
-        value = max(value, -1e37)
+@pytest.mark.parametrize("value", [-1e6, -1e9, -1e37, -3e38])
+def test_queries_hidden_by_pair_bias_disturb_no_others(value, device, request):
+    """Their own gradient is lost with the digits of lse (README, limits)."""
+    if value == -3e38 and torch.device(device).type == "cuda" and cuda_family() != "sm90":
+        reason = "scores in units of 1 / scale overflow: O is 0 (README, limits)"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     inputs = Case("hidden", B=1, N=4, Lq=100, Lk=200, H=2).inputs(torch.bfloat16, device)
     inputs.bias2[:, :, :, 30:70] = value
     inputs.do = torch.randn_like(inputs.q)
