@@ -21,6 +21,8 @@ SM90_CALLS = (
     (2, 65, 330, 1, 32),  # keys come round
     (2, 330, 65, 1, 32),  # queries come round
     (18, 40, 72, 1, 32),  # rows n come round, in two slices that meet in dbias2
+    (9, 100, 72, 1, 32),  # clusters of two blocks bring each other K and V
+    (5, 200, 130, 1, 128),  # the same, with an odd number of places
     (280, 9, 9, 2, 32),  # blocks come to a second tile
     (132, 100, 330, 2, 32),  # one pass for dk, dv and dq, twice over the keys of a second head
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries

@@ -56,6 +56,17 @@ def test_many_rows_for_few_tiles_of_dbias2(D, deterministic, dtype):
         check(Case("slices", N=131, Lq=100, Lk=70, H=1, D=D).inputs(dtype, "cuda"))
 
 
+@both_variants
+@pytest.mark.parametrize(
+    ("Lq", "D"),
+    [(100, 32), (192, 32), (300, 32), (700, 32), (200, 48), (100, 64), (200, 128), (1300, 128)],
+)
+def test_blocks_in_pairs_and_alone_for_dbias2(Lq, D, deterministic):
+    """Pairs share keys where few of their queries are empty; of 700 the last block has none."""
+    with determinism(deterministic):
+        check(Case("pairs", N=19, Lq=Lq, Lk=130, H=1, D=D).inputs(torch.bfloat16, "cuda"))
+
+
 # Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
 ONE_PASS = [
     Case("one-round", N=132, Lq=130, Lk=180, H=2),

@@ -7,11 +7,11 @@
 
 namespace ds4s::sm90 {
 
-template <int kRows_,         // rows n of a block; they share tiles of bias2
-          int kTiles_,        // owned tiles of 64 of each n; they share what is walked over
-          int kColumns_,      // columns of a step
-          int kStages_,       // steps in flight
-          int kBuffers_,      // places for owned tiles: 2, and the next ones arrive during the last steps
+template <int kRows_,     // rows n of a block; they share tiles of bias2
+          int kTiles_,    // owned tiles of 64 of each n; they share what is walked over
+          int kColumns_,  // columns of a step
+          int kStages_,   // steps in flight
+          int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps
           int kQueries_ = 0,  // of keys: dq as well, of so many queries at most (fused_dq.h)
           int kSplit_ = 1>    // fused: blocks of a cluster, that have so many queries each
 struct RowPassTiles {
@@ -131,49 +131,55 @@ struct RowPassConfig {
   }
 };
 
-template <int kQueryTiles_,  // tiles of 64 queries of a block; they share keys and values
-          int kKeyTiles_,    // tiles of 64 keys of a block; they share queries and gradients
-          int kColumns_,     // keys of one product: 64, or 32 to save registers
-          int kStages_>      // rows n in flight
+template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
+          int kKeyTiles_,    // warpgroups side by side; they share queries and gradients
+          int kKeys_,        // keys of each: 64 or 128
+          int kScores_,      // keys of one product Q K^T
+          int kColumns_,     // keys of one product dO V^T: 64, or 32 to save registers
+          int kStages_>      // products in flight: of each row n two
 struct BiasPassTiles {
-  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kScores = kScores_;
+  static constexpr int kColumns = kColumns_, kStages = kStages_;
 };
 
-// dbias2 of 64 queries by 64 keys for each warpgroup, walking over rows n.
+// dbias2 of 64 queries by 64 or 128 keys for each warpgroup, walking over rows n.
 template <typename Element_, int kHeadDim_, typename Tiles>
 struct BiasPassConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
+  static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;
   static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
-  static constexpr int kColumns = Tiles::kColumns, kStages = Tiles::kStages;
-  static constexpr int kQueries = 64, kKeys = 64;  // of a warpgroup
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
   static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
-  // No more than stages, so that none is a whole turn of the ring ahead: a barrier could not tell that.
-  static constexpr int kStatisticsWarps = kStages < 3 ? kStages : 3;
+  // No more than rows n in flight, so that none is a whole turn of the ring ahead: a barrier could not tell that.
+  static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;
 
-  using Tile = SwizzledTile<64, kHeadDim>;
+  using QueryTile = SwizzledTile<kBlockQueries, kHeadDim>;
+  using KeyTile = SwizzledTile<kBlockKeys, kHeadDim>;
   static constexpr int kHeadSteps = (kHeadDim + 15) / 16;
 
-  struct Stage {  // of one n
-    struct {
-      alignas(1024) uint8_t q[Tile::kBytes], do_[Tile::kBytes];
-      uint8_t scores[ExtraTile::kBytes], products[ExtraTile::kBytes];  // extra_terms.h: -lse / scale, -delta
-    } queries[kQueryTiles];
-    struct {
-      alignas(1024) uint8_t k[Tile::kBytes], v[Tile::kBytes];
-      uint8_t scores[ExtraTile::kBytes];  // bias1 / scale
-    } keys[kKeyTiles];
+  // The operands of one product: Q and K of an n, or dO and V; and what enters it by extra_terms.h: -lse / scale and
+  // bias1 / scale, or -delta.
+  template <typename Tile>
+  struct Operand {
+    alignas(1024) uint8_t tile[Tile::kBytes];
+    uint8_t terms[Tile::kRows * ExtraTile::kRowBytes];
+  };
+  struct Stage {
+    Operand<QueryTile> queries;
+    Operand<KeyTile> keys;
   };
   struct Shared {
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
     Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
+    EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -183,12 +189,18 @@ struct BiasPassConfig {
   struct Coordinates {
     int query, key, head, batch, slice, row, row_end;
   };
+  // A cluster of two blocks has the same keys: one block brings K to both, the other V.
+  CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
+  CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
+  CUTLASS_DEVICE static int first_tile() { return int(cute::cluster_id_in_grid().x); }
+  CUTLASS_DEVICE static int next_tile(int tile) { return tile + int(cute::cluster_grid_dims().x); }
+
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     int num_key_blocks = (args.Lk + kBlockKeys - 1) / kBlockKeys;
-    int num_query_blocks = (args.Lq + kBlockQueries - 1) / kBlockQueries;
+    int queries = kBlockQueries * num_blocks(), num_query_blocks = (args.Lq + queries - 1) / queries;
     Coordinates at;
     at.key = tile % num_key_blocks * kBlockKeys, tile /= num_key_blocks;
-    at.query = tile % num_query_blocks * kBlockQueries, tile /= num_query_blocks;
+    at.query = tile % num_query_blocks * queries + rank() * kBlockQueries, tile /= num_query_blocks;
     at.head = tile % args.H, tile /= args.H;
     at.batch = tile % args.B;
     at.slice = tile / args.B;

@@ -4,6 +4,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "epilogue/atomic_add.h"
 #include "sm90/backward_config.h"
 #include "sm90/extra_terms.h"
@@ -19,28 +21,34 @@ struct BiasPassProducer {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  using Tile = typename Config::Tile;
-  static constexpr int kQueryTiles = Config::kQueryTiles, kKeyTiles = Config::kKeyTiles;
+  using QueryTile = typename Config::QueryTile;
+  using KeyTile = typename Config::KeyTile;
 
-  // One thread: everything that is tiles.
+  // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const BiasPassMaps& maps) {
+    const int rank = Config::rank();
+    const bool shares = Config::num_blocks() > 1;
     typename Config::Turn turn;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
+    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
       Coordinates at = Config::locate(args, tile);
-      for (int n = at.row; n < at.row_end; ++n, turn.advance()) {
-        typename Config::Stage& stage = shared.stages[turn.stage];
-        FullBarrier& full = shared.full[turn.stage];
-        shared.empty[turn.stage].wait(turn.parity ^ 1);
-        full.arrive_and_expect_tx(2 * (kQueryTiles + kKeyTiles) * Tile::kBytes);
-        for (int t = 0; t < kQueryTiles; ++t) {
-          int query = at.query + t * Config::kQueries;
-          load_tile<Tile>(maps.q, full, stage.queries[t].q, 0, query, at.head, n, at.batch);
-          load_tile<Tile>(maps.do_, full, stage.queries[t].do_, 0, query, at.head, n, at.batch);
-        }
-        for (int t = 0; t < kKeyTiles; ++t) {
-          int key = at.key + t * Config::kKeys;
-          load_tile<Tile>(maps.k, full, stage.keys[t].k, 0, key, at.head, n, at.batch);
-          load_tile<Tile>(maps.v, full, stage.keys[t].v, 0, key, at.head, n, at.batch);
+      for (int n = at.row; n < at.row_end; ++n) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int product = 0; product < 2; ++product, turn.advance()) {
+          typename Config::Stage& stage = shared.stages[turn.stage];
+          FullBarrier& full = shared.full[turn.stage];
+          EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
+          shared.empty[turn.stage].wait(turn.parity ^ 1);
+          if (shares) partner_empty.arrive(rank ^ 1);
+          full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
+          load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
+                               at.batch);
+          const CUtensorMap& keys = product == 0 ? maps.k : maps.v;
+          if (!shares) {
+            load_tile<KeyTile>(keys, full, stage.keys.tile, 0, at.key, at.head, n, at.batch);
+          } else if (rank == product) {
+            partner_empty.wait(turn.parity);
+            load_tile_for_both<KeyTile>(keys, full, stage.keys.tile, 0, at.key, at.head, n, at.batch);
+          }
         }
       }
     }
@@ -48,7 +56,7 @@ struct BiasPassProducer {
 
   // Statistics of rows and columns of one n, from global memory.
   struct Statistics {
-    static constexpr int kRows = 2 * kQueryTiles, kColumns = 2 * kKeyTiles;  // of a lane
+    static constexpr int kRows = Config::kBlockQueries / 32, kColumns = Config::kBlockKeys / 32;  // of a lane
     uint32_t shift_bits, column[kColumns];
     float2 row[kRows];
 
@@ -62,8 +70,8 @@ struct BiasPassProducer {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) row[x] = queries.load(at.query + 32 * x + lane);
     }
-    CUTLASS_DEVICE void store(typename Config::Stage& stage, const BackwardArgs& args, const Coordinates& at, int n,
-                              int lane) {
+    CUTLASS_DEVICE void store(typename Config::Stage& scores, typename Config::Stage& products,
+                              const BackwardArgs& args, const Coordinates& at, int n, int lane) {
       float shift = ptx::bits_to_float<Element>(shift_bits);
       if (shift != 0.f) {  // rare
         QueryStatistics queries(args, at.batch, n, at.head);
@@ -74,13 +82,13 @@ struct BiasPassProducer {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) {
         float2 value = QueryStatistics::value(row[x], at.query + 32 * x + lane, args.Lq);
-        ExtraTerms::store_first(stage.queries[x / 2].scores, x % 2 * 32 + lane, value.x * args.unit);
-        ExtraTerms::store_alone(stage.queries[x / 2].products, x % 2 * 32 + lane, value.y);
+        ExtraTerms::store_first(scores.queries.terms, 32 * x + lane, value.x * args.unit);
+        ExtraTerms::store_alone(products.queries.terms, 32 * x + lane, value.y);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) {
         float value = Bias1OfRow<Element>::value(column[x], shift, at.key + 32 * x + lane, args.Lk);
-        ExtraTerms::store_second(stage.keys[x / 2].scores, x % 2 * 32 + lane, value * args.unit);
+        ExtraTerms::store_second(scores.keys.terms, 32 * x + lane, value * args.unit);
       }
       cutlass::arch::fence_view_async_shared();
     }
@@ -91,16 +99,22 @@ struct BiasPassProducer {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
     typename Config::Turn turn;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
+    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
       Coordinates at = Config::locate(args, tile);
       Statistics statistics;
       int first = at.row + (warp - step + kWarps) % kWarps;
       if (first < at.row_end) statistics.load(args, at, first, lane);
-      for (int n = at.row; n < at.row_end; ++n, turn.advance(), step = step == kWarps - 1 ? 0 : step + 1) {
+      for (int n = at.row; n < at.row_end; ++n, step = step == kWarps - 1 ? 0 : step + 1) {
+        typename Config::Turn scores = turn;
+        turn.advance();
+        typename Config::Turn products = turn;
+        turn.advance();
         if (step != warp) continue;
-        shared.empty[turn.stage].wait(turn.parity ^ 1);
-        statistics.store(shared.stages[turn.stage], args, at, n, lane);
-        shared.full[turn.stage].arrive();  // every lane for what it wrote itself
+        shared.empty[scores.stage].wait(scores.parity ^ 1);
+        shared.empty[products.stage].wait(products.parity ^ 1);
+        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, n, lane);
+        shared.full[scores.stage].arrive();  // every lane for what it wrote itself
+        shared.full[products.stage].arrive();
         if (n + kWarps < at.row_end) statistics.load(args, at, n + kWarps, lane);
       }
     }
@@ -113,10 +127,15 @@ struct BiasPassConsumer {
   using Shared = typename Config::Shared;
   using Stage = typename Config::Stage;
   using Coordinates = typename Config::Coordinates;
-  using Tile = typename Config::Tile;
-  static constexpr int kColumns = Config::kColumns;
-  using Scores = float[kColumns / 2];
-  using Biases = float[Config::kKeys / 2];
+  using QueryTile = typename Config::QueryTile;
+  using KeyTile = typename Config::KeyTile;
+  static constexpr int kKeys = Config::kKeys, kScores = Config::kScores, kColumns = Config::kColumns;
+  using Scores = float[kScores / 2];
+  using Products = float[kColumns / 2];
+  using Sums = float[kKeys / 2];
+  // bias2, packed where it would take too many registers.
+  static constexpr bool kPacked = kScores > 64;
+  using Biases = cute::conditional_t<kPacked, uint32_t, float>[kKeys / (kPacked ? 4 : 2)];
 
   // The place of a lane's first element.
   CUTLASS_DEVICE static int first_query(const Coordinates& block, const Place& at) {
@@ -139,57 +158,99 @@ struct BiasPassConsumer {
       const Element* element = ptr + i * args.bias2_stride[2] + j;
       if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
       if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
-      float2 value = ptx::unpack<Element>(pair);
-      bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
+      if constexpr (kPacked) {
+        bias2[x / 2] = pair;
+      } else {
+        float2 value = ptx::unpack<Element>(pair);
+        bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
+      }
+    }
+    // Kept as they are, not unpacked again in every turn.
+    if constexpr (!kPacked) fence_registers(bias2);
+  }
+  // s becomes P; bias2 from its element `part` on.
+  CUTLASS_DEVICE static void exponentiate(Scores& s, const Biases& bias2, int part, float c) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kScores / 2; x += 2) {
+      float2 value;
+      if constexpr (kPacked) {
+        uint32_t pair = bias2[(part + x) / 2];
+        asm volatile("" : "+r"(pair));  // not before
+        value = ptx::unpack<Element>(pair);
+        value.x *= kLog2e, value.y *= kLog2e;
+      } else {
+        value = make_float2(bias2[part + x], bias2[part + x + 1]);
+      }
+      s[x] = ptx::exp2(fmaf(s[x], c, value.x)), s[x + 1] = ptx::exp2(fmaf(s[x + 1], c, value.y));
     }
   }
 
-  // x += a b
-  CUTLASS_DEVICE static void start(Scores& x, uint32_t a, uint32_t b) {
+  // x += queries keys^T
+  template <int kN>
+  CUTLASS_DEVICE static void start(float (&x)[kN / 2], uint32_t queries, uint32_t keys) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < Config::kHeadSteps; ++step) {
-      wgmma<Element, kColumns, Major::K>(x, Tile::descriptor(a + Tile::columns_step(step)),
-                                         Tile::descriptor(b + Tile::columns_step(step)));
+      wgmma<Element, kN, Major::K>(x, QueryTile::descriptor(queries + QueryTile::columns_step(step)),
+                                   KeyTile::descriptor(keys + KeyTile::columns_step(step)));
     }
     wgmma_commit();
   }
 
   CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
-                                  const Coordinates& block, const Biases& bias2, Biases& dbias2, const Place& at) {
-    // Places of the operands: queries begin with Q, keys with K.
-    constexpr uint32_t kNextStage = sizeof(Stage) >> 4, kSecond = Tile::kBytes >> 4, kScores = 2 * kSecond;
-    constexpr uint32_t kProducts = kScores + (ExtraTile::kBytes >> 4);
-    uint32_t first_queries = place_of(&shared.stages[0].queries[at.row]);
-    uint32_t first_keys = place_of(&shared.stages[0].keys[at.tile]), ones = place_of(shared.ones);
-    Scores s, dp;
+                                  const Coordinates& block, const Biases& bias2, Sums& dbias2, const Place& at) {
+    constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
+    // Places of this warpgroup's rows of the first stage, and of what enters their products.
+    const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 16);
+    const uint32_t first_queries = place_of(shared.stages[0].queries.tile) + QueryTile::rows_step(row);
+    const uint32_t first_keys = place_of(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
+    const uint32_t first_query_terms = place_of(shared.stages[0].queries.terms) + ExtraTile::rows_step(row);
+    const uint32_t first_key_terms = place_of(shared.stages[0].keys.terms) + ExtraTile::rows_step(key);
+    const uint32_t ones = place_of(shared.ones);
+    Scores s;
+    Products dp;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int n = block.row; n < block.row_end; ++n, turn.advance()) {
-      shared.full[turn.stage].wait(turn.parity);
-      uint32_t queries = first_queries + turn.stage * kNextStage, keys = first_keys + turn.stage * kNextStage;
+    for (int n = block.row; n < block.row_end; ++n) {
+      const typename Config::Turn of_scores = turn;
+      turn.advance();
+      const typename Config::Turn of_products = turn;
+      turn.advance();
+      shared.full[of_scores.stage].wait(of_scores.parity);
       CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < Config::kKeys; part += kColumns) {
+      for (int part = 0; part < kKeys; part += kColumns) {
+        const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
+        if (part % kScores == 0) {
+          uint32_t stage = of_scores.stage * kNextStage;
+          wgmma_begin();
+          ExtraTerms::start_sum<kScores>(s, stage + first_query_terms,
+                                         stage + first_key_terms + ExtraTile::rows_step(part / 16));
+          start<kScores>(s, stage + first_queries, stage + keys);
+        }
+        if (part == 0) shared.full[of_products.stage].wait(of_products.parity);
+        uint32_t stage = of_products.stage * kNextStage;
         wgmma_begin();
-        uint32_t part_keys = keys + Tile::rows_step(part / 16);
-        ExtraTerms::start_sum<kColumns>(s, queries + kScores, keys + kScores + ExtraTile::rows_step(part / 16));
-        start(s, queries, part_keys);
-        ExtraTerms::start_rows<kColumns>(dp, queries + kProducts, ones);
-        start(dp, queries + kSecond, part_keys + kSecond);
-        wgmma_wait<1>();
-        fence_registers(s);
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, bias2[part / 2 + x]));
-        fence_registers(s);  // all of it before waiting for more
+        ExtraTerms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
+        start<kColumns>(dp, stage + first_queries, stage + keys);
+        if (part % kScores == 0) {
+          wgmma_wait<1>();
+          fence_registers(s);
+          if (part + kScores == kKeys) shared.empty[of_scores.stage].arrive();
+          exponentiate(s, bias2, part / 2, args.c);
+          fence_registers(s);  // all of it before waiting for more
+        }
         wgmma_wait<0>();
         fence_registers(dp);
-        if (part + kColumns == Config::kKeys) shared.empty[turn.stage].arrive();
+        if (part + kColumns == kKeys) shared.empty[of_products.stage].arrive();
         CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kColumns / 2; ++x) dbias2[part / 2 + x] = fmaf(s[x], dp[x], dbias2[part / 2 + x]);
+        for (int x = 0; x < kColumns / 2; ++x) {
+          float& sum = dbias2[part / 2 + x];
+          sum = fmaf(s[part % kScores / 2 + x], dp[x], sum);
+        }
       }
     }
   }
 
   // Four neighbours of a row: two lanes exchange what they have of two rows.
-  CUTLASS_DEVICE static void store(const Biases& dbias2, const BackwardArgs& args, const Coordinates& block,
+  CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
                                    const Place& at) {
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
@@ -221,16 +282,16 @@ struct BiasPassConsumer {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
     Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Turn turn;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
+    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
       Coordinates block = Config::locate(args, tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
-        Biases bias2, dbias2 = {};
+        Biases bias2;
+        Sums dbias2 = {};
         load_bias2(bias2, args, block, at);
-        fence_registers(bias2);  // kept as they are, not unpacked again in every turn
         walk(shared, args, turn, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
       } else {  // nothing to compute, but the ring goes on
-        for (int n = block.row; n < block.row_end; ++n, turn.advance()) {
+        for (int turns = 2 * (block.row_end - block.row); turns > 0; --turns, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           shared.empty[turn.stage].arrive();
         }
@@ -249,20 +310,18 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) shared.full[s].init(1 + 32), shared.empty[s].init(128 * kWarpgroups);
+    for (auto& barrier : shared.partner_empty) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  if (threadIdx.x < 64) {
-    for (auto& stage : shared.stages) {
-      for (auto& tile : stage.queries) ExtraTerms::clear(tile.scores, threadIdx.x);
-      for (auto& tile : stage.queries) ExtraTerms::clear(tile.products, threadIdx.x);
-      for (auto& tile : stage.keys) ExtraTerms::clear(tile.scores, threadIdx.x);
-    }
-    if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
-    cutlass::arch::fence_view_async_shared();
+  for (auto& stage : shared.stages) {
+    if (threadIdx.x < Config::kBlockQueries) ExtraTerms::clear(stage.queries.terms, threadIdx.x);
+    if (threadIdx.x < Config::kBlockKeys) ExtraTerms::clear(stage.keys.terms, threadIdx.x);
   }
+  if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
+  cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
-  __syncthreads();
+  cute::cluster_sync();
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
@@ -274,7 +333,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp >= 1 && warp <= Config::kStatisticsWarps) {
       BiasPassProducer<Config>::run_statistics(shared, args, warp - 1);
     }
+    __syncwarp();
   }
+  cute::cluster_sync();  // the other block's barriers are used until here
 }
 
 }  // namespace ds4s::sm90

@@ -72,6 +72,18 @@ CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint
   }
 }
 
+// The same to the same place of both blocks of a cluster; each one's barrier at this address announces it.
+template <typename Tile>
+CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
+                                       int x2, int x3, int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int box = 0; box < Tile::kNumBoxes; ++box) {
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), uint16_t(0b11),
+                                           uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                           dst + box * Tile::kBoxBytes, x0 + box * Tile::kBoxColumns, x1, x2, x3, x4);
+  }
+}
+
 // Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as
 // wgmma.h has them; coordinates from the tile's row on.
 template <typename Element, typename Tile, int kCount>

@@ -28,12 +28,22 @@ struct BackwardChoice {
   using Fused = RowPassTiles<1, 3, 64, 3, 2, 512>;
   using LongFused = RowPassTiles<1, 3, 64, 3, 1, 768>;
   using SplitFused = RowPassTiles<1, 3, 64, 3, 1, 768, 2>;
-  using Bias = cute::conditional_t<
-      kHeadDim <= 32, BiasPassTiles<1, 3, 64, 4>,
-      cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 32, 2>,
-                          cute::conditional_t<kHeadDim <= 64, BiasPassTiles<1, 2, 64, 4>, BiasPassTiles<1, 2, 64, 2>>>>;
+  using Bias =
+      cute::conditional_t<kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
+                          cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 64, 32, 32, 5>,
+                                              cute::conditional_t<kHeadDim <= 64, BiasPassTiles<1, 2, 64, 64, 64, 7>,
+                                                                  BiasPassTiles<2, 1, 128, 128, 64, 3>>>>;
   // Where it leaves less of its tiles empty: (1,256,256,4,32) 0.045 instead of 0.055; (1,768,768,4,32) 0.90 for 0.83.
-  using SquareBias = cute::conditional_t<kHeadDim <= 32, BiasPassTiles<2, 2, 32, 4>, Bias>;
+  using SquareBias = cute::conditional_t<kHeadDim <= 32, BiasPassTiles<2, 2, 64, 32, 32, 8>, Bias>;
+};
+
+// A bias pass whose blocks, in clusters of so many, share keys.
+template <typename Config_, int kCluster_>
+struct BiasPassInClusters {
+  using Config = Config_;
+  static constexpr int kCluster = kCluster_;
+  using Grid = PersistentGrid<bias_pass<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
+  static constexpr int64_t kQueries = Config::kBlockQueries * kCluster, kKeys = Config::kBlockKeys;  // of a cluster
 };
 
 template <typename Element, int kHeadDim, bool kBias2>
@@ -56,8 +66,11 @@ class Backward : BackwardHost {
   using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
   using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
   using SplitFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
-  using BiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::Bias>;
-  using SquareBiasPass = BiasPassConfig<Element, kHeadDim, typename Choice::SquareBias>;
+  template <typename Tiles, int kCluster>
+  using BiasPassOf = BiasPassInClusters<BiasPassConfig<Element, kHeadDim, Tiles>, kCluster>;
+  using PairedBiasPass = BiasPassOf<typename Choice::Bias, 2>;
+  using SingleBiasPass = BiasPassOf<typename Choice::Bias, 1>;
+  using SquareBiasPass = BiasPassOf<typename Choice::SquareBias, 1>;
 
   explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
@@ -84,29 +97,40 @@ class Backward : BackwardHost {
   template <typename Pass>
   int64_t choose_slices_of() {
     int blocks = 0;
-    check(PersistentGrid<bias_pass<Pass>, Pass::kNumThreads, Pass::kSharedBytes>::resident_blocks(blocks));
-    int64_t tiles = num_bias_tiles<Pass>(), slices = choose_slices(tiles, blocks);
+    check(Pass::Grid::resident_blocks(blocks));
+    int64_t clusters = blocks / Pass::kCluster, tiles = num_bias_tiles<Pass>(), slices = choose_slices(tiles, clusters);
     // Where blocks come to many tiles, slices of 96 n are faster: (1,1536,1536,4,32) 22.4 instead of 22.9. In
     // deterministic mode each slice takes memory.
-    if (tiles < 4 * blocks || p_.deterministic) return slices;
+    if (tiles < 4 * clusters || p_.deterministic) return slices;
     return std::max(slices, std::min(ceil_div(p_.N, 96), int64_t(16)));
   }
   template <typename Pass>
   int64_t num_bias_tiles() const {
-    return ceil_div(p_.Lq, Pass::kBlockQueries) * ceil_div(p_.Lk, Pass::kBlockKeys) * p_.H * p_.B;
+    return ceil_div(p_.Lq, Pass::kQueries) * ceil_div(p_.Lk, Pass::kKeys) * p_.H * p_.B;
   }
   // Elements of all tiles: what a pass computes, needed or not.
   template <typename Pass>
   int64_t num_covered() const {
-    return num_bias_tiles<Pass>() * Pass::kBlockQueries * Pass::kBlockKeys;
+    return num_bias_tiles<Pass>() * Pass::kQueries * Pass::kKeys;
   }
   template <typename Function>
   void with_bias_pass(Function function) {
-    if (num_covered<SquareBiasPass>() * 1.1 < num_covered<BiasPass>()) {
+    int64_t single = num_covered<SingleBiasPass>(), paired = num_covered<PairedBiasPass>();
+    bool pairs = paired <= 1.1 * single && has_clusters<PairedBiasPass>();
+    if (num_covered<SquareBiasPass>() * 1.1 < (pairs ? paired : single)) {
       function(SquareBiasPass{});
+    } else if (pairs) {
+      function(PairedBiasPass{});
     } else {
-      function(BiasPass{});
+      function(SingleBiasPass{});
     }
+  }
+  template <typename Pass>
+  static bool has_clusters() {
+    int blocks = 0;
+    if (Pass::Grid::resident_blocks(blocks) == cudaSuccess) return true;
+    cudaGetLastError();  // not ours: single blocks do
+    return false;
   }
 
   void run_passes(cudaStream_t stream) {
@@ -226,15 +250,17 @@ class Backward : BackwardHost {
 
   template <typename Pass>
   void bias_pass_() {
-    using Tile = typename Pass::Tile;
+    using Config = typename Pass::Config;
+    using QueryTile = typename Config::QueryTile;
+    using KeyTile = typename Config::KeyTile;
     BiasPassMaps maps{};
-    make_map<Tile>(maps.q, tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D));
-    make_map<Tile>(maps.k, tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D));
-    make_map<Tile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
-    make_map<Tile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
+    make_map<QueryTile>(maps.q, tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D));
+    make_map<KeyTile>(maps.k, tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D));
+    make_map<KeyTile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
+    make_map<QueryTile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
     args_.dbias2 = dbias2_parts_ < 0 ? p_.dbias2 : at<float>(dbias2_parts_);
     args_.num_slices = int32_t(slices_), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
-    start_persistent<bias_pass<Pass>, Pass>(maps, args_.num_tiles);
+    start_persistent<bias_pass<Config>, Config, Pass::kCluster>(maps, args_.num_tiles * Pass::kCluster);
     if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, p_.B * p_.H * p_.Lq * p_.Lk);
   }
 
