@@ -11,7 +11,7 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kTiles_,    // owned tiles of 64 of each n; they share what is walked over
           int kColumns_,  // columns of a step
           int kStages_,   // steps in flight
-          int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps
+          int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps (1: kHandsBack)
           int kQueries_ = 0,  // of keys: dq as well, of so many queries at most (fused_dq.h)
           int kSplit_ = 1>    // fused: blocks of a cluster, that have so many queries each
 struct RowPassTiles {
@@ -41,6 +41,9 @@ struct RowPassConfig {
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
   static constexpr int kQueries = Tiles::kQueries, kSplit = Tiles::kSplit;  // fused
+  // With one place for owned tiles, it is free for the next ones as soon as the last scores are computed. Results leave
+  // from registers then, not through it.
+  static constexpr bool kHandsBack = kBuffers == 1 && !kFused;
   static_assert(kSplit <= 2, "one block finishes dk, the other dv");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;

@@ -235,6 +235,9 @@ class Backward : BackwardHost {
     make_map<Owned>(maps.owned_first, kKeys ? k : q), make_map<Owned>(maps.owned_second, kKeys ? v : do_);
     make_map<Walked>(maps.walked_first, kKeys ? q : k), make_map<Walked>(maps.walked_second, kKeys ? do_ : v);
     if (kBias2) make_map<typename Config::BiasTile>(maps.bias2, bias2_.view);
+    maps.first_rows =
+        kKeys ? tensor_view(p_, p_.dk, p_.dk_stride, p_.Lk, p_.D) : tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
+    maps.second_rows = tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv);
     args_.stores_first = kKeys ? p_.dk != nullptr : true, args_.stores_second = p_.dv != nullptr;
     if (!kKeys) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
     if (Config::kFused) make_map<Owned>(maps.dq, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));

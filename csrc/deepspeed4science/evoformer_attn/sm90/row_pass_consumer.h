@@ -214,6 +214,7 @@ struct RowPassConsumer {
       start_results(results, p, ds, operands, last_stage);
       start_products(dp, operands, turn.stage);
     }
+    if constexpr (Config::kHandsBack) shared.owned_empty[dq.owned_turn.stage].arrive();
     wgmma_begin();
     start_results(results, p, ds, operands, last_stage);
     wgmma_wait<0>();
@@ -255,9 +256,16 @@ struct RowPassConsumer {
         }
       }
     }
+    bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
+    if constexpr (Config::kHandsBack) {
+      if (stores_second) store_rows<Element>(maps.second_rows, results.of_p, 1.f, at, l, block.head, n, block.batch);
+      if (stores_first) {
+        store_rows<Element>(maps.first_rows, results.of_ds, args.scale, at, l, block.head, n, block.batch);
+      }
+      return;
+    }
     if constexpr (kFused) shared.dq.keys_read[turn.stage].wait(turn.parity);
     at.sync();  // no warp's products read the owned tiles any more
-    bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
     if constexpr (Config::kSplit > 1) {
       SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
       (Config::rank() == 0 ? stores_second : stores_first) = false;
@@ -284,18 +292,19 @@ struct RowPassConsumer {
       Coordinates block = Config::locate(args, tile);
       int buffer = owned_turn.stage;
       // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
-      bool waits = (!kKeys || kFused) &&
-                   Bias1OfRow<Element>(args, block.batch, min(block.row + at.row, args.N - 1)).shift() != 0.f;
+      Bias1OfRow<Element> bias1(args, block.batch, min(block.row + at.row, args.N - 1));
       DqWalk dq{maps, block, owned_turn};
-      if (waits) ptx::wait_for_kernel_before();
+      if (kFused && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
       shared.owned_full[buffer].wait(owned_turn.parity);
       if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
+        if (!kKeys && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
         finish(shared, args, maps, block, owned_turn, results, exchanged, at);
       } else {  // nothing to compute, but the ring goes on
+        if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
         pending.finish(shared.owned_empty, at);
         for (int step = 0; step < Config::columns(args).num_steps(); ++step, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
@@ -305,6 +314,7 @@ struct RowPassConsumer {
         }
         if constexpr (kFused) shared.dq.keys_read[buffer].arrive();
       }
+      if constexpr (Config::kHandsBack) continue;
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this place
     }

@@ -9,7 +9,8 @@ namespace ds4s::sm90 {
 // Tensor maps of a row pass; results in place of the owned tiles.
 struct RowPassMaps {
   CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
-  CUtensorMap dq;  // fused
+  CUtensorMap dq;                         // fused
+  TensorView<5> first_rows, second_rows;  // the results again, for kHandsBack
 };
 
 template <typename Config>
@@ -93,12 +94,28 @@ struct RowPassProducer {
         }
       };
       load(columns.begin);
+      uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
+      float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
+        int l = at.owned + 32 * i + lane;
+        if constexpr (kKeys) {
+          owned_keys[i] = bias1.load(l);
+        } else {
+          owned_queries[i] = queries.load(l);
+        }
+      }
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
       int buffer = owned_turn.stage;
-      for (int x = lane; x < kTiles * kOwned; x += 32) {
-        int t = r * kTiles + x / kOwned, l = at.owned + x;
-        float2 statistics = kKeys ? make_float2(bias1.value(bias1.load(l), l), 0.f)
-                                  : QueryStatistics::value(queries.load(l), l, args.Lq);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
+        int x = 32 * i + lane, t = r * kTiles + x / kOwned, l = at.owned + x;
+        float2 statistics;
+        if constexpr (kKeys) {
+          statistics = make_float2(bias1.value(owned_keys[i], l), 0.f);
+        } else {
+          statistics = QueryStatistics::value(owned_queries[i], l, args.Lq);
+        }
         shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
         if constexpr (!kKeys) {
           ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
