@@ -26,6 +26,8 @@ SM90_CALLS = (
     (280, 9, 9, 2, 32),  # blocks come to a second tile
     (132, 100, 330, 2, 32),  # one pass for dk, dv and dq, twice over the keys of a second head
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
+    (132, 100, 200, 2, 48),  # both again for wider heads
+    (132, 400, 130, 1, 48),
 )
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 

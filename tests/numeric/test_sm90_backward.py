@@ -75,6 +75,8 @@ ONE_PASS = [
     Case("split", N=132, Lq=800, Lk=330, H=2),
     Case("split-odd", N=132, Lq=833, Lk=180, H=2, D=16, bias2=False),
     Case("narrow", N=132, Lq=67, Lk=150, H=2, D=8, Dv=24, bias1=False),
+    Case("heads-of-48", N=132, Lq=330, Lk=200, H=2, D=48),
+    Case("heads-of-48-split", N=132, Lq=520, Lk=300, H=2, D=40, Dv=48),
 ]
 
 

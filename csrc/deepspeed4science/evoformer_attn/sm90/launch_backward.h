@@ -24,10 +24,12 @@ struct BackwardChoice {
       kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
       cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
   // dk, dv and dq in one pass: where dq of a row and head fits into shared memory, or one half of it.
-  static constexpr bool kFuses = kHeadDim <= 32;
-  using Fused = RowPassTiles<1, 3, 64, 3, 2, 512>;
-  using LongFused = RowPassTiles<1, 3, 64, 3, 1, 768>;
-  using SplitFused = RowPassTiles<1, 3, 64, 3, 1, 768, 2>;
+  static constexpr bool kFuses = kHeadDim <= 48;
+  using Fused =
+      cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 2, 512>, RowPassTiles<1, 2, 64, 3, 1, 384>>;
+  using LongFused = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768>, Fused>;
+  using SplitFused =
+      cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768, 2>, RowPassTiles<1, 2, 64, 3, 1, 384, 2>>;
   using Bias =
       cute::conditional_t<kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
                           cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 64, 32, 32, 5>,
