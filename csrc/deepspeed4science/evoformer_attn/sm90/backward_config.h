@@ -80,7 +80,8 @@ struct RowPassConfig {
     DqTile tiles[kQueries / kColumns];
     EmptyBarrier full[kStages][kTiles];  // dS is there
     EmptyBarrier keys_read[kBuffers];
-    EmptyBarrier ready[kTiles], received[kTiles];  // split (split_results.h)
+    EmptyBarrier ready[kTiles];  // split (split_results.h)
+    FullBarrier received[kTiles];
   };
   struct NoDq {};
   struct Shared {

@@ -1,6 +1,6 @@
 // Two blocks of a cluster have the same keys and each one half of the queries: the first finishes dk, the second dv.
-// Each warpgroup writes what it has of the other result into its partner's shared memory, and adds what comes from
-// there.
+// Each warpgroup writes what it has of the other result into its partner's shared memory, where a barrier counts the
+// bytes, and adds what comes from there.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -18,7 +18,7 @@ struct SplitResults {
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
     for (auto& barrier : dq.ready) barrier.init(128);
-    for (auto& barrier : dq.received) barrier.init(128);
+    for (auto& barrier : dq.received) barrier.init(1);
   }
 
   // Nothing reads the owned tiles any more. Of both results one is complete afterwards.
@@ -38,16 +38,19 @@ struct SplitResults {
     float4* place = reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128;
     auto& ready = shared.dq.ready[at.tile];
     auto& received = shared.dq.received[at.tile];
+    if (at.issues()) received.arrive_and_expect_tx(128 * sizeof(Result));
     arrive(ready, partner);
-    wait(ready, parity);
+    wait_relaxed(ready, parity);
     uint32_t remote = cute::set_block_rank(shared_address(place), partner);
+    uint32_t announced = cute::set_block_rank(shared_address(&received), partner);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote + 2048 * i), "f"(theirs[4 * i]),
-                   "f"(theirs[4 * i + 1]), "f"(theirs[4 * i + 2]), "f"(theirs[4 * i + 3])
-                   : "memory");
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+              remote + 2048 * i),
+          "f"(theirs[4 * i]), "f"(theirs[4 * i + 1]), "f"(theirs[4 * i + 2]), "f"(theirs[4 * i + 3]), "r"(announced)
+          : "memory");
     }
-    arrive(received, partner);
     wait(received, parity);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
@@ -56,25 +59,29 @@ struct SplitResults {
     }
     at.sync();  // everybody has read what the finished result is written over
   }
-  // mbarrier.arrive and mbarrier.try_wait (9.7.13.15) with the scope of the cluster, for what was written there.
+  // mbarrier.arrive and mbarrier.try_wait (9.7.13.15) with the scope of the cluster. Relaxed: what this place held has
+  // been read into registers, and nothing is written for the partner to see.
   CUTLASS_DEVICE static void arrive(EmptyBarrier& barrier, uint32_t block) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                      cute::set_block_rank(shared_address(&barrier), block))
                  : "memory");
   }
-  CUTLASS_DEVICE static void wait(EmptyBarrier& barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra finished;\n"
-        "bra again;\n"
-        "finished:\n"
-        "}" ::"r"(shared_address(&barrier)),
-        "r"(parity)
-        : "memory");
-  }
+#define DS4S_TRY_WAIT(SEMANTICS)                   \
+  asm volatile(                                    \
+      "{\n"                                        \
+      ".reg .pred done;\n"                         \
+      "again:\n"                                   \
+      "mbarrier.try_wait.parity." SEMANTICS        \
+      ".cluster.shared::cta.b64 done, [%0], %1;\n" \
+      "@done bra finished;\n"                      \
+      "bra again;\n"                               \
+      "finished:\n"                                \
+      "}" ::"r"(shared_address(&barrier)),         \
+      "r"(parity)                                  \
+      : "memory")
+  CUTLASS_DEVICE static void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("relaxed"); }
+  CUTLASS_DEVICE static void wait(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
+#undef DS4S_TRY_WAIT
 };
 
 }  // namespace ds4s::sm90
