@@ -67,6 +67,19 @@ def test_blocks_in_pairs_and_alone_for_dbias2(Lq, D, deterministic):
         check(Case("pairs", N=19, Lq=Lq, Lk=130, H=1, D=D).inputs(torch.bfloat16, "cuda"))
 
 
+@both_variants
+@pytest.mark.parametrize(("Lq", "Lk", "D"), [(70, 131, 24), (131, 70, 64), (200, 192, 128)])
+def test_dbias2_of_one_row(Lq, Lk, D, deterministic):
+    """With N = 1 the pass over queries stores dS; with nobody asking for dq the bias pass does."""
+    inputs = Case("one-row", B=2, N=1, Lq=Lq, Lk=Lk, H=3, D=D).inputs(torch.bfloat16, "cuda")
+    with determinism(deterministic):
+        check(inputs)
+        inputs.bias1[0] = -torch.inf
+        check(inputs)
+        inputs.needs = (False, True, True, True, True)
+        check(inputs)
+
+
 # Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
 ONE_PASS = [
     Case("one-round", N=132, Lq=130, Lk=180, H=2),

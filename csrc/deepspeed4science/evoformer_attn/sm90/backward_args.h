@@ -28,6 +28,7 @@ struct BackwardArgs {
   bool stores_first, stores_second;  // row pass: which results are wanted
   bool stores_dbias1;                // each head its own part
   bool adds_dbias2;                  // several slices add into one result
+  bool stores_dbias2;                // N = 1: dS is dbias2, and the row pass over queries stores it
   bool waits;                        // the kernel before brings what this one reads
 
   // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the

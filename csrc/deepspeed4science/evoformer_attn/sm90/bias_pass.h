@@ -268,13 +268,8 @@ struct BiasPassConsumer {
       float* dst = out + 2 * x;
       if (args.adds_dbias2) {
         atomic_add_access<4>(dst, value, valid);
-      } else if (valid >= 4 && args.Lk % 4 == 0) {
-        *reinterpret_cast<float4*>(dst) = make_float4(value[0], value[1], value[2], value[3]);
       } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          if (e < valid) dst[e] = value[e];
-        }
+        store_four(dst, value, valid, args.Lk % 4 == 0);
       }
     }
   }

@@ -62,6 +62,26 @@ struct PendingStore {
   }
 };
 
+// Four values of an accumulator, two of each of its rows, for four neighbours of one row: lanes 2 i and 2 i + 1
+// exchange what they have, the odd one gets the later row.
+CUTLASS_DEVICE void four_of_a_row(float (&four)[4], const float* x, bool odd) {
+  float got[2] = {ptx::shfl_xor(odd ? x[0] : x[2], 1), ptx::shfl_xor(odd ? x[1] : x[3], 1)};
+  four[0] = odd ? got[0] : x[0], four[1] = odd ? got[1] : x[1];
+  four[2] = odd ? x[2] : got[0], four[3] = odd ? x[3] : got[1];
+}
+
+// The first `valid` of them; aligned: all of such rows begin at 16 bytes.
+CUTLASS_DEVICE void store_four(float* dst, const float (&x)[4], int valid, bool aligned) {
+  if (valid >= 4 && aligned) {
+    *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
+    return;
+  }
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < 4; ++e) {
+    if (e < valid) dst[e] = x[e];
+  }
+}
+
 template <typename Tile>
 CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2,
                               int x3, int x4) {

@@ -141,29 +141,32 @@ class Backward : BackwardHost {
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
     clear();
     prepare();
+    const bool of_keys = p_.dk || p_.dv || p_.dbias1, fuses = of_keys && p_.dq && fused_suits();
     if constexpr (kBias2) {
-      if (p_.dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
+      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses;
+      args_.dbias2 = p_.dbias2;
+      if (p_.dbias2 && !args_.stores_dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
     }
-    bool of_keys = p_.dk || p_.dv || p_.dbias1;
-    if constexpr (Choice::kFuses) {
-      if (of_keys && p_.dq && fused_pass()) return;
-    }
+    if (fuses) return fused_pass();
     if (of_keys) key_pass<KeyPass>();
     if (p_.dq) row_pass_<QueryPass>();
   }
 
   // dk, dv and dq in one pass, where that is less work than two.
-  bool fused_pass() {
-    if (suits<FusedPass>()) {
-      key_pass<FusedPass>();
-    } else if (suits<LongFusedPass>()) {
-      key_pass<LongFusedPass>();
-    } else if (dbias1_parts_ < 0 && suits<SplitFusedPass>()) {  // both blocks would store the same parts of dbias1
+  void fused_pass() {
+    if constexpr (Choice::kFuses) {
+      if (suits<FusedPass>()) return key_pass<FusedPass>();
+      if (suits<LongFusedPass>()) return key_pass<LongFusedPass>();
       key_pass<SplitFusedPass>();
-    } else {
-      return false;
     }
-    return true;
+  }
+  bool fused_suits() {
+    if constexpr (Choice::kFuses) {
+      if (suits<FusedPass>() || suits<LongFusedPass>()) return true;
+      // Both blocks of a cluster would store the same parts of dbias1.
+      return !(p_.dbias1 && p_.deterministic) && suits<SplitFusedPass>();
+    }
+    return false;
   }
   // It takes about 0.7 of their time where all its warpgroups have keys and all blocks a row and head, and is still
   // faster where a third of those places is empty.

@@ -139,7 +139,27 @@ struct RowPassConsumer {
     Result of_ds;                          // dk or dq
     float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
     float sums[2];                         // of dS over columns, this lane's share
+    float* dbias2;                         // where dS goes too: this lane's next four keys, or null
+    int keys_left;                         // from there on
   };
+  CUTLASS_DEVICE static void find_dbias2(Results& results, const BackwardArgs& args, const Coordinates& block,
+                                         const Place& at) {
+    int query = block.owned + at.tile * kOwned + 16 * at.warp + at.lane / 4 + (at.lane % 2 != 0 ? 8 : 0);
+    int key = at.lane % 4 / 2 * 4;
+    int64_t row = (int64_t(block.batch) * args.H + block.head) * args.Lq + query;
+    results.dbias2 = args.stores_dbias2 ? args.dbias2 + row * args.Lk + key : nullptr;
+    results.keys_left = query < args.Lq ? args.Lk - key : 0;
+  }
+  CUTLASS_DEVICE static void store_dbias2(const Scores& ds, Results& results, const BackwardArgs& args,
+                                          const Place& at) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kColumns / 2; x += 4) {
+      float four[4];
+      four_of_a_row(four, ds + x, at.lane % 2 != 0);
+      store_four(results.dbias2 + 2 * x, four, results.keys_left - 2 * x, args.Lk % 4 == 0);
+    }
+    results.dbias2 += kColumns, results.keys_left -= kColumns;
+  }
 
   // P and dS of a step whose s and dp are under way, packed. What was under way before dp is finished on the way: s,
   // and the results of the step before, which had `last_stage`.
@@ -166,6 +186,9 @@ struct RowPassConsumer {
     fence_registers(results.of_p);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
+    if constexpr (!kKeys) {
+      if (results.dbias2 != nullptr) store_dbias2(s, results, args, at);
+    }
     if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
@@ -300,6 +323,7 @@ struct RowPassConsumer {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
+        if constexpr (!kKeys) find_dbias2(results, args, block, at);
         walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
         if (!kKeys && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
         finish(shared, args, maps, block, owned_turn, results, exchanged, at);
