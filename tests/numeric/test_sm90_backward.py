@@ -90,6 +90,10 @@ ONE_PASS = [
     Case("narrow", N=132, Lq=67, Lk=150, H=2, D=8, Dv=24, bias1=False),
     Case("heads-of-48", N=132, Lq=330, Lk=200, H=2, D=48),
     Case("heads-of-48-split", N=132, Lq=520, Lk=300, H=2, D=40, Dv=48),
+    Case("slots", N=9, Lq=200, Lk=330, H=24, D=64),
+    Case("slots-wide", B=2, N=3, Lq=130, Lk=300, H=32, D=128),
+    Case("slots-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
+    Case("slots-long", N=9, Lq=800, Lk=300, H=32, D=48),
 ]
 
 
@@ -107,6 +111,18 @@ def test_few_queries_of_many_rows(N):
     check(Case("few", N=N, Lq=64, Lk=192, H=1).inputs(torch.bfloat16, "cuda"))
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_slots_of_dq_beside_other_work(number):
+    """Blocks that wait for one another, while another stream's work delays some of them."""
+    inputs = ONE_PASS[8].inputs(torch.bfloat16, "cuda")
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(4 + number):
+            busy @ busy
+    check(inputs)
+
+
 @pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: case.id)
 def test_one_pass_is_what_runs(case):
     inputs = case.inputs(torch.bfloat16, "cuda")
@@ -121,7 +137,7 @@ def test_one_pass_is_what_runs(case):
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
 def test_one_pass_with_masks(value):
     """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
-    for case in (ONE_PASS[1], ONE_PASS[3]):
+    for case in (ONE_PASS[1], ONE_PASS[3], ONE_PASS[8]):
         inputs = case.inputs(torch.bfloat16, "cuda")
         inputs.bias1[:, 1::3] = value
         inputs.bias1[:, ::3, ..., 64:200] = value

@@ -119,6 +119,11 @@ CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
   } while (x != value);
 }
+CUTLASS_DEVICE int load_acquire(const int* flag) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+  return x;
+}
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

@@ -19,7 +19,11 @@ struct BackwardArgs {
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
+  float* dq_slots;       // [num_dq_slots] of what ring_dq.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;  // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+
   int32_t B, N, H, Lq, Lk;
+  int32_t num_dq_slots;
   int32_t num_blocks;                // row pass: blocks of tiles per row n and head
   int32_t num_row_groups;            // row pass: N in groups of kRows
   int32_t num_tiles;                 // of the whole grid
@@ -30,6 +34,7 @@ struct BackwardArgs {
   bool adds_dbias2;                  // several slices add into one result
   bool stores_dbias2;                // N = 1: dS is dbias2, and the row pass over queries stores it
   bool waits;                        // the kernel before brings what this one reads
+  bool dbias2_is_lent;               // the kernel before writes there too: slots of dq
 
   // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
   // beginning and some in the exponent: P = 2^(c s).

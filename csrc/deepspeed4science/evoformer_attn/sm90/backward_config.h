@@ -12,11 +12,13 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kColumns_,  // columns of a step
           int kStages_,   // steps in flight
           int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps (1: kHandsBack)
-          int kQueries_ = 0,  // of keys: dq as well, of so many queries at most (fused_dq.h)
-          int kSplit_ = 1>    // fused: blocks of a cluster, that have so many queries each
+          int kQueries_ = 0,    // of keys: dq as well, of so many queries at most (fused_dq.h)
+          int kSplit_ = 1,      // fused: blocks of a cluster, that have so many queries each
+          bool kRing_ = false>  // of keys: dq as well, by additions to slots in L2 (ring_dq.h)
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = kQueries_, kSplit = kSplit_;
+  static constexpr bool kRing = kRing_;
 };
 
 // dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
@@ -41,6 +43,7 @@ struct RowPassConfig {
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
   static constexpr int kQueries = Tiles::kQueries, kSplit = Tiles::kSplit;  // fused
+  static constexpr bool kRing = Tiles::kRing;
   // With one place for owned tiles, it is free for the next ones as soon as the last scores are computed. Results leave
   // from registers then, not through it.
   static constexpr bool kHandsBack = kBuffers == 1 && !kFused;
@@ -49,6 +52,7 @@ struct RowPassConfig {
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
   static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
+  static_assert(!kRing || (kKeys && kRows == 1 && kHandsBack), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
 
   using OwnedTile = SwizzledTile<kOwned, kHeadDim>;
@@ -84,10 +88,22 @@ struct RowPassConfig {
     FullBarrier received[kTiles];
   };
   struct NoDq {};
+  static constexpr int kSlotColumns = 64 * OwnedTile::kNumBoxes;  // kRing: of dq in its slot
+  // kRing: dS on its way from one warpgroup to all, dq on its way from a slot.
+  struct RingTiles {
+    static constexpr int kPlaces = 4;
+    alignas(1024) uint8_t ds[kPlaces][kTiles][BiasTile::kBytes];
+    float4 sums[2][64 * 16 / 4];
+  };
+  struct RingBarriers {
+    EmptyBarrier full[RingTiles::kPlaces][kTiles], empty[RingTiles::kPlaces];
+    EmptyBarrier slot_free, added;
+  };
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
     cute::conditional_t<kFused, Dq, NoDq> dq;
+    cute::conditional_t<kRing, RingTiles, NoDq> ring;
     // -delta of queries, owned or walked over, and what it is multiplied with (extra_terms.h).
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
     alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
@@ -97,6 +113,7 @@ struct RowPassConfig {
     alignas(8) float scores[kStages][kRows][kColumns];
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
+    cute::conditional_t<kRing, RingBarriers, NoDq> ring_barriers;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -159,6 +176,7 @@ struct BiasPassConfig {
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
   static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
+  static constexpr bool kRing = false;  // no block waits for another one of the grid
 
   // No more than rows n in flight, so that none is a whole turn of the ring ahead: a barrier could not tell that.
   static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;

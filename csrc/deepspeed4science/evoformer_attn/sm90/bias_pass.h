@@ -249,9 +249,9 @@ struct BiasPassConsumer {
     }
   }
 
-  // Four neighbours of a row: two lanes exchange what they have of two rows.
   CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
                                    const Place& at) {
+    if (args.dbias2_is_lent) ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
     if (!args.adds_dbias2) offset += int64_t(block.slice) * args.B * args.H * args.Lq;
@@ -260,10 +260,8 @@ struct BiasPassConsumer {
     float* out = args.dbias2 + (offset + query) * args.Lk + key;
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < Config::kKeys / 2; x += 4) {
-      float give[2] = {odd ? dbias2[x] : dbias2[x + 2], odd ? dbias2[x + 1] : dbias2[x + 3]};
-      float got[2] = {ptx::shfl_xor(give[0], 1), ptx::shfl_xor(give[1], 1)};
-      float value[4] = {odd ? got[0] : dbias2[x], odd ? got[1] : dbias2[x + 1], odd ? dbias2[x + 2] : got[0],
-                        odd ? dbias2[x + 3] : got[1]};
+      float value[4];
+      four_of_a_row(value, dbias2 + x, odd);
       int valid = query < args.Lq ? args.Lk - (key + 2 * x) : 0;
       float* dst = out + 2 * x;
       if (args.adds_dbias2) {

@@ -24,6 +24,9 @@ struct RingTurn {
   CUTLASS_DEVICE void advance() {
     if (++stage == kCount) stage = 0, parity ^= 1;
   }
+  CUTLASS_DEVICE RingTurn before() const {
+    return stage > 0 ? RingTurn{stage - 1, parity} : RingTurn{kCount - 1, parity ^ 1};
+  }
 };
 
 // Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
@@ -140,37 +143,41 @@ CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
   }
 }
 
+// Eight neighbours of 32 columns, 8 (lane % 4) and following, for each of the four lanes of a row. mine: this lane's
+// pairs, one from each 8 columns.
+CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
+  const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
+  uint32_t pairs[2][2];  // of columns 8 (lane % 2) and 16 more: of the even and the odd lane here
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    uint32_t got = ptx::shfl_xor(odd ? mine[2 * i] : mine[2 * i + 1], 1);
+    pairs[i][0] = odd ? got : mine[2 * i], pairs[i][1] = odd ? mine[2 * i + 1] : got;
+  }
+  uint32_t got[2] = {ptx::shfl_xor(upper ? pairs[0][0] : pairs[1][0], 2),
+                     ptx::shfl_xor(upper ? pairs[0][1] : pairs[1][1], 2)};
+  return upper ? make_uint4(got[0], got[1], pairs[1][0], pairs[1][1])
+               : make_uint4(pairs[0][0], pairs[0][1], got[0], got[1]);
+}
+
 // Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a place in shared memory.
-// The four lanes of a row exchange pairs of columns, so that each has eight neighbours of 32.
 template <typename Element, int kCount>
 CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor, const Place& at,
                                int x1, int x2, int x3, int x4) {
-  const int lane = at.lane % 4;
-  const bool odd = lane % 2 != 0, upper = lane >= 2;
+  const int eight = 8 * (at.lane % 4);
   CUTLASS_PRAGMA_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int row = x1 + 16 * at.warp + at.lane / 4 + 8 * r;
     const int64_t offset = row * out.stride[1] + x2 * out.stride[2] + x3 * out.stride[3] + x4 * out.stride[4];
     CUTLASS_PRAGMA_UNROLL
     for (int column = 0; column < kCount * 2; column += 32) {
-      uint32_t mine[4];  // pairs of this lane, one from each 8 columns
+      uint32_t mine[4];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
         int e = column / 2 + 4 * i + 2 * r;
         mine[i] = e < kCount ? ptx::pack<Element>(x[e] * factor, x[e + 1] * factor) : 0;
       }
-      uint32_t pairs[2][2];  // of columns 8 (lane % 2) and 16 more: of the even and the odd lane here
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        uint32_t got = ptx::shfl_xor(odd ? mine[2 * i] : mine[2 * i + 1], 1);
-        pairs[i][0] = odd ? got : mine[2 * i], pairs[i][1] = odd ? mine[2 * i + 1] : got;
-      }
-      uint32_t got[2] = {ptx::shfl_xor(upper ? pairs[0][0] : pairs[1][0], 2),
-                         ptx::shfl_xor(upper ? pairs[0][1] : pairs[1][1], 2)};
-      uint4 eight = upper ? make_uint4(got[0], got[1], pairs[1][0], pairs[1][1])
-                          : make_uint4(pairs[0][0], pairs[0][1], got[0], got[1]);
-      store_eight(static_cast<Element*>(const_cast<void*>(out.ptr)) + offset + column + 8 * lane, eight,
-                  row < out.size[1] ? int(out.size[0]) - column - 8 * lane : 0);
+      store_eight(static_cast<Element*>(const_cast<void*>(out.ptr)) + offset + column + eight,
+                  eight_of_a_row(mine, at.lane), row < out.size[1] ? int(out.size[0]) - column - eight : 0);
     }
   }
 }

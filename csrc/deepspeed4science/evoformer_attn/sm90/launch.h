@@ -26,6 +26,9 @@ class Launch {
     add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
   }
 
+  // All blocks at once, or an error.
+  void cooperate() { add(cudaLaunchAttributeCooperative).val.cooperative = 1; }
+
   const cudaLaunchConfig_t* config() const { return &config_; }
 
  private:
@@ -34,7 +37,7 @@ class Launch {
     attribute.id = id;
     return attribute;
   }
-  cudaLaunchAttribute attributes_[2]{};
+  cudaLaunchAttribute attributes_[3]{};
   cudaLaunchConfig_t config_{};
 };
 

@@ -30,11 +30,13 @@ struct BackwardChoice {
   using LongFused = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768>, Fused>;
   using SplitFused =
       cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768, 2>, RowPassTiles<1, 2, 64, 3, 1, 384, 2>>;
-  using Bias =
-      cute::conditional_t<kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
-                          cute::conditional_t<kHeadDim <= 48, BiasPassTiles<2, 2, 64, 32, 32, 5>,
-                                              cute::conditional_t<kHeadDim <= 64, BiasPassTiles<1, 2, 64, 64, 64, 7>,
-                                                                  BiasPassTiles<2, 1, 128, 128, 64, 3>>>>;
+  // dk, dv and dq in one pass, dq by additions.
+  static constexpr bool kRings = kHeadDim > 32;
+  using Ring = cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 3, 1, 0, 1, true>,
+                                   RowPassTiles<1, 2, 32, 4, 1, 0, 1, true>>;
+  using Bias = cute::conditional_t<
+      kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
+      cute::conditional_t<kHeadDim <= 64, BiasPassTiles<2, 1, 128, 128, 64, 4>, BiasPassTiles<2, 1, 128, 128, 64, 3>>>;
   // Where it leaves less of its tiles empty: (1,256,256,4,32) 0.045 instead of 0.055; (1,768,768,4,32) 0.90 for 0.83.
   using SquareBias = cute::conditional_t<kHeadDim <= 32, BiasPassTiles<2, 2, 64, 32, 32, 8>, Bias>;
 };
@@ -68,6 +70,7 @@ class Backward : BackwardHost {
   using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
   using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
   using SplitFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
+  using RingPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Ring>;
   template <typename Tiles, int kCluster>
   using BiasPassOf = BiasPassInClusters<BiasPassConfig<Element, kHeadDim, Tiles>, kCluster>;
   using PairedBiasPass = BiasPassOf<typename Choice::Bias, 2>;
@@ -77,7 +80,10 @@ class Backward : BackwardHost {
   explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
-    lse_ = reserve(p.bias1 && !p.dq, rows * 4);  // dq, which is written last, lends its rows to their shifted lse
+    rings_ = choose_ring();
+    // dq, which is written last, lends its rows to their shifted lse.
+    lse_ = reserve(p.bias1 && (!p.dq || rings_), rows * 4);
+    progress_ = reserve(rings_, p.B * p.N * p.H * int64_t(sizeof(int32_t)));
     shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
@@ -135,18 +141,54 @@ class Backward : BackwardHost {
     return false;
   }
 
+  // Whether dq comes by additions to slots that dbias2, which is written afterwards, lends.
+  bool choose_ring() {
+    if constexpr (Choice::kRings) {
+      if (!kBias2 || !p_.dbias2 || !p_.dk || !p_.dv || !p_.dq || p_.deterministic) return false;
+      if (p_.N == 1 || fused_suits()) return false;
+      using Grid = PersistentGrid<row_pass<RingPass>, RingPass::kNumThreads, RingPass::kSharedBytes>;
+      int blocks = 0;
+      if (Grid::resident_blocks(blocks) != cudaSuccess) {
+        cudaGetLastError();  // not ours: two passes ask for less
+        return false;
+      }
+      int64_t key_blocks = ceil_div(p_.Lk, RingPass::kTiles * RingPass::kOwned);
+      // Those under way, and half as many whose last block or whose writing is waited for; better twice as many.
+      int64_t pairs = p_.B * p_.N * p_.H, fitting = p_.B * p_.H * p_.Lq * p_.Lk / slot_size();
+      num_slots_ = std::min({ceil_div(3 * blocks, key_blocks) + 4, fitting, pairs});
+      return num_slots_ >= std::min(ceil_div(3 * blocks, 2 * key_blocks) + 4, pairs);
+    }
+    return false;
+  }
+  int64_t slot_size() const {
+    return ceil_div(p_.Lq, RingPass::kColumns) * RingPass::kColumns * int64_t(RingPass::kSlotColumns);
+  }
+  void ring_pass() {
+    if constexpr (Choice::kRings) {
+      args_.dq_slots = p_.dbias2, args_.num_dq_slots = int32_t(num_slots_);
+      args_.dq_progress = at<int32_t>(progress_);
+      // They are all zero again afterwards: all of dbias2, if that is added to.
+      zero(args_.dq_slots, args_.adds_dbias2 ? p_.B * p_.H * p_.Lq * p_.Lk : num_slots_ * slot_size());
+      zero(at<float>(progress_), p_.B * p_.N * p_.H);
+      key_pass<RingPass>();
+      args_.dbias2_is_lent = true;
+    }
+  }
+
   void run_passes(cudaStream_t stream) {
     stream_ = stream;
     if (bytes_ > 0 && p_.workspace == nullptr) return check(cudaErrorInvalidValue);
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
     clear();
     prepare();
+    if (rings_) ring_pass();
     const bool of_keys = p_.dk || p_.dv || p_.dbias1, fuses = of_keys && p_.dq && fused_suits();
     if constexpr (kBias2) {
-      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses;
+      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses && !rings_;
       args_.dbias2 = p_.dbias2;
       if (p_.dbias2 && !args_.stores_dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
     }
+    if (rings_) return;
     if (fuses) return fused_pass();
     if (of_keys) key_pass<KeyPass>();
     if (p_.dq) row_pass_<QueryPass>();
@@ -188,7 +230,7 @@ class Backward : BackwardHost {
   // What passes add to; first of all, so that nothing lies between them.
   void clear() {
     args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
-    if (args_.adds_dbias2) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
+    if (args_.adds_dbias2 && !rings_) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
     if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 
@@ -201,7 +243,8 @@ class Backward : BackwardHost {
       start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
     }
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
+    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, /*cooperates=*/false, args,
+                      at<float>(delta_));
     args_.waits = true;
 
     args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
@@ -252,6 +295,7 @@ class Backward : BackwardHost {
     args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
     args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
     args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
+    if constexpr (Config::kRing) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
     start_persistent<row_pass<Config>, Config, Config::kSplit>(
         maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kSplit : args_.num_tiles);
   }
@@ -277,10 +321,11 @@ class Backward : BackwardHost {
     check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
   template <typename Kernel, typename... Args>
-  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, int cluster, const Args&... args) {
+  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, int cluster, bool cooperates,
+                         const Args&... args) {
     if (status_ != cudaSuccess) return;
     Launch launch(blocks, threads, shared, cluster, stream_);
-    launch.overlap();
+    cooperates ? launch.cooperate() : launch.overlap();
     check(cudaLaunchKernelEx(launch.config(), kernel, args...));
   }
   // `most`: blocks that find something to do.
@@ -290,14 +335,16 @@ class Backward : BackwardHost {
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes, kCluster>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (most < blocks) blocks = most;
-    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, kCluster, args_, maps);
+    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, kCluster, Config::kRing, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }
 
   Bias2Rows<Element> bias2_;
   BackwardArgs args_{};
-  int64_t slices_ = 1;
-  int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1;
+  int64_t slices_ = 1, num_slots_ = 0;
+  bool rings_ = false;
+  int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
+          progress_ = -1;
 };
 
 }  // namespace ds4s::sm90

@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
     if constexpr (kFused) FusedDq<Config>::init(shared.dq);
+    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers);
     if constexpr (kSplit) SplitResults<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
@@ -46,6 +47,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && threadIdx.x % 32 == 0) RowPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
+    if constexpr (Config::kRing) {
+      if (warp == 2) RingDq<Config>::run_slots(shared, args);
+      if (warp == 3) RingDq<Config>::run_dq(shared, args, maps.dq_rows);
+    }
     __syncwarp();
   }
   if constexpr (kSplit) cute::cluster_sync();  // the other block may still write here

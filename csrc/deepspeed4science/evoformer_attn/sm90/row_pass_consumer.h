@@ -8,16 +8,18 @@
 //           dv += P^T dO, dk += dS^T Q; or dq += dS K        wgmma, P and dS from registers
 //
 // The products of a step's last line run beside the exponentials of the next one. In a fused pass dS also goes to
-// shared memory, for dq (fused_dq.h).
+// shared memory, for dq (fused_dq.h). A pass that adds dq to slots walks in another order: ring_walk.h.
 #pragma once
 
 #include "sm90/fused_dq.h"
+#include "sm90/ring_walk.h"
 #include "sm90/split_results.h"
 
 namespace ds4s::sm90 {
 
 template <typename Config>
 struct RowPassConsumer {
+  using PassConfig = Config;
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Stage = typename Config::Stage;
@@ -28,6 +30,7 @@ struct RowPassConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kOwned = Config::kOwned;
   static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kFused = Config::kFused;
+  static constexpr bool kRing = Config::kRing;
 
   using DqWalk = typename FusedDq<Config>::Walk;
   using Scores = float[kColumns / 2];
@@ -36,23 +39,26 @@ struct RowPassConsumer {
 
   // Places of a warpgroup's operands, walked ones in stage 0.
   struct Operands {
-    uint32_t owned, walked, products, ones;
+    uint32_t owned, owned_tiles, walked, products, ones;
     static constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     static constexpr uint32_t kNextProducts = Config::kRows * Config::kProductsBytes >> 4;  // of queries walked over
     static constexpr uint32_t kOwnedSecond = OwnedTile::kBytes >> 4, kWalkedSecond = WalkedTile::kBytes >> 4;
 
     CUTLASS_DEVICE Operands(const Shared& shared, int buffer, const Place& at)
         : owned(place_of(&shared.owned[buffer][at.warpgroup])),
+          owned_tiles(place_of(shared.owned[buffer])),
           walked(place_of(&shared.stages[0].walked[at.row])),
           products(place_of(shared.products[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup])),
           ones(place_of(shared.ones)) {}
   };
 
   // Of the row of an 8x8 matrix that a lane names to ldmatrix.
+  CUTLASS_DEVICE static uint32_t bias2_offset(const Place& at) {
+    return kKeys ? BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
+                 : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+  }
   CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const Place& at) {
-    uint32_t tile = shared_address(shared.stages[stage].bias2[kBias2 || kFused ? at.tile : 0]);
-    return kKeys ? tile + BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
-                 : tile + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    return shared_address(shared.stages[stage].bias2[kBias2 || kFused ? at.tile : 0]) + bias2_offset(at);
   }
   // dS for dq: queries by keys, each element where this warp has read its bias2.
   CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const Place& at) {
@@ -304,12 +310,19 @@ struct RowPassConsumer {
     }
   }
 
+  // kRing: where the walk through all slots is.
+  struct RingState {
+    typename RingDq<Config>::Walk walk;
+  };
+  struct NoRing {};
+
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
     Place at = Place::of_thread<Config::kTiles>();
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
+    cute::conditional_t<kRing, RingState, NoRing> ring;
     for (int tile = Config::first_tile(args); tile < args.num_tiles;
          tile = Config::next_tile(args, tile), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
@@ -319,12 +332,19 @@ struct RowPassConsumer {
       DqWalk dq{maps, block, owned_turn};
       if (kFused && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
       shared.owned_full[buffer].wait(owned_turn.parity);
-      if (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args)) {
+      if constexpr (kRing) ring.walk.begin(args, tile, at);
+      // kRing: keys that do not exist have P = 0.
+      if (kRing || (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args))) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         if constexpr (!kKeys) find_dbias2(results, args, block, at);
-        walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
+        if constexpr (kRing) {
+          RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
+                                         shared.owned_empty[buffer], at);
+        } else {
+          walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
+        }
         if (!kKeys && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
         finish(shared, args, maps, block, owned_turn, results, exchanged, at);
       } else {  // nothing to compute, but the ring goes on

@@ -11,6 +11,7 @@ struct RowPassMaps {
   CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
   CUtensorMap dq;                         // fused
   TensorView<5> first_rows, second_rows;  // the results again, for kHandsBack
+  TensorView<5> dq_rows;                  // kRing
 };
 
 template <typename Config>

@@ -12,18 +12,18 @@ namespace ds4s::sm90 {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-template <typename Element, int kN, Major kMajorB>
+template <typename Element, int kN, Major kMajorB, Major kMajorA = Major::K>
 struct WgmmaAtom;
 
 #define DS4S_WGMMA_ATOM(N)                                                                 \
-  template <Major kMajorB>                                                                 \
-  struct WgmmaAtom<cutlass::bfloat16_t, N, kMajorB> {                                      \
-    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::K, kMajorB>;    \
+  template <Major kMajorB, Major kMajorA>                                                  \
+  struct WgmmaAtom<cutlass::bfloat16_t, N, kMajorB, kMajorA> {                             \
+    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kMajorA, kMajorB>;     \
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, kMajorB>; \
   };                                                                                       \
-  template <Major kMajorB>                                                                 \
-  struct WgmmaAtom<cutlass::half_t, N, kMajorB> {                                          \
-    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::K, kMajorB>;      \
+  template <Major kMajorB, Major kMajorA>                                                  \
+  struct WgmmaAtom<cutlass::half_t, N, kMajorB, kMajorA> {                                 \
+    using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<kMajorA, kMajorB>;       \
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, kMajorB>;   \
   };
 DS4S_WGMMA_ATOM(16)
@@ -47,9 +47,9 @@ CUTLASS_DEVICE void wgmma_expanded(float* d, const uint32_t* a, uint64_t b, Scal
 // wgmma_wait.
 //   a: value 2 i + e of the 16 columns: row lane / 4 + 8 (i & 1), column 8 (i >> 1) + 2 (lane & 3) + e, packed in a[i]
 //   d: value 4 c + 2 i + e: the same row, column 8 c + 2 (lane & 3) + e
-template <typename Element, int kN, Major kMajorB>
+template <typename Element, int kN, Major kMajorB, Major kMajorA = Major::K>
 CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, ScaleOut scale = ScaleOut::One) {
-  using Atom = typename WgmmaAtom<Element, kN, kMajorB>::Shared;
+  using Atom = typename WgmmaAtom<Element, kN, kMajorB, kMajorA>::Shared;
   wgmma_expanded<Atom>(d, a, b, scale, std::make_index_sequence<kN / 2>());
 }
 template <typename Element, int kN, Major kMajorB>
