@@ -67,6 +67,10 @@ struct AttentionKernel {
   using Softmax = ds4s::RowSoftmax<Mma>;
   using Row = typename Softmax::Row;
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
+  // Q is multiplied by it, so that any finite bias is finite in its units (head dimensions up to 4096); half_t has no such
+  // large ones.
+  static constexpr bool kScalesQ = !kExact && !cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
+  static constexpr float kQFactor = kScalesQ ? 1.f / 64 : 1.f;
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
   static constexpr int kStepsD = kHeadDim / Mma::kStepK;

@@ -31,7 +31,7 @@ struct ForwardBlock {
   const Params& p;
   char* const shared;
   const int thread, lane, warp_m, warp_n;
-  const float inv_scale;  // biases enter the accumulator in raw units; full precision: 1
+  const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
   int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
   Loader<KTile> k_loader;
   Loader<VTile> v_loader;
@@ -45,7 +45,7 @@ struct ForwardBlock {
         lane(int(threadIdx.x) & 31),
         warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
         warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
-        inv_scale(K::kExact ? 1.f : 1.f / params.scale),
+        inv_scale(K::kExact ? 1.f : K::kQFactor / params.scale),
         lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
@@ -71,14 +71,15 @@ struct ForwardBlock {
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], t * K::kKeysPerBlock);
 
+    scale_q();
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
     if constexpr (K::kQInRegisters) {
-      wait_for_loads();
+      if constexpr (!K::kScalesQ) wait_for_loads();
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < K::kStepsD; ++step) load_q(q[step], step);
     }
 
-    Softmax softmax(K::kExact ? 1.f : p.scale);
+    Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
     float o[K::kTilesO][8];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < K::kTilesO; ++j) {
@@ -146,7 +147,7 @@ struct ForwardBlock {
       }
     }
 
-    softmax.finish_sums();
+    softmax.finish();
     __syncthreads();  // the last reads of K and V
     merge_warps(o, softmax);
     whole.advance_to_block();
@@ -169,6 +170,23 @@ struct ForwardBlock {
   CUTLASS_DEVICE static void wait_for_loads() {
     if constexpr (K::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
+  }
+
+  // Q times kQFactor, a power of two, when it has arrived.
+  CUTLASS_DEVICE void scale_q() const {
+    if constexpr (K::kScalesQ) {
+      wait_for_loads();
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = thread; x < QTile::kBytes / 16; x += K::kNumThreads) {
+        constexpr int kCount = 16 / sizeof(scalar_t);
+        auto& vector = reinterpret_cast<cutlass::AlignedArray<scalar_t, kCount>*>(sQ())[x];
+        cutlass::AlignedArray<scalar_t, kCount> q = vector;
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < kCount; ++e) q[e] = scalar_t(float(q[e]) * K::kQFactor);
+        vector = q;
+      }
+      __syncthreads();
+    }
   }
 
   CUTLASS_DEVICE void load_keys(int block, int stage) {
@@ -351,7 +369,7 @@ struct ForwardBlock {
         for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
         CUTLASS_PRAGMA_UNROLL
         for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          s[32 * (kValues + slot)] = softmax.reference(slot);
+          s[32 * (kValues + slot)] = softmax.cm[slot];
           s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
         }
       }

@@ -38,15 +38,16 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
   CUTLASS_DEVICE void run() {
     typename Base::template Loader<typename K::QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread)
         .load(this->sQ(), p.num_queries);
+    if constexpr (K::kAsync) ptx::cp_async_commit();
+    this->scale_q();
     typename Mma::FragA q[K::kQInRegisters ? K::kStepsD : 1];
     if constexpr (K::kQInRegisters) {
-      if constexpr (K::kAsync) ptx::cp_async_commit();
-      Base::wait_for_loads();
+      if constexpr (!K::kScalesQ) Base::wait_for_loads();
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < K::kStepsD; ++step) this->load_q(q[step], step);
     }
 
-    Softmax softmax(K::kExact ? 1.f : p.scale);
+    Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
     int num_blocks = (p.num_keys + kKeys - 1) / kKeys;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int block = 0; block < num_blocks; ++block) {
@@ -127,7 +128,7 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
 
   // The rows' sums, 1 where nothing was visible; writes lse.
   CUTLASS_DEVICE void finish(Softmax& softmax, Row& sums) const {
-    softmax.finish_sums();
+    softmax.finish();
     share(softmax.l, [](float a, float b) { return a + b; });
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {

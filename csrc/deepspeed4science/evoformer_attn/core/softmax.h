@@ -55,15 +55,15 @@ struct RowSoftmax {
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < kSlots; ++slot) {
       float x = Mma::reduce_max(largest[slot]);
-      float cm_old = reference(slot), cm_new = x * c;
+      float before = reference(slot), now = x * (c / 4);
       bool first = limit[slot] == -infinity();
-      bool moves = first ? x > -infinity() : cm_new > cm_old;
-      if (!moves) cm_new = cm_old;
-      m_prime[slot] = first ? 1.f : ptx::exp2(cm_old - cm_new);
+      bool moves = first ? x > -infinity() : now > before;
+      if (!moves) now = before;
+      m_prime[slot] = first ? 1.f : ptx::exp2(4 * (before - now));
       l[slot] *= m_prime[slot];
-      bool is_huge = fabsf(cm_new) > kHuge;
+      bool is_huge = fabsf(now) > kHuge / 4;
       if (moves) limit[slot] = is_huge ? x : x + kSlack / c;
-      cm[slot] = is_huge ? 0.f : cm_new;
+      cm[slot] = is_huge ? 0.f : 4 * now;
       any_huge |= is_huge;
     }
     huge = ptx::any(any_huge);
@@ -90,30 +90,29 @@ struct RowSoftmax {
     for (int x = 0; x < 32; ++x) l[Mma::slot_of(x % 8)] += s[x / 8][x % 8];
   }
 
-  // The lanes' sums put together; called once, after the last keys.
-  CUTLASS_DEVICE void finish_sums() {
+  // c m / 4, which is finite for every finite m. Where huge, the limit is m itself.
+  CUTLASS_DEVICE float reference(int slot) const { return is_huge(slot) ? limit[slot] * (c / 4) : cm[slot] / 4; }
+
+  // After the last keys, once: the lanes' sums put together. From here on cm is the reference.
+  CUTLASS_DEVICE void finish() {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]);
+    for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]), cm[slot] = reference(slot);
   }
 
-  // c m. Where huge, the limit is m itself.
-  CUTLASS_DEVICE float reference(int slot) const { return is_huge(slot) ? limit[slot] * c : cm[slot]; }
-
-  // Takes another part of the row in (its c m and l; l is 0 when it saw nothing). m_prime is what was accumulated here
-  // is to be multiplied by, the result what the other part is. Only l and reference() are of use afterwards.
-  CUTLASS_DEVICE float join(int slot, float other_cm, float other_l) {
-    float mine_cm = reference(slot);
-    float cm_new = l[slot] == 0.f ? other_cm : other_l == 0.f ? mine_cm : fmaxf(mine_cm, other_cm);
-    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(mine_cm - cm_new);
-    float theirs = other_l == 0.f ? 0.f : ptx::exp2(other_cm - cm_new);
+  // Takes another part of the row in (its reference and l; l is 0 when it saw nothing). m_prime is what was accumulated
+  // here is to be multiplied by, the result what the other part is. Both have finished.
+  CUTLASS_DEVICE float join(int slot, float other, float other_l) {
+    float before = cm[slot], now = l[slot] == 0.f ? other : other_l == 0.f ? before : fmaxf(before, other);
+    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(4 * (before - now));
+    float theirs = other_l == 0.f ? 0.f : ptx::exp2(4 * (other - now));
     l[slot] = l[slot] * m_prime[slot] + other_l * theirs;
-    cm[slot] = cm_new;
-    limit[slot] = 0.f;  // cm holds the reference from here on
+    cm[slot] = now;
     return theirs;
   }
 
+  // Finished.
   CUTLASS_DEVICE float logsumexp(int slot) const {
-    return l[slot] == 0.f ? -infinity() : (reference(slot) + ptx::log2(l[slot])) * kLn2;
+    return l[slot] == 0.f ? -infinity() : fmaf(cm[slot], 4 * kLn2, ptx::log2(l[slot]) * kLn2);
   }
 
   // o = m_prime * o, or any factor for each slot.
