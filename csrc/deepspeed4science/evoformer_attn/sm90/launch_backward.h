@@ -167,7 +167,7 @@ class Backward : BackwardHost {
     if constexpr (Choice::kRings) {
       args_.dq_slots = p_.dbias2, args_.num_dq_slots = int32_t(num_slots_);
       args_.dq_progress = at<int32_t>(progress_);
-      // They are all zero again afterwards: all of dbias2, if that is added to.
+      // The pass leaves zeros there, so this clears dbias2 as well where that is added to.
       zero(args_.dq_slots, args_.adds_dbias2 ? p_.B * p_.H * p_.Lq * p_.Lk : num_slots_ * slot_size());
       zero(at<float>(progress_), p_.B * p_.N * p_.H);
       key_pass<RingPass>();

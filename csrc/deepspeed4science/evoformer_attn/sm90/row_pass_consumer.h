@@ -258,7 +258,8 @@ struct RowPassConsumer {
     }
   }
 
-  // Operands in registers stay where they are until here.
+  // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is read
+  // from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-ring.md, Registers of a product.
   CUTLASS_DEVICE static void keep(Packed& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");
