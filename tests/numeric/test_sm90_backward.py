@@ -244,12 +244,9 @@ def test_masked_tiles_and_rows(value):
         assert not x[:, 4].any()
 
 
-def test_graph_of_a_deterministic_backward():
+def backward_in_a_graph(case):
     """Its workspace and its passes are captured, and replayed with other numbers."""
-    tensors = [
-        t.requires_grad_()
-        for t in Case("graph", N=40, Lq=70, H=1).inputs(torch.bfloat16, "cuda").tensors()
-    ]
+    tensors = [t.requires_grad_() for t in case.inputs(torch.bfloat16, "cuda").tensors()]
     do = torch.randn_like(tensors[0])
 
     def step():
@@ -257,6 +254,31 @@ def test_graph_of_a_deterministic_backward():
             DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:]), tensors, do
         )
 
+    return zip(*replayed_and_direct(step, tensors), strict=True)
+
+
+def test_graph_of_a_deterministic_backward():
     with determinism(True):
-        for a, b in zip(*replayed_and_direct(step, tensors), strict=True):
+        for a, b in backward_in_a_graph(Case("graph", N=40, Lq=70, H=1)):
             assert torch.equal(a, b)
+
+
+def test_graph_with_slots_of_dq():
+    """A cooperative launch, and a pass that begins before it has ended."""
+    for a, b in backward_in_a_graph(ONE_PASS[8]):
+        assert relative_error(a, b) < 1e-3  # additions in another order
+
+
+def test_slots_of_dq_on_two_streams():
+    """Of two grids that want all multiprocessors none waits for the other's end in vain."""
+    inputs = [ONE_PASS[8].inputs(torch.bfloat16, "cuda") for _ in range(2)]
+    alone = [run(ours, x) for x in inputs]
+    torch.cuda.synchronize()
+    together = []
+    for x in inputs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            together.append(run(ours, x))
+    torch.cuda.synchronize()
+    for expected, result in zip(alone, together, strict=True):
+        for a, b in zip(result, expected, strict=True):
+            assert relative_error(a, b) < 1e-3

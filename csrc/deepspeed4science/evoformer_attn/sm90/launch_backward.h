@@ -172,6 +172,10 @@ class Backward : BackwardHost {
       zero(at<float>(progress_), p_.B * p_.N * p_.H);
       key_pass<RingPass>();
       args_.dbias2_is_lent = true;
+      if (status_ == cudaErrorCooperativeLaunchTooLarge || status_ == cudaErrorNotSupported) {
+        cudaGetLastError();  // this process may not have all multiprocessors at once: two passes need not
+        status_ = cudaSuccess, rings_ = args_.dbias2_is_lent = false, args_.waits = true;
+      }
     }
   }
 
