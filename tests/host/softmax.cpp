@@ -1,0 +1,94 @@
+// core/softmax.h against sums in double, over random scores and biases: `softmax SEED` prints a line for each kind of
+// bias with the worst relative error of weighted means and of lse. Two parts of a row, six blocks of keys each, are
+// joined at the end, as warps are.
+#include "core/softmax.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+using namespace ds4s;
+
+constexpr int kParts = 2, kBlocks = 6, kKeys = 32;
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+struct Kind {
+  const char* name;
+  double (*bias)(int part, int block, int key);
+};
+const Kind kKinds[] = {
+    {"none", [](int, int, int) { return 0.; }},
+    {"-1e6 everywhere", [](int, int, int) { return -1e6; }},
+    {"-1e9 everywhere", [](int, int, int) { return -1e9; }},
+    {"-3e38 everywhere", [](int, int, int) { return -3e38; }},
+    {"-3.3e38 and -2.5e38", [](int, int, int key) { return key % 3 ? -3.3e38 : -2.5e38; }},
+    {"-1e9, later nothing", [](int, int block, int) { return block < 3 ? -1e9 : 0; }},
+    {"one part hidden", [](int part, int, int) { return part == 0 ? -kInf : 0; }},
+    {"all hidden", [](int, int, int) { return -kInf; }},
+    {"-1e6 and -3e38 in parts", [](int part, int, int) { return part == 0 ? -1e6 : -3e38; }},
+    {"-3e38, one block 300", [](int part, int block, int) { return part == 1 && block == 4 ? 300 : -3e38; }},
+};
+
+double difference(double x, double reference) {
+  if (std::isinf(reference) || std::isinf(x)) return x == reference ? 0 : kInf;
+  double error = std::fabs(x - reference) / std::max(1., std::fabs(reference));
+  return error == error ? error : kInf;
+}
+
+// Scores are kept in `unit`s; each key's value is its number.
+template <int kSlots>
+double worst_error(const Kind& kind, float unit, std::mt19937& random) {
+  using Softmax = RowSoftmax<OneLane<kSlots>>;
+  std::normal_distribution<float> normal(0, 3);
+  std::vector<double> scores[kSlots], values[kSlots];
+  Softmax parts[kParts] = {Softmax(1 / unit), Softmax(1 / unit)};
+  double sums[kParts][kSlots] = {};
+  for (int part = 0; part < kParts; ++part) {
+    Softmax& softmax = parts[part];
+    for (int block = 0; block < kBlocks; ++block) {
+      float s[4][8];
+      auto value = [&](int x) { return 1. + x + kKeys * (block + kBlocks * part); };
+      for (int x = 0; x < kKeys; ++x) {
+        float& score = s[x / 8][x % 8];
+        score = std::fmaf(float(kind.bias(part, block, x)), unit, normal(random) * unit);
+        scores[x / 2 % kSlots].push_back(double(score) / unit), values[x / 2 % kSlots].push_back(value(x));
+      }
+      typename Softmax::Row largest;
+      if (softmax.must_move(largest, s)) {
+        softmax.move(largest);
+        for (int slot = 0; slot < kSlots; ++slot) sums[part][slot] *= softmax.m_prime[slot];
+      }
+      softmax.exponentiate(s);
+      for (int x = 0; x < kKeys; ++x) sums[part][x / 2 % kSlots] += s[x / 8][x % 8] * value(x);
+    }
+    softmax.finish();
+  }
+  double worst = 0;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    float theirs = parts[0].join(slot, parts[1].cm[slot], parts[1].l[slot]), l = parts[0].l[slot];
+    double mean = (sums[0][slot] * parts[0].m_prime[slot] + sums[1][slot] * theirs) / (l == 0 ? 1 : l);
+    double m = -kInf, sum = 0, weighted = 0;
+    for (double x : scores[slot]) m = std::max(m, x);
+    for (size_t i = 0; i < scores[slot].size() && m > -kInf; ++i) {
+      double p = std::exp(scores[slot][i] - m);
+      sum += p, weighted += p * values[slot][i];
+    }
+    worst = std::max(worst, difference(mean, sum == 0 ? 0 : weighted / sum));
+    worst = std::max(worst, difference(parts[0].logsumexp(slot), m + std::log(sum)));
+  }
+  return worst;
+}
+
+int main(int, char** argv) {
+  std::mt19937 random(std::atoi(argv[1]));
+  for (const Kind& kind : kKinds) {
+    double worst = 0;
+    for (int round = 0; round < 50; ++round) {
+      for (float unit : {std::sqrt(32.f) / 64, std::sqrt(128.f) / 64}) {
+        worst = std::max({worst, worst_error<2>(kind, unit, random), worst_error<4>(kind, unit, random)});
+      }
+    }
+    std::printf("%g %s\n", worst, kind.name);
+  }
+}
