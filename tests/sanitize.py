@@ -14,8 +14,8 @@ from op_builder.instantiations import has_row
 
 # N, Lq, Lk, H, D
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))
-# Hopper's pipelines have up to four stages of 64 keys, of 64 queries or of one n, and are raced for
-# from the second time round; in bfloat16 only, of which float16 is a copy.
+# Hopper's pipelines have up to eight places for keys, queries or an operand of one n, and are raced
+# for from the second time round; in bfloat16 only, of which float16 is a copy.
 SM90_CALLS = (
     (3, 65, 200, 1, 128),  # wide tiles are made of several boxes
     (2, 65, 330, 1, 32),  # keys come round

@@ -80,6 +80,8 @@ def test_dbias2_of_one_row(Lq, Lk, D, deterministic):
         check(inputs)
 
 
+# dq by additions to slots that few (b, n, h) have at a time.
+SLOTS = Case("slots", N=9, Lq=200, Lk=330, H=24, D=64)
 # Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
 ONE_PASS = [
     Case("one-round", N=132, Lq=130, Lk=180, H=2),
@@ -90,7 +92,7 @@ ONE_PASS = [
     Case("narrow", N=132, Lq=67, Lk=150, H=2, D=8, Dv=24, bias1=False),
     Case("heads-of-48", N=132, Lq=330, Lk=200, H=2, D=48),
     Case("heads-of-48-split", N=132, Lq=520, Lk=300, H=2, D=40, Dv=48),
-    Case("slots", N=9, Lq=200, Lk=330, H=24, D=64),
+    SLOTS,
     Case("slots-wide", B=2, N=3, Lq=130, Lk=300, H=32, D=128),
     Case("slots-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
     Case("slots-long", N=9, Lq=800, Lk=300, H=32, D=48),
@@ -114,7 +116,7 @@ def test_few_queries_of_many_rows(N):
 @pytest.mark.parametrize("number", range(3))
 def test_slots_of_dq_beside_other_work(number):
     """Blocks that wait for one another, while another stream's work delays some of them."""
-    inputs = ONE_PASS[8].inputs(torch.bfloat16, "cuda")
+    inputs = SLOTS.inputs(torch.bfloat16, "cuda")
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -137,7 +139,7 @@ def test_one_pass_is_what_runs(case):
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
 def test_one_pass_with_masks(value):
     """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
-    for case in (ONE_PASS[1], ONE_PASS[3], ONE_PASS[8]):
+    for case in (ONE_PASS[1], ONE_PASS[3], SLOTS):
         inputs = case.inputs(torch.bfloat16, "cuda")
         inputs.bias1[:, 1::3] = value
         inputs.bias1[:, ::3, ..., 64:200] = value
@@ -265,13 +267,13 @@ def test_graph_of_a_deterministic_backward():
 
 def test_graph_with_slots_of_dq():
     """A cooperative launch, and a pass that begins before it has ended."""
-    for a, b in backward_in_a_graph(ONE_PASS[8]):
+    for a, b in backward_in_a_graph(SLOTS):
         assert relative_error(a, b) < 1e-3  # additions in another order
 
 
 def test_slots_of_dq_on_two_streams():
     """Of two grids that want all multiprocessors none waits for the other's end in vain."""
-    inputs = [ONE_PASS[8].inputs(torch.bfloat16, "cuda") for _ in range(2)]
+    inputs = [SLOTS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
     alone = [run(ours, x) for x in inputs]
     torch.cuda.synchronize()
     together = []

@@ -200,7 +200,7 @@ def spilled_bytes(log):
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.id)
 def test_unit(unit, nvcc, includes, tmp_path):
-    """It compiles as the builder would compile it, the host's part too; ptxas finds registers; the
+    """It compiles with the builder's flags, the host's part too; ptxas finds registers; the
     products are matrix ones.
     """
     arch = unit.kernel.arch.replace(".", "")

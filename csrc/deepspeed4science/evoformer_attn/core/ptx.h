@@ -113,16 +113,13 @@ CUTLASS_DEVICE uint32_t block_x() {
 
 // Between blocks: ld.acquire and st.release (9.7.9.8, 9.7.9.11) at the scope of the GPU; fences before 7.0's model of
 // memory are not needed.
-CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
-  int x;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
-  } while (x != value);
-}
 CUTLASS_DEVICE int load_acquire(const int* flag) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
   return x;
+}
+CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
+  while (load_acquire(flag) != value) continue;
 }
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

@@ -37,7 +37,7 @@ class Launch {
     attribute.id = id;
     return attribute;
   }
-  cudaLaunchAttribute attributes_[3]{};
+  cudaLaunchAttribute attributes_[2]{};
   cudaLaunchConfig_t config_{};
 };
 
