@@ -71,13 +71,8 @@ struct ForwardBlock {
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], t * K::kKeysPerBlock);
 
-    scale_q();
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
-    if constexpr (K::kQInRegisters) {
-      if constexpr (!K::kScalesQ) wait_for_loads();
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < K::kStepsD; ++step) load_q(q[step], step);
-    }
+    prepare_q(q);
 
     Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
     float o[K::kTilesO][8];
@@ -172,20 +167,27 @@ struct ForwardBlock {
     __syncthreads();
   }
 
-  // Q times kQFactor, a power of two, when it has arrived.
-  CUTLASS_DEVICE void scale_q() const {
-    if constexpr (K::kScalesQ) {
+  // Q, which has been sent for, times kQFactor, in registers or where it is.
+  template <int kCount>
+  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount]) const {
+    if constexpr (K::kQInRegisters) {
       wait_for_loads();
       CUTLASS_PRAGMA_UNROLL
-      for (int x = thread; x < QTile::kBytes / 16; x += K::kNumThreads) {
-        constexpr int kCount = 16 / sizeof(scalar_t);
-        auto& vector = reinterpret_cast<cutlass::AlignedArray<scalar_t, kCount>*>(sQ())[x];
-        cutlass::AlignedArray<scalar_t, kCount> q = vector;
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < kCount; ++e) q[e] = scalar_t(float(q[e]) * K::kQFactor);
-        vector = q;
+      for (int step = 0; step < K::kStepsD; ++step) {
+        load_q(q[step], step);
+        scale_q(reinterpret_cast<uint32_t*>(&q[step]), sizeof(FragA) / 4, 1);
       }
+    } else if constexpr (K::kScalesQ) {
+      wait_for_loads();
+      static_assert(QTile::kBytes / 4 % K::kNumThreads == 0, "as many words for every thread");
+      scale_q(reinterpret_cast<uint32_t*>(sQ()) + thread, QTile::kBytes / 4, K::kNumThreads);
       __syncthreads();
+    }
+  }
+  CUTLASS_DEVICE static void scale_q(uint32_t* words, int count, int step) {
+    if constexpr (K::kScalesQ) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < count; x += step) words[x] = ptx::scale_word<scalar_t>(words[x], K::kQFactor);
     }
   }
 

@@ -39,13 +39,8 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
     typename Base::template Loader<typename K::QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread)
         .load(this->sQ(), p.num_queries);
     if constexpr (K::kAsync) ptx::cp_async_commit();
-    this->scale_q();
     typename Mma::FragA q[K::kQInRegisters ? K::kStepsD : 1];
-    if constexpr (K::kQInRegisters) {
-      if constexpr (!K::kScalesQ) Base::wait_for_loads();
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < K::kStepsD; ++step) this->load_q(q[step], step);
-    }
+    this->prepare_q(q);
 
     Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
     int num_blocks = (p.num_keys + kKeys - 1) / kKeys;

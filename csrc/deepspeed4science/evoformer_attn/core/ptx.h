@@ -73,6 +73,18 @@ CUTLASS_DEVICE float2 unpack(uint32_t d) {
   }
 }
 
+// Two bfloat16, or a float, times a power of two: fma.rn.bf16x2 (9.7.4.4), of which -0 is the addend.
+template <typename T>
+CUTLASS_DEVICE uint32_t scale_word(uint32_t x, float factor) {
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(pack<T>(factor, factor)), "r"(0x80008000u));
+    return y;
+  } else {
+    return __float_as_uint(__uint_as_float(x) * factor);
+  }
+}
+
 // Two neighbours as floats.
 template <typename T>
 CUTLASS_DEVICE float2 load_pair(const T* x) {
