@@ -56,10 +56,12 @@ struct RowSoftmax {
     for (int slot = 0; slot < kSlots; ++slot) {
       float x = Mma::reduce_max(largest[slot]);
       float before = reference(slot), now = x * (c / 4);
-      bool first = limit[slot] == -infinity();
-      bool moves = first ? x > -infinity() : now > before;
+      bool first = limit[slot] == -infinity(), was_huge = is_huge(slot);
+      bool moves = first || was_huge ? x > limit[slot] : now > before;
       if (!moves) now = before;
-      m_prime[slot] = first ? 1.f : ptx::exp2(4 * (before - now));
+      // Of a huge reference base 2 has too few digits; its limit is m itself.
+      float by = was_huge ? moves ? (limit[slot] - x) * c : 0.f : 4 * (before - now);
+      m_prime[slot] = first ? 1.f : ptx::exp2(by);
       l[slot] *= m_prime[slot];
       bool is_huge = fabsf(now) > kHuge / 4;
       if (moves) limit[slot] = is_huge ? x : x + kSlack / c;
