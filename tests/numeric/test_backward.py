@@ -83,6 +83,19 @@ def test_queries_hidden_by_pair_bias_disturb_no_others(value, device):
     check_weights(inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_lowest_key_masks_of_a_row_differ(dtype, device):
+    """Two masks of all keys, neither of which may become the other. Beside them scores vanish even
+    in the reference, which no gradient that is right could follow: O is what this is about.
+    """
+    inputs = Case("lowest-keys", B=1, N=2, Lq=70, Lk=200, H=2).inputs(dtype, device)
+    inputs.bias1[:, 1] = -3.3e38
+    inputs.bias1[:, 1, ..., 64::3] = -2.5e38
+    inputs.do = torch.randn_like(inputs.q)
+    inputs.do[:, 1] = 0
+    check(inputs)
+
+
 def test_the_lowest_pair_biases_of_a_query_differ(device):
     """In base 2, or divided by the scale, they would overflow."""
     inputs = Case("lowest", B=1, N=2, Lq=70, Lk=200, H=2).inputs(torch.bfloat16, device)

@@ -226,8 +226,6 @@ struct ForwardBlock {
       if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += ptx::bits_to_float<scalar_t>(element.bias2);
       if constexpr (!K::Bias1::kIsRow) x = ptx::bits_to_float<scalar_t>(element.bias2);
       float raw = x * inv_scale;
-      // A finite mask such as the lowest bfloat16 stays finite: a row that has nothing else is then uniform.
-      if (x > -infinity()) raw = fmaxf(raw, -1e38f);
       if (block * kKeys + thread % kKeys >= p.num_keys) raw = -infinity();
       if (thread < kKeys) {
         float* s = reinterpret_cast<float*>(sRow(stage) + thread / 2) + thread % 2;
