@@ -274,6 +274,8 @@ def test_graph_with_slots_of_dq():
 def test_slots_of_dq_on_two_streams():
     """Of two grids that want all multiprocessors none waits for the other's end in vain."""
     inputs = [SLOTS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
+    for x in inputs:
+        x.do = torch.randn_like(x.q)
     alone = [run(ours, x) for x in inputs]
     torch.cuda.synchronize()
     together = []
