@@ -129,11 +129,11 @@ CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const floa
   }
 }
 
-// The first `valid` of eight elements; dst on 16 bytes.
+// The first `valid` of eight elements; dst on 16 bytes. Nothing here reads them again: they leave L2 first.
 template <typename Element>
 CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
   if (valid >= 8) {
-    *reinterpret_cast<uint4*>(dst) = eight;
+    __stcs(reinterpret_cast<uint4*>(dst), eight);
     return;
   }
   const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
