@@ -29,7 +29,8 @@ SM90_CALLS = (
     (132, 100, 200, 2, 48),  # both again for wider heads
     (132, 400, 130, 1, 48),
     (3, 70, 300, 40, 64),  # dq by additions to slots in L2
-    (2, 40, 300, 60, 128),
+    (2, 40, 301, 60, 128),
+    (2, 60, 300, 60, 128),  # dbias2 by additions as well
 )
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -19,8 +19,12 @@ struct BackwardArgs {
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_slots;       // [num_dq_slots] of what ring_dq.h adds to, zeros where nobody does; or null
-  int32_t* dq_progress;  // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  float* dq_slots;         // [num_dq_slots] of what ring_dq.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;    // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  int32_t* dq_slots_back;  // [B N H]: slots that have been handed back, from 1 on, one after another
+  int32_t* dq_num_back;    // how many have
+  int32_t* next_tile;      // which no block has taken yet (tile_feed.h)
+  float* ring_dbias2;      // where the pass over keys adds dS (ring_dbias2.h), or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_slots;

@@ -4,6 +4,7 @@
 #include "core/arch.h"
 #include "sm90/backward_args.h"
 #include "sm90/extra_terms.h"
+#include "sm90/tile_feed.h"
 
 namespace ds4s::sm90 {
 
@@ -12,13 +13,14 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kColumns_,  // columns of a step
           int kStages_,   // steps in flight
           int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps (1: kHandsBack)
-          int kQueries_ = 0,    // of keys: dq as well, of so many queries at most (fused_dq.h)
-          int kSplit_ = 1,      // fused: blocks of a cluster, that have so many queries each
-          bool kRing_ = false>  // of keys: dq as well, by additions to slots in L2 (ring_dq.h)
+          int kQueries_ = 0,          // of keys: dq as well, of so many queries at most (fused_dq.h)
+          int kSplit_ = 1,            // fused: blocks of a cluster, that have so many queries each
+          bool kRing_ = false,        // of keys: dq as well, by additions to slots in L2 (ring_dq.h)
+          bool kAddsDbias2_ = false>  // kRing: dbias2 as well, where it is asked for (ring_dbias2.h)
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = kQueries_, kSplit = kSplit_;
-  static constexpr bool kRing = kRing_;
+  static constexpr bool kRing = kRing_, kAddsDbias2 = kAddsDbias2_;
 };
 
 // dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
@@ -43,13 +45,14 @@ struct RowPassConfig {
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
   static constexpr int kQueries = Tiles::kQueries, kSplit = Tiles::kSplit;  // fused
-  static constexpr bool kRing = Tiles::kRing;
+  static constexpr bool kRing = Tiles::kRing, kAddsDbias2 = Tiles::kAddsDbias2;
   // With one place for owned tiles, it is free for the next ones as soon as the last scores are computed. Results leave
   // from registers then, not through it.
   static constexpr bool kHandsBack = kBuffers == 1 && !kFused;
   static_assert(kSplit <= 2, "one block finishes dk, the other dv");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
-  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>;
+  using Registers = cute::conditional_t<kRing, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
+                                        RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
   static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
   static_assert(!kRing || (kKeys && kRows == 1 && kHandsBack), "two more warps of the producers");
@@ -91,14 +94,16 @@ struct RowPassConfig {
   static constexpr int kSlotColumns = 64 * OwnedTile::kNumBoxes;  // kRing: of dq in its slot
   // kRing: dS on its way from one warpgroup to all, dq on its way from a slot.
   struct RingTiles {
-    static constexpr int kPlaces = 4;
+    static constexpr int kPlaces = 4, kSums = 4;  // of each
     alignas(1024) uint8_t ds[kPlaces][kTiles][BiasTile::kBytes];
-    float4 sums[2][64 * 16 / 4];
+    float4 sums[kSums][64 * 16 / 4];
   };
   struct RingBarriers {
     EmptyBarrier full[RingTiles::kPlaces][kTiles], empty[RingTiles::kPlaces];
     EmptyBarrier slot_free, added;
+    int slot;  // of the tile that slot_free is about
   };
+  using Feed = TileFeed</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
@@ -114,6 +119,7 @@ struct RowPassConfig {
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kRing, RingBarriers, NoDq> ring_barriers;
+    cute::conditional_t<kRing, Feed, NoDq> feed;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -137,12 +143,17 @@ struct RowPassConfig {
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
     at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
+    if constexpr (kRing) {  // bias2 of one head after another, and dbias2, stay in L2
+      at.row = tile % args.N, tile /= args.N;
+      at.head = tile % args.H, at.batch = tile / args.H;
+      return at;
+    }
     at.head = tile % args.H, tile /= args.H;
     at.row = tile % args.num_row_groups * kRows;
     at.batch = tile / args.num_row_groups;
     return at;
   }
-  // The tiles of a block: every gridDim.x-th; fused, all of an n and head one after another.
+  // The tiles of a block without a feed: every gridDim.x-th; fused, all of an n and head one after another.
   CUTLASS_DEVICE static int first_tile(const BackwardArgs& args) {
     return kFused ? blockIdx.x / kSplit * args.num_blocks : blockIdx.x;
   }
@@ -176,7 +187,6 @@ struct BiasPassConfig {
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
   static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
-  static constexpr bool kRing = false;  // no block waits for another one of the grid
 
   // No more than rows n in flight, so that none is a whole turn of the ring ahead: a barrier could not tell that.
   static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;

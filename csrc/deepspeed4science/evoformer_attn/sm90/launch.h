@@ -26,9 +26,6 @@ class Launch {
     add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
   }
 
-  // All blocks at once, or an error.
-  void cooperate() { add(cudaLaunchAttributeCooperative).val.cooperative = 1; }
-
   const cudaLaunchConfig_t* config() const { return &config_; }
 
  private:

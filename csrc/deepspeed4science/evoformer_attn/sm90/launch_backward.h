@@ -30,10 +30,10 @@ struct BackwardChoice {
   using LongFused = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768>, Fused>;
   using SplitFused =
       cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768, 2>, RowPassTiles<1, 2, 64, 3, 1, 384, 2>>;
-  // dk, dv and dq in one pass, dq by additions.
+  // dk, dv and dq in one pass, dq by additions; where a score costs more than its addition, dbias2 as well.
   static constexpr bool kRings = kHeadDim > 32;
   using Ring = cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 3, 1, 0, 1, true>,
-                                   RowPassTiles<1, 2, 32, 4, 1, 0, 1, true>>;
+                                   RowPassTiles<1, 2, 32, 4, 1, 0, 1, true, true>>;
   using Bias = cute::conditional_t<
       kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
       cute::conditional_t<kHeadDim <= 64, BiasPassTiles<2, 1, 128, 128, 64, 4>, BiasPassTiles<2, 1, 128, 128, 64, 3>>>;
@@ -82,8 +82,9 @@ class Backward : BackwardHost {
     delta_ = reserve(true, rows * 4);
     rings_ = choose_ring();
     // dq, which is written last, lends its rows to their shifted lse.
-    lse_ = reserve(p.bias1 && (!p.dq || rings_), rows * 4);
-    progress_ = reserve(rings_, p.B * p.N * p.H * int64_t(sizeof(int32_t)));
+    lse_ = reserve(p.bias1 && (!p.dq || (rings_ && !ring_adds_dbias2_)), rows * 4);
+    progress_ = reserve(rings_, progress_size() * int64_t(sizeof(int32_t)));
+    slots_ = reserve(ring_adds_dbias2_, num_slots_ * slot_size() * 4);
     shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
@@ -141,7 +142,8 @@ class Backward : BackwardHost {
     return false;
   }
 
-  // Whether dq comes by additions to slots that dbias2, which is written afterwards, lends.
+  // Whether dq comes by additions to slots, and where these are: with dbias2 added to as well they have places of their
+  // own, else it is written afterwards and lends them.
   bool choose_ring() {
     if constexpr (Choice::kRings) {
       if (!kBias2 || !p_.dbias2 || !p_.dk || !p_.dv || !p_.dq || p_.deterministic) return false;
@@ -152,30 +154,51 @@ class Backward : BackwardHost {
         cudaGetLastError();  // not ours: two passes ask for less
         return false;
       }
-      int64_t key_blocks = ceil_div(p_.Lk, RingPass::kTiles * RingPass::kOwned);
-      // Those under way, and half as many whose last block or whose writing is waited for; better twice as many.
-      int64_t pairs = p_.B * p_.N * p_.H, fitting = p_.B * p_.H * p_.Lq * p_.Lk / slot_size();
-      num_slots_ = std::min({ceil_div(3 * blocks, key_blocks) + 4, fitting, pairs});
-      return num_slots_ >= std::min(ceil_div(3 * blocks, 2 * key_blocks) + 4, pairs);
+      int64_t key_blocks = ceil_div(p_.Lk, RingPass::kTiles * RingPass::kOwned), elements = p_.B * p_.H * p_.Lq * p_.Lk;
+      if (key_blocks > RingPass::Feed::kPlaces * blocks) return false;
+      if (RingPass::kAddsDbias2 && p_.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
+        // Slots and statistics are gone when dbias2 gets its 16-bit copy: of that size they do not raise peak memory.
+        // Some blocks are at an earlier (b, n, h), or still write its dq: 1.25 times as many as are under way.
+        int64_t room = elements * int64_t(sizeof(Element)) - 2 * statistics_bytes() - 4 * progress_size();
+        ring_adds_dbias2_ =
+            choose_slots(ceil_div(5 * blocks, 4 * key_blocks) + 1, ceil_div(3 * blocks, key_blocks) + 4, room / 4);
+        if (ring_adds_dbias2_) return true;
+      }
+      return choose_slots(ceil_div(3 * blocks, 2 * key_blocks) + 4, ceil_div(3 * blocks, key_blocks) + 4, elements);
     }
     return false;
   }
+  // As many as fit into so many elements, `most` at most; false if that is less than `least`.
+  bool choose_slots(int64_t least, int64_t most, int64_t elements) {
+    int64_t pairs = p_.B * p_.N * p_.H;
+    num_slots_ = std::min({most, elements / slot_size(), pairs});
+    return num_slots_ >= std::min(least, pairs);
+  }
+  int64_t statistics_bytes() const { return p_.B * p_.N * p_.H * p_.Lq * 4; }
   int64_t slot_size() const {
     return ceil_div(p_.Lq, RingPass::kColumns) * RingPass::kColumns * int64_t(RingPass::kSlotColumns);
   }
+  int64_t progress_size() const { return 2 * p_.B * p_.N * p_.H + 2; }  // what ring_pass() points to
+  // Zeros, of which the pass leaves as many in lent slots.
+  void clear_ring() {
+    if constexpr (Choice::kRings) {
+      zero(at<float>(progress_), progress_size());
+      if (ring_adds_dbias2_) zero(at<float>(slots_), num_slots_ * slot_size());
+      bool adds = ring_adds_dbias2_ || args_.adds_dbias2;
+      zero(p_.dbias2, adds ? p_.B * p_.H * p_.Lq * p_.Lk : num_slots_ * slot_size());
+    }
+  }
   void ring_pass() {
     if constexpr (Choice::kRings) {
-      args_.dq_slots = p_.dbias2, args_.num_dq_slots = int32_t(num_slots_);
-      args_.dq_progress = at<int32_t>(progress_);
-      // The pass leaves zeros there, so this clears dbias2 as well where that is added to.
-      zero(args_.dq_slots, args_.adds_dbias2 ? p_.B * p_.H * p_.Lq * p_.Lk : num_slots_ * slot_size());
-      zero(at<float>(progress_), p_.B * p_.N * p_.H);
+      int64_t pairs = p_.B * p_.N * p_.H;
+      args_.dq_slots = ring_adds_dbias2_ ? at<float>(slots_) : p_.dbias2, args_.num_dq_slots = int32_t(num_slots_);
+      args_.dq_progress = at<int32_t>(progress_), args_.dq_slots_back = args_.dq_progress + pairs;
+      args_.dq_num_back = args_.dq_slots_back + pairs, args_.next_tile = args_.dq_num_back + 1;
+      args_.ring_dbias2 = ring_adds_dbias2_ ? p_.dbias2 : nullptr;
       key_pass<RingPass>();
-      args_.dbias2_is_lent = true;
-      if (status_ == cudaErrorCooperativeLaunchTooLarge || status_ == cudaErrorNotSupported) {
-        cudaGetLastError();  // this process may not have all multiprocessors at once: two passes need not
-        status_ = cudaSuccess, rings_ = args_.dbias2_is_lent = false, args_.waits = true;
-      }
+      args_.dbias2_is_lent = !ring_adds_dbias2_;
+      int64_t blocks = ceil_div(p_.Lq / Dbias2Unit::kQueries, kOrderUnits) * (p_.Lk / Dbias2Unit::kKeys) * p_.B * p_.H;
+      if (ring_adds_dbias2_ && blocks > 0) start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args_);
     }
   }
 
@@ -190,7 +213,9 @@ class Backward : BackwardHost {
     if constexpr (kBias2) {
       args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses && !rings_;
       args_.dbias2 = p_.dbias2;
-      if (p_.dbias2 && !args_.stores_dbias2) with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
+      if (p_.dbias2 && !args_.stores_dbias2 && !ring_adds_dbias2_) {
+        with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
+      }
     }
     if (rings_) return;
     if (fuses) return fused_pass();
@@ -235,6 +260,7 @@ class Backward : BackwardHost {
   void clear() {
     args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
     if (args_.adds_dbias2 && !rings_) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
+    if (rings_) clear_ring();
     if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 
@@ -247,8 +273,7 @@ class Backward : BackwardHost {
       start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
     }
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, /*cooperates=*/false, args,
-                      at<float>(delta_));
+    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
     args_.waits = true;
 
     args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
@@ -325,11 +350,10 @@ class Backward : BackwardHost {
     check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
   template <typename Kernel, typename... Args>
-  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, int cluster, bool cooperates,
-                         const Args&... args) {
+  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, int cluster, const Args&... args) {
     if (status_ != cudaSuccess) return;
     Launch launch(blocks, threads, shared, cluster, stream_);
-    cooperates ? launch.cooperate() : launch.overlap();
+    launch.overlap();
     check(cudaLaunchKernelEx(launch.config(), kernel, args...));
   }
   // `most`: blocks that find something to do.
@@ -339,16 +363,16 @@ class Backward : BackwardHost {
     check(PersistentGrid<kKernel, Config::kNumThreads, Config::kSharedBytes, kCluster>::resident_blocks(blocks));
     if (status_ != cudaSuccess) return;
     if (most < blocks) blocks = most;
-    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, kCluster, Config::kRing, args_, maps);
+    start_overlapping(kKernel, blocks, Config::kNumThreads, Config::kSharedBytes, kCluster, args_, maps);
     args_.waits = false;  // what this one waited for is there for the next ones too
   }
 
   Bias2Rows<Element> bias2_;
   BackwardArgs args_{};
   int64_t slices_ = 1, num_slots_ = 0;
-  bool rings_ = false;
+  bool rings_ = false, ring_adds_dbias2_ = false;
   int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
-          progress_ = -1;
+          progress_ = -1, slots_ = -1;
 };
 
 }  // namespace ds4s::sm90

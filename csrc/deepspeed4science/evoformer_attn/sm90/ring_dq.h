@@ -4,11 +4,13 @@
 //
 //   consumers      dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added to
 //                  the slot, which has them in the order of the accumulators
-//   slot warp      waits until the slot of a tile is free, and counts a tile that has been added
-//   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros
+//   slot warp      finds the slot of a tile, and counts a tile that has been added
+//   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros; the last one hands
+//                  the slot back
 //
-// All blocks run at the same time (a cooperative launch), so whoever is waited for gets on: a slot's next owner waits
-// for nothing but the writing of an earlier dq, which waits for additions to that one alone.
+// The first (b, n, h), in the order of tiles, have a slot each; the later ones get those that are handed back, in the
+// same order. Whoever is waited for gets on: blocks take tiles in order (tile_feed.h), and as long as one waits for a
+// slot, all are with earlier (b, n, h), of which the first waits for nobody.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -38,10 +40,10 @@ struct RingDq {
     ring.slot_free.init(1), ring.added.init(128 * kTiles);
   }
 
-  // The (b, n, h) of a tile, and where it is summed up.
+  // The (b, n, h) of a tile, and where a slot is.
   CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
-  CUTLASS_DEVICE static float* slot_of(const BackwardArgs& args, int tile) {
-    return args.dq_slots + int64_t(pair_of(args, tile) % args.num_dq_slots) * num_parts(args) * kPart;
+  CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int slot) {
+    return args.dq_slots + int64_t(slot) * num_parts(args) * kPart;
   }
   // Of a slot: what one warpgroup adds in one step.
   static constexpr int kPart = 64 * kQueries;
@@ -52,13 +54,8 @@ struct RingDq {
     using Turn = RingTurn<Config::RingTiles::kPlaces>;
     Turn given, taken;
     uint32_t slot_parity = 0;
-    float* slot;  // this lane's first element
-    int step;     // the next one to add, of this tile
-
-    CUTLASS_DEVICE void begin(const BackwardArgs& args, int tile, const Place& at) {
-      slot = slot_of(args, tile) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
-      step = 0;
-    }
+    float* next;  // this lane's first element of the next step
+    bool begins;  // no step of this tile has been added
   };
 
   // dS of this warpgroup's keys, each 8x8 matrix transposed to where `offset` says.
@@ -114,96 +111,123 @@ struct RingDq {
   CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared, const Place& at) {
     shared.ring_barriers.empty[walk.taken.stage].arrive();
     walk.taken.advance();
-    if (walk.step == 0) {
+    if (walk.begins) {
       shared.ring_barriers.slot_free.wait(walk.slot_parity);
-      walk.slot_parity ^= 1;
+      walk.slot_parity ^= 1, walk.begins = false;
+      walk.next = address_of(args, shared.ring_barriers.slot) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
     }
-    float* dst = walk.slot + walk.step++ * (kTiles * kPart);
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(dst + 128 * x, sum + x);
+    for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(walk.next + 128 * x, sum + x);
+    walk.next += kTiles * kPart;
   }
 
   CUTLASS_DEVICE static void run_slots(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
     uint32_t parity = 0;
-    int tile = Config::first_tile(args);
-    if (tile < args.num_tiles) free_slot(shared, args, tile);
-    for (; tile < args.num_tiles; tile = Config::next_tile(args, tile), parity ^= 1) {
+    for (TileWalk<Config, TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), parity ^= 1) {
+      shared.ring_barriers.slot = slot_of(args, pair_of(args, tiles.tile));
+      shared.ring_barriers.slot_free.arrive();
       shared.ring_barriers.added.wait(parity);
       __threadfence();
-      atomicAdd(args.dq_progress + pair_of(args, tile), 1);
-      int next = Config::next_tile(args, tile);
-      if (next < args.num_tiles) free_slot(shared, args, next);
+      atomicAdd(args.dq_progress + pair_of(args, tiles.tile), 1);
     }
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
     const int lane = threadIdx.x % 32;
-    for (int tile = Config::first_tile(args); tile < args.num_tiles; tile = Config::next_tile(args, tile)) {
-      typename Config::Coordinates at = Config::locate(args, tile);
-      int* progress = args.dq_progress + pair_of(args, tile);
+    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args)) {
+      typename Config::Coordinates at = Config::locate(args, tiles.tile);
+      const int slot = slot_of(args, pair_of(args, tiles.tile));
+      int* progress = args.dq_progress + pair_of(args, tiles.tile);
       if (lane == 0) wait_for(progress, args.num_blocks);
       __syncwarp();
-      write(args, shared, slot_of(args, tile), dq, at, tile % args.num_blocks, lane);
+      write(args, shared, address_of(args, slot), dq, at, tiles.tile % args.num_blocks, lane);
       __syncwarp();
       if (lane == 0) {
         __threadfence();
-        atomicAdd(progress, 1);
+        if (atomicAdd(progress, 1) == 2 * args.num_blocks - 1) {
+          __threadfence();
+          hand_back(args, slot);
+        }
       }
     }
   }
 
  private:
-  // The one before has been written by all its blocks.
-  CUTLASS_DEVICE static void free_slot(Shared& shared, const BackwardArgs& args, int tile) {
-    int pair = pair_of(args, tile);
-    if (pair >= args.num_dq_slots) wait_for(args.dq_progress + pair - args.num_dq_slots, 2 * args.num_blocks);
-    shared.ring_barriers.slot_free.arrive();
+  CUTLASS_DEVICE static int slot_of(const BackwardArgs& args, int pair) {
+    return pair < args.num_dq_slots ? pair : wait_for(args.dq_slots_back + pair - args.num_dq_slots, 1) - 1;
   }
-  CUTLASS_DEVICE static void wait_for(const int* progress, int count) {
-    while (ptx::load_acquire(progress) < count) __nanosleep(200);
+  CUTLASS_DEVICE static void hand_back(const BackwardArgs& args, int slot) {
+    ptx::store_release(args.dq_slots_back + atomicAdd(args.dq_num_back, 1), slot + 1);
+  }
+  CUTLASS_DEVICE static int wait_for(const int* place, int at_least) {
+    int x;
+    while ((x = ptx::load_acquire(place)) < at_least) __nanosleep(200);
+    return x;
   }
   // Every num_blocks-th part, from the block-th on: 16 queries at a time, the next ones on their way to shared memory.
   CUTLASS_DEVICE static void write(const BackwardArgs& args, Shared& shared, float* slot, const TensorView<5>& dq,
                                    const typename Config::Coordinates& at, int block, int lane) {
     constexpr int kVectors = 64 * 16 / 4, kOfPart = kPart / (64 * 16);  // float4 of 16 queries
-    Element* out = static_cast<Element*>(const_cast<void*>(dq.ptr)) + at.head * dq.stride[2] + at.row * dq.stride[3] +
-                   at.batch * dq.stride[4];
+    constexpr int kPlaces = Config::RingTiles::kSums;
+    const int lane_query = lane % 16 / 4 * 2 + lane % 2, lane_column = lane / 16 * 16 + lane % 4 / 2 * 8;
+    Element* out = static_cast<Element*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
+                   at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
+    float4* in = reinterpret_cast<float4*>(slot) + lane;
     const int count = (num_parts(args) - block + args.num_blocks - 1) / args.num_blocks * kOfPart;
     auto part_of = [&](int i) { return block + i / kOfPart * args.num_blocks; };
-    auto from = [&](int i) {
-      return reinterpret_cast<float4*>(slot) + (part_of(i) * kOfPart + i % kOfPart) * kVectors;
-    };
+    auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
+      float4* place = shared.ring.sums[i % kPlaces] + lane;
       CUTLASS_PRAGMA_UNROLL
-      for (int x = lane; x < kVectors; x += 32) {
-        if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], shared.ring.sums[i % 2][x]);
+      for (int x = 0; x < kVectors; x += 32) {
+        if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], place[x]);
       }
       cute::cp_async_fence();
     };
-    load(0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPlaces - 1; ++i) load(i);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < count; ++i) {
-      load(i + 1);
-      cute::cp_async_wait<1>();  // each lane reads what it has loaded itself
+      cute::cp_async_wait<kPlaces - 2>();
+      __syncwarp();  // all lanes' loads of this place are there, and all have read the last one
+      load(i + kPlaces - 1);
       CUTLASS_PRAGMA_UNROLL
-      for (int x = lane; x < kVectors; x += 32) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
-      const int tile = part_of(i) % kTiles;
-      const int query = part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16 + lane / 4;
+      for (int x = 0; x < kVectors; x += 32) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
+      const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
+      const int query = part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
+      Element* rows = out + query * dq.stride[1] + column;
+      const int valid = int(dq.size[0]) - column - lane_column;
       CUTLASS_PRAGMA_UNROLL
-      for (int y = 0; y < 4; ++y) {  // 32 columns of 8 queries
-        uint32_t pairs[4];
+      for (int j = 0; j < 2; ++j) {  // 8 queries each
+        uint4 eights[2];             // both before stores that may be left out
         CUTLASS_PRAGMA_UNROLL
-        for (int w = 0; w < 2; ++w) {
-          float4 four = shared.ring.sums[i % 2][128 * (y / 2) + 32 * (y % 2 * 2 + w) + lane];
-          pairs[2 * w] = movmatrix_trans(ptx::pack<Element>(four.x * args.scale, four.y * args.scale));
-          pairs[2 * w + 1] = movmatrix_trans(ptx::pack<Element>(four.z * args.scale, four.w * args.scale));
+        for (int y = 0; y < 2; ++y) {
+          eights[y] = eight_columns(shared.ring.sums[i % kPlaces] + 128 * j + 64 * y, args.scale, lane);
         }
-        const int l = query + 8 * (y / 2), column = 64 * (tile % kBoxes) + 32 * (y % 2) + 8 * (lane % 4);
-        store_eight(out + l * dq.stride[1] + column, eight_of_a_row(pairs, lane),
-                    l < dq.size[1] ? int(dq.size[0]) - column : 0);
+        const bool exists = query + 8 * j + lane_query < dq.size[1];
+        CUTLASS_PRAGMA_UNROLL
+        for (int y = 0; y < 2; ++y) {
+          store_eight(rows + 8 * j * dq.stride[1] + 32 * y, eights[y], exists ? valid - 32 * y : 0);
+        }
       }
     }
     cute::cp_async_wait<0>();
+    __syncwarp();
+  }
+  // Of 8 queries by 32 columns, two warps' accumulators of dq^T, eight neighbours in a row for each lane. Half of the
+  // lanes read neighbours the other way round, for the sake of the banks.
+  CUTLASS_DEVICE static uint4 eight_columns(const float4* sums, float scale, int lane) {
+    const int second = lane / 16;
+    const float* x = reinterpret_cast<const float*>(sums) + 128 * second + lane % 16;
+    uint32_t pairs[4];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t pair = ptx::pack<Element>(x[16 * (2 * i + second)] * scale, x[16 * (2 * i + 1 - second)] * scale);
+      pairs[i] = __byte_perm(pair, 0, second ? 0x1032 : 0x3210);
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 };
 

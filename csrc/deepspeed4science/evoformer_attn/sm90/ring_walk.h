@@ -8,6 +8,7 @@
 //             dq of k - 2         dS of all keys; a step later, when the other warpgroup has it too
 #pragma once
 
+#include "sm90/ring_dbias2.h"
 #include "sm90/ring_dq.h"
 
 namespace ds4s::sm90 {
@@ -16,6 +17,7 @@ template <typename Consumer>
 struct RingWalk {
   using Config = typename Consumer::PassConfig;
   using Dq = RingDq<Config>;
+  using Dbias2 = RingDbias2<Config>;
   using Shared = typename Config::Shared;
   using Scores = typename Consumer::Scores;
   using Packed = typename Consumer::Packed;
@@ -28,8 +30,10 @@ struct RingWalk {
     Scores s, dp;
     Packed p;
     typename Dq::Sum sum;
+    typename Dbias2::Walk dbias2;
     bool adds = false;    // sum is of a step, not of nothing
     int last_stage = -1;  // that the results under way read
+    CUTLASS_DEVICE explicit State(const typename Dbias2::Walk& walk) : dbias2(walk) {}
   };
 
   CUTLASS_DEVICE static void start_scores(State& state, const Operands& operands, int stage) {
@@ -78,6 +82,7 @@ struct RingWalk {
     }
     Consumer::pack(ds, s);
     Dq::hand_over(ds, walk, shared, Consumer::bias2_offset(at), at);
+    if constexpr (Config::kAddsDbias2) Dbias2::add(state.dbias2, s, args, at);
     finish_results(state, results, walk, args, shared, at);
     replace(state.p, p, args);
   }
@@ -92,8 +97,9 @@ struct RingWalk {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
                                  const Operands& operands, Results& results, typename Dq::Walk& walk,
-                                 EmptyBarrier& owned_empty, const Place& at) {
-    State state;
+                                 EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
+                                 const Place& at) {
+    State state(typename Dbias2::Walk(args, block, at));
     const int num_steps = Config::columns(args).num_steps();
     shared.full[turn.stage].wait(turn.parity);
     Consumer::begin(state.s, shared, turn.stage, args.unit, at);

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
     if constexpr (kFused) FusedDq<Config>::init(shared.dq);
-    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers);
+    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers), shared.feed.init();
     if constexpr (kSplit) SplitResults<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }

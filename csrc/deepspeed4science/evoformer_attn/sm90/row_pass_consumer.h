@@ -258,8 +258,9 @@ struct RowPassConsumer {
     }
   }
 
-  // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is read
-  // from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-ring.md, Registers of a product.
+  // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is
+  // read from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-ring.md, Registers of a
+  // product.
   CUTLASS_DEVICE static void keep(Packed& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");
@@ -324,16 +325,16 @@ struct RowPassConsumer {
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
     cute::conditional_t<kRing, RingState, NoRing> ring;
-    for (int tile = Config::first_tile(args); tile < args.num_tiles;
-         tile = Config::next_tile(args, tile), owned_turn.advance()) {
-      Coordinates block = Config::locate(args, tile);
+    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_turn.advance()) {
+      Coordinates block = Config::locate(args, tiles.tile);
       int buffer = owned_turn.stage;
       // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
       Bias1OfRow<Element> bias1(args, block.batch, min(block.row + at.row, args.N - 1));
       DqWalk dq{maps, block, owned_turn};
       if (kFused && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
       shared.owned_full[buffer].wait(owned_turn.parity);
-      if constexpr (kRing) ring.walk.begin(args, tile, at);
+      if constexpr (kRing) ring.walk.begins = true;
       // kRing: keys that do not exist have P = 0.
       if (kRing || (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args))) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
@@ -342,7 +343,7 @@ struct RowPassConsumer {
         if constexpr (!kKeys) find_dbias2(results, args, block, at);
         if constexpr (kRing) {
           RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
-                                         shared.owned_empty[buffer], at);
+                                         shared.owned_empty[buffer], block, at);
         } else {
           walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
         }

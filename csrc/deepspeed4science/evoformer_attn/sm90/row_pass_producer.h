@@ -32,9 +32,9 @@ struct RowPassProducer {
     const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
-    for (int tile = Config::first_tile(args); tile < args.num_tiles;
-         tile = Config::next_tile(args, tile), owned_turn.advance()) {
-      Coordinates at = Config::locate(args, tile);
+    for (TileWalk<Config, TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
       FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
       owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
@@ -73,9 +73,9 @@ struct RowPassProducer {
     const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
-    for (int tile = Config::first_tile(args); tile < args.num_tiles;
-         tile = Config::next_tile(args, tile), owned_turn.advance()) {
-      Coordinates at = Config::locate(args, tile);
+    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);

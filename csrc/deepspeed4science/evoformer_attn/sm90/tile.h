@@ -73,12 +73,4 @@ CUTLASS_DEVICE void stmatrix_trans(uint32_t address, const uint32_t* r) {
                : "memory");
 }
 
-// One such matrix from lanes to lanes, transposed: movmatrix (9.7.15.5.17). Of row lane / 4, a lane has elements
-// 2 (lane % 4) and one more.
-CUTLASS_DEVICE uint32_t movmatrix_trans(uint32_t x) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
-  return transposed;
-}
-
 }  // namespace ds4s::sm90

@@ -1,0 +1,68 @@
+// The tiles of a persistent block, one after another: every gridDim.x-th, or the next one that no block has taken.
+// These come from a counter, and from the block's producer to all its warps. Blocks take them in order as they get on,
+// so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
+#pragma once
+
+#include "sm90/block.h"
+
+namespace ds4s::sm90 {
+
+// In shared memory. Its places are how far a warp that waits for other blocks may be behind: a (b, n, h) of more tiles
+// than all blocks have places would never be done.
+template <int kReaders>
+struct TileFeed {
+  static constexpr int kPlaces = 32;
+  using Turn = RingTurn<kPlaces>;
+  int tiles[kPlaces];
+  EmptyBarrier full[kPlaces], empty[kPlaces];
+
+  CUTLASS_DEVICE void init() {
+    for (int place = 0; place < kPlaces; ++place) full[place].init(1), empty[place].init(kReaders);
+  }
+  CUTLASS_DEVICE int take(Turn& turn, int* counter) {
+    empty[turn.stage].wait(turn.parity ^ 1);
+    const int tile = tiles[turn.stage] = atomicAdd(counter, 1);
+    full[turn.stage].arrive();
+    turn.advance();
+    return tile;
+  }
+  // By a warp, or by one lane of it.
+  CUTLASS_DEVICE int read(Turn& turn, bool warp) {
+    full[turn.stage].wait(turn.parity);
+    const int tile = tiles[turn.stage];
+    if (warp) __syncwarp();
+    if (!warp || threadIdx.x % 32 == 0) empty[turn.stage].arrive();
+    turn.advance();
+    return tile;
+  }
+};
+
+enum class TileReader { kTakes, kWarp, kLane };
+
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one.
+template <typename Config, TileReader kReader>
+struct TileWalk {
+  int tile;
+
+  CUTLASS_DEVICE TileWalk(typename Config::Shared& shared, const BackwardArgs& args) {
+    if constexpr (Config::kRing) {
+      advance(shared, args);
+    } else {
+      tile = Config::first_tile(args);
+    }
+  }
+  CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs& args) {
+    if constexpr (!Config::kRing) {
+      tile = Config::next_tile(args, tile);
+    } else if constexpr (kReader == TileReader::kTakes) {
+      tile = shared.feed.take(turn_, args.next_tile);
+    } else {
+      tile = shared.feed.read(turn_, kReader == TileReader::kWarp);
+    }
+  }
+
+ private:
+  typename TileFeed<1>::Turn turn_;
+};
+
+}  // namespace ds4s::sm90
