@@ -5,7 +5,7 @@ Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors
 
     evoformer_attn(q, k, v, bias1?, bias2?, with_lse) -> (o, lse)
     evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5])
-        -> (dq, dk, dv, dbias1, dbias2)
+        -> (dq, dk, dv, dbias1, dbias2)    bias gradients in float32
 
 `Library.define/impl` rather than `custom_op`: the wrapper of the latter costs 9 to 15 us a call.
 """
@@ -135,9 +135,7 @@ def _backward(
     problem = describe(q, k, v, bias1, bias2)
     shapes = _gradient_likes(q, k, v, bias1, bias2, wanted)
     if problem.is_empty:
-        return tuple(
-            torch.zeros_like(like, memory_format=torch.contiguous_format) for like in shapes
-        )
+        return tuple(_empty_gradient(like, bias1, bias2).zero_() for like in shapes)
     backend = backends.select(problem)
     gradients = backend.backward(problem, do_, q, k, v, o, lse, bias1, bias2, wanted=wanted)
     return tuple(
@@ -147,10 +145,10 @@ def _backward(
 
 
 def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of what was broadcast, in its own shape and dtype (docs/math.md, 15 and 16)."""
+    """The gradient of what was broadcast, in its own shape (docs/math.md, 15 and 16)."""
     if gradient.shape == like.shape:  # nearly always: 2 us less for each
-        return gradient if gradient.dtype == like.dtype else gradient.to(like.dtype)
-    total = gradient.sum_to_size(like.shape).to(like.dtype)
+        return gradient
+    total = gradient.sum_to_size(like.shape)
     if like.shape[-1] < gradient.shape[-1]:
         total = total * 0.0  # the same for all keys changes nothing; NaN stays NaN
     return total
@@ -169,8 +167,17 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     describe(q, k, v, bias1, bias2)
     return tuple(
-        torch.empty_like(like, memory_format=torch.contiguous_format)
+        _empty_gradient(like, bias1, bias2)
         for like in _gradient_likes(q, k, v, bias1, bias2, wanted)
+    )
+
+
+def _empty_gradient(like: Tensor, bias1: Tensor | None, bias2: Tensor | None) -> Tensor:
+    of_bias = like is bias1 or like is bias2
+    return torch.empty_like(
+        like,
+        dtype=torch.float32 if of_bias else like.dtype,
+        memory_format=torch.contiguous_format,
     )
 
 
@@ -204,9 +211,17 @@ def _autograd(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tenso
     if lse.numel() == 0:  # the operator was called directly, without what its backward needs
         o, lse = _FORWARD_OP(q, k, v, bias1, bias2, True)
     wanted = list(ctx.needs_input_grad[:5])
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
     gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
+    # What was saved goes before bias gradients get a copy in their own dtype: less memory at once.
+    del q, k, v, o, lse, bias1, bias2
+    if not torch.compiler.is_compiling():  # compiled autograd, which frees what it can itself
+        ctx.maybe_clear_saved_tensors()
     return (
-        *(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)),
+        *(
+            gradient.to(dtype) if want else None
+            for gradient, dtype, want in zip(gradients, dtypes, wanted, strict=True)
+        ),
         None,
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
 from tests.numeric.graphs import replayed_and_direct
@@ -141,6 +142,26 @@ def test_one_pass_is_what_runs(case):
     names = " ".join(event.name for event in profile.events())
     assert names.count("row_pass") == 1, names
     assert ("bias_pass" in names) == (case.bias2 and case not in WITH_DBIAS2), names
+
+
+@pytest.mark.parametrize(("H", "D"), [(8, 64), (32, 128)])
+def test_peak_memory_is_that_of_results(H, D):
+    """O, dq, dk, dv, and dbias2's sum in float32 beside its copy: what passes need besides is gone
+    by then, and no more.
+    """
+    N, L = 8, 512
+    case = Case("memory", N=N, Lq=L, H=H, D=D)
+    q, k, v, bias1, bias2 = (
+        x.requires_grad_() for x in case.inputs(torch.bfloat16, "cuda").tensors()
+    )
+
+    def step():
+        o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+        torch.autograd.grad(o, (q, k, v, bias2), do)
+
+    do = torch.randn_like(q)
+    results = 4 * q.nbytes + H * L * L * (4 + 2)
+    assert 0 <= peak_extra_bytes(step, q.device) - results <= 16384
 
 
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])

@@ -120,6 +120,28 @@ def test_checkpoint_recomputes(device):
         assert torch.equal(a, b)
 
 
+def test_graph_is_freed_or_retained_as_usual(device):
+    """The backward gives saved tensors back itself, unless somebody wants them again."""
+    tensors = leaves(device)
+    o = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    first = torch.autograd.grad(o.sum(), tensors, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(o.sum(), tensors), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(o.sum(), tensors)
+
+
+def test_compiled_autograd(device):
+    tensors = leaves(device)
+    o = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    expected = torch.autograd.grad(o.sum(), tensors)
+
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:]).sum().backward()
+    for tensor, b in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.grad, b)
+
+
 def test_called_without_lse_backward_recomputes_it(device):
     tensors = leaves(device)
     o, lse = torch.ops.deepspeed4science.evoformer_attn(*tensors, False)
