@@ -144,24 +144,22 @@ def test_one_pass_is_what_runs(case):
     assert ("bias_pass" in names) == (case.bias2 and case not in WITH_DBIAS2), names
 
 
-@pytest.mark.parametrize(("H", "D"), [(8, 64), (32, 128)])
-def test_peak_memory_is_that_of_results(H, D):
+@pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
+def test_peak_memory_is_that_of_results(N, H, D):
     """O, dq, dk, dv, and dbias2's sum in float32 beside its copy: what passes need besides is gone
-    by then, and no more.
+    by then, lse too. An allocator's block may have 1 MiB more than was asked for.
     """
-    N, L = 8, 512
-    case = Case("memory", N=N, Lq=L, H=H, D=D)
-    q, k, v, bias1, bias2 = (
-        x.requires_grad_() for x in case.inputs(torch.bfloat16, "cuda").tensors()
-    )
+    inputs = Case("memory", N=N, Lq=512, H=H, D=D).inputs(torch.bfloat16, "cuda")
+    trained = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
+    do = torch.randn_like(inputs.q)
 
     def step():
-        o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
-        torch.autograd.grad(o, (q, k, v, bias2), do)
+        o = DS4Sci_EvoformerAttention(inputs.q, inputs.k, inputs.v, [inputs.bias1, inputs.bias2])
+        torch.autograd.grad(o, trained, do)
 
-    do = torch.randn_like(q)
-    results = 4 * q.nbytes + H * L * L * (4 + 2)
-    assert 0 <= peak_extra_bytes(step, q.device) - results <= 16384
+    results = 4 * do.nbytes + (4 + 2) * inputs.bias2.numel()
+    one_lse = 4 * N * H * 512
+    assert 0 <= peak_extra_bytes(step, do.device) - results <= 2**20 < one_lse
 
 
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
