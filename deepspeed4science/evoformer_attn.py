@@ -212,7 +212,11 @@ def _autograd(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tenso
         o, lse = _FORWARD_OP(q, k, v, bias1, bias2, True)
     wanted = list(ctx.needs_input_grad[:5])
     dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
-    gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
+    else:  # as in the forward: nothing to record
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
     # What was saved goes before bias gradients get a copy in their own dtype: less memory at once.
     del q, k, v, o, lse, bias1, bias2
     if not torch.compiler.is_compiling():  # compiled autograd, which frees what it can itself
