@@ -15,9 +15,9 @@ from deepspeed4science.demo.measure import Timing
 CPU_FLUSH_BYTES = (
     128 * 2**20
 )  # far above a core's second-level cache and our share of a server's third level
-# Many times any L2; writing it takes an H200 over half a millisecond, longer than a host needs to
+# Many times any L2; writing it takes an H200 over a millisecond, longer than a slow host needs to
 # launch a backward pass of several kernels.
-CUDA_FLUSH_BYTES = 2 * 2**30
+CUDA_FLUSH_BYTES = 5 * 2**30
 MIN_RUNS, MAX_RUNS = 5, 100
 NUM_WARMUPS = 3
 
