@@ -4,6 +4,7 @@ Everything else in this folder runs on it too, wherever it is the GPU's family's
 """
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def determinism(wanted):
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def kernels_of(inputs):
+    """The names of what a forward and backward of ours start, a line each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(ours, inputs)
+        torch.cuda.synchronize()
+    return "\n".join(event.name for event in profile.events())
 
 
 EDGES = [(63, 65), (65, 63), (64, 192), (127, 193), (129, 191), (193, 129), (191, 127), (257, 33)]
@@ -79,6 +88,19 @@ def test_dbias2_of_one_row(Lq, Lk, D, deterministic):
         check(inputs)
         inputs.needs = (False, True, True, True, True)
         check(inputs)
+
+
+@both_variants
+@pytest.mark.parametrize("D", [24, 64])
+def test_one_row_of_many_tiles(D, deterministic):
+    """Blocks for several rows n would come to two tiles; those for several tiles come to one."""
+    inputs = Case("one-row", B=2, N=1, Lq=600, Lk=700, H=8, D=D).inputs(torch.bfloat16, "cuda")
+    with determinism(deterministic):
+        check(inputs)
+        names = kernels_of(inputs)
+    assert len(re.findall(r"row_pass.*RowPassTiles<(?:\(int\))?1, *(?:\(int\))?2,", names)) == 2, (
+        names
+    )
 
 
 # dq by additions to slots that few (b, n, h) have at a time.
@@ -136,10 +158,7 @@ def test_slots_of_dq_beside_other_work(number):
 def test_one_pass_is_what_runs(case):
     inputs = case.inputs(torch.bfloat16, "cuda")
     inputs.do = torch.randn_like(evoformer_attention(*inputs.tensors()[:3]))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(ours, inputs)
-        torch.cuda.synchronize()
-    names = " ".join(event.name for event in profile.events())
+    names = kernels_of(inputs)
     assert names.count("row_pass") == 1, names
     assert ("bias_pass" in names) == (case.bias2 and case not in WITH_DBIAS2), names
 

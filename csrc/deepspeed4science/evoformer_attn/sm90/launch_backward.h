@@ -23,6 +23,10 @@ struct BackwardChoice {
   using Queries = cute::conditional_t<
       kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
       cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
+  // The same for so few rows that blocks for several would stay empty: (1,1,768,16,24).
+  using FewKeys = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 2, 64, 4, 2>, Keys>;
+  using FewQueries = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 2, 64, 4, 2>,
+                                         cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 3, 1>, Queries>>;
   // dk, dv and dq in one pass: where dq of a row and head fits into shared memory, or one half of it.
   static constexpr bool kFuses = kHeadDim <= 48;
   using Fused =
@@ -67,6 +71,8 @@ class Backward : BackwardHost {
   using Choice = BackwardChoice<kHeadDim>;
   using KeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
   using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
+  using FewKeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::FewKeys>;
+  using FewQueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::FewQueries>;
   using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
   using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
   using SplitFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
@@ -219,8 +225,20 @@ class Backward : BackwardHost {
     }
     if (rings_) return;
     if (fuses) return fused_pass();
-    if (of_keys) key_pass<KeyPass>();
-    if (p_.dq) row_pass_<QueryPass>();
+    if (of_keys) needs_less_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
+    if (p_.dq) needs_less_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
+  }
+  // Whether blocks come to fewer tiles each.
+  template <typename Few, typename Pass>
+  bool needs_less_turns(int64_t owned) {
+    return turns<Few>(owned) < turns<Pass>(owned);
+  }
+  template <typename Config>
+  int64_t turns(int64_t owned) {
+    int blocks = 0;
+    check(PersistentGrid<row_pass<Config>, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
+    int64_t tiles = ceil_div(owned, Config::kTiles * Config::kOwned) * ceil_div(p_.N, Config::kRows) * p_.H * p_.B;
+    return blocks > 0 ? ceil_div(tiles, blocks) : tiles;
   }
 
   // dk, dv and dq in one pass, where that is less work than two.
