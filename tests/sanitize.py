@@ -31,6 +31,7 @@ SM90_CALLS = (
     (3, 70, 300, 40, 64),  # dq by additions to slots in L2
     (2, 40, 301, 60, 128),
     (2, 60, 300, 60, 128),  # dbias2 by additions as well
+    (1, 130, 130, 50, 32),  # blocks of several tiles for one n
 )
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 
