@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import contextlib
 import ctypes
 import statistics
@@ -69,6 +70,7 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | 
     process reset it.
     """
     call()  # whatever is set up once does not count
+    gc.collect()  # nor does what earlier calls left, if it were freed during this one
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
