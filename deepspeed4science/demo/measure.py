@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import contextlib
 import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
