@@ -311,7 +311,7 @@ def test_graph_of_a_deterministic_backward():
 
 
 def test_graph_with_slots_of_dq():
-    """A cooperative launch, and a pass that begins before it has ended."""
+    """Counters that each replay must find at zero, and a pass that begins before this one ends."""
     for a, b in backward_in_a_graph(SLOTS):
         assert relative_error(a, b) < 1e-3  # additions in another order
 
