@@ -6,44 +6,15 @@
 
 #include "backward/host.h"
 #include "params.h"
+#include "sm90/backward_tiles.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/bias_pass.h"
 #include "sm90/launch.h"
 #include "sm90/persistent_grid.h"
+#include "sm90/ring_plan.h"
 #include "sm90/row_pass.h"
 
 namespace ds4s::sm90 {
-
-// Tile sizes for each tier; docs/kernels-sm90.md has what was measured.
-template <int kHeadDim>
-struct BackwardChoice {
-  using Keys = cute::conditional_t<
-      kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
-      cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 4, 2>, RowPassTiles<1, 2, 32, 6, 1>>>;
-  using Queries = cute::conditional_t<
-      kHeadDim <= 32, RowPassTiles<3, 1, 64, 4, 2>,
-      cute::conditional_t<kHeadDim <= 64, RowPassTiles<3, 1, 64, 3, 1>, RowPassTiles<1, 2, 64, 3, 1>>>;
-  // The same for so few rows that blocks for several would stay empty: (1,1,768,16,24).
-  using FewKeys = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 2, 64, 4, 2>, Keys>;
-  using FewQueries = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 2, 64, 4, 2>,
-                                         cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 3, 1>, Queries>>;
-  // dk, dv and dq in one pass: where dq of a row and head fits into shared memory, or one half of it.
-  static constexpr bool kFuses = kHeadDim <= 48;
-  using Fused =
-      cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 2, 512>, RowPassTiles<1, 2, 64, 3, 1, 384>>;
-  using LongFused = cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768>, Fused>;
-  using SplitFused =
-      cute::conditional_t<kHeadDim <= 32, RowPassTiles<1, 3, 64, 3, 1, 768, 2>, RowPassTiles<1, 2, 64, 3, 1, 384, 2>>;
-  // dk, dv and dq in one pass, dq by additions; where a score costs more than its addition, dbias2 as well.
-  static constexpr bool kRings = kHeadDim > 32;
-  using Ring = cute::conditional_t<kHeadDim <= 64, RowPassTiles<1, 2, 64, 3, 1, 0, 1, true>,
-                                   RowPassTiles<1, 2, 32, 4, 1, 0, 1, true, true>>;
-  using Bias = cute::conditional_t<
-      kHeadDim <= 32, BiasPassTiles<1, 3, 64, 64, 64, 8>,
-      cute::conditional_t<kHeadDim <= 64, BiasPassTiles<2, 1, 128, 128, 64, 4>, BiasPassTiles<2, 1, 128, 128, 64, 3>>>;
-  // Where it leaves less of its tiles empty: (1,256,256,4,32) 0.045 instead of 0.055; (1,768,768,4,32) 0.90 for 0.83.
-  using SquareBias = cute::conditional_t<kHeadDim <= 32, BiasPassTiles<2, 2, 64, 32, 32, 8>, Bias>;
-};
 
 // A bias pass whose blocks, in clusters of so many, share keys.
 template <typename Config_, int kCluster_>
@@ -86,11 +57,11 @@ class Backward : BackwardHost {
   explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
-    rings_ = choose_ring();
+    ring_ = choose_ring();
     // dq, which is written last, lends its rows to their shifted lse.
-    lse_ = reserve(p.bias1 && (!p.dq || (rings_ && !ring_adds_dbias2_)), rows * 4);
-    progress_ = reserve(rings_, progress_size() * int64_t(sizeof(int32_t)));
-    slots_ = reserve(ring_adds_dbias2_, num_slots_ * slot_size() * 4);
+    lse_ = reserve(p.bias1 && (!p.dq || (ring_ && !ring_.adds_dbias2)), rows * 4);
+    counters_ = reserve(bool(ring_), ring_.num_counters * 4);
+    slots_ = reserve(ring_.adds_dbias2, ring_.num_slots * ring_.slot_size * 4);
     shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
@@ -148,63 +119,36 @@ class Backward : BackwardHost {
     return false;
   }
 
-  // Whether dq comes by additions to slots, and where these are: with dbias2 added to as well they have places of their
-  // own, else it is written afterwards and lends them.
-  bool choose_ring() {
+  RingPlan choose_ring() {
     if constexpr (Choice::kRings) {
-      if (!kBias2 || !p_.dbias2 || !p_.dk || !p_.dv || !p_.dq || p_.deterministic) return false;
-      if (p_.N == 1 || fused_suits()) return false;
+      if (!kBias2 || !p_.dbias2 || !p_.dk || !p_.dv || !p_.dq || p_.deterministic) return {};
+      if (p_.N == 1 || fused_suits()) return {};
       using Grid = PersistentGrid<row_pass<RingPass>, RingPass::kNumThreads, RingPass::kSharedBytes>;
       int blocks = 0;
-      if (Grid::resident_blocks(blocks) != cudaSuccess) {
-        cudaGetLastError();  // not ours: two passes ask for less
-        return false;
-      }
-      int64_t key_blocks = ceil_div(p_.Lk, RingPass::kTiles * RingPass::kOwned), elements = p_.B * p_.H * p_.Lq * p_.Lk;
-      if (key_blocks > RingPass::Feed::kPlaces * blocks) return false;
-      if (RingPass::kAddsDbias2 && p_.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
-        // Slots and statistics are gone when dbias2 gets its 16-bit copy: of that size they do not raise peak memory.
-        // Some blocks are at an earlier (b, n, h), or still write its dq: 1.25 times as many as are under way.
-        int64_t room = elements * int64_t(sizeof(Element)) - 2 * statistics_bytes() - 4 * progress_size();
-        ring_adds_dbias2_ =
-            choose_slots(ceil_div(5 * blocks, 4 * key_blocks) + 1, ceil_div(3 * blocks, key_blocks) + 4, room / 4);
-        if (ring_adds_dbias2_) return true;
-      }
-      return choose_slots(ceil_div(3 * blocks, 2 * key_blocks) + 4, ceil_div(3 * blocks, key_blocks) + 4, elements);
+      if (Grid::resident_blocks(blocks) == cudaSuccess) return RingPlan::of<RingPass>(p_, blocks);
+      cudaGetLastError();  // not ours: two passes ask for less
     }
-    return false;
+    return {};
   }
-  // As many as fit into so many elements, `most` at most; false if that is less than `least`.
-  bool choose_slots(int64_t least, int64_t most, int64_t elements) {
-    int64_t pairs = p_.B * p_.N * p_.H;
-    num_slots_ = std::min({most, elements / slot_size(), pairs});
-    return num_slots_ >= std::min(least, pairs);
-  }
-  int64_t statistics_bytes() const { return p_.B * p_.N * p_.H * p_.Lq * 4; }
-  int64_t slot_size() const {
-    return ceil_div(p_.Lq, RingPass::kColumns) * RingPass::kColumns * int64_t(RingPass::kSlotColumns);
-  }
-  int64_t progress_size() const { return 2 * p_.B * p_.N * p_.H + 2; }  // what ring_pass() points to
   // Zeros, of which the pass leaves as many in lent slots.
   void clear_ring() {
-    if constexpr (Choice::kRings) {
-      zero(at<float>(progress_), progress_size());
-      if (ring_adds_dbias2_) zero(at<float>(slots_), num_slots_ * slot_size());
-      bool adds = ring_adds_dbias2_ || args_.adds_dbias2;
-      zero(p_.dbias2, adds ? p_.B * p_.H * p_.Lq * p_.Lk : num_slots_ * slot_size());
-    }
+    zero(at<float>(counters_), ring_.num_counters);
+    if (ring_.adds_dbias2) zero(at<float>(slots_), ring_.num_slots * ring_.slot_size);
+    bool adds = ring_.adds_dbias2 || args_.adds_dbias2;
+    zero(p_.dbias2, adds ? p_.B * p_.H * p_.Lq * p_.Lk : ring_.num_slots * ring_.slot_size);
   }
   void ring_pass() {
     if constexpr (Choice::kRings) {
       int64_t pairs = p_.B * p_.N * p_.H;
-      args_.dq_slots = ring_adds_dbias2_ ? at<float>(slots_) : p_.dbias2, args_.num_dq_slots = int32_t(num_slots_);
-      args_.dq_progress = at<int32_t>(progress_), args_.dq_slots_back = args_.dq_progress + pairs;
+      args_.dq_slots = ring_.adds_dbias2 ? at<float>(slots_) : p_.dbias2;
+      args_.num_dq_slots = int32_t(ring_.num_slots);
+      args_.dq_progress = at<int32_t>(counters_), args_.dq_slots_back = args_.dq_progress + pairs;
       args_.dq_num_back = args_.dq_slots_back + pairs, args_.next_tile = args_.dq_num_back + 1;
-      args_.ring_dbias2 = ring_adds_dbias2_ ? p_.dbias2 : nullptr;
+      args_.ring_dbias2 = ring_.adds_dbias2 ? p_.dbias2 : nullptr;
       key_pass<RingPass>();
-      args_.dbias2_is_lent = !ring_adds_dbias2_;
+      args_.dbias2_is_lent = !ring_.adds_dbias2;
       int64_t blocks = ceil_div(p_.Lq / Dbias2Unit::kQueries, kOrderUnits) * (p_.Lk / Dbias2Unit::kKeys) * p_.B * p_.H;
-      if (ring_adds_dbias2_ && blocks > 0) start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args_);
+      if (ring_.adds_dbias2 && blocks > 0) start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args_);
     }
   }
 
@@ -214,16 +158,16 @@ class Backward : BackwardHost {
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
     clear();
     prepare();
-    if (rings_) ring_pass();
+    if (ring_) ring_pass();
     const bool of_keys = p_.dk || p_.dv || p_.dbias1, fuses = of_keys && p_.dq && fused_suits();
     if constexpr (kBias2) {
-      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses && !rings_;
+      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses && !ring_;
       args_.dbias2 = p_.dbias2;
-      if (p_.dbias2 && !args_.stores_dbias2 && !ring_adds_dbias2_) {
+      if (p_.dbias2 && !args_.stores_dbias2 && !ring_.adds_dbias2) {
         with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
       }
     }
-    if (rings_) return;
+    if (ring_) return;
     if (fuses) return fused_pass();
     if (of_keys) needs_less_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
     if (p_.dq) needs_less_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
@@ -277,8 +221,8 @@ class Backward : BackwardHost {
   // What passes add to; first of all, so that nothing lies between them.
   void clear() {
     args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
-    if (args_.adds_dbias2 && !rings_) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
-    if (rings_) clear_ring();
+    if (args_.adds_dbias2 && !ring_) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
+    if (ring_) clear_ring();
     if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 
@@ -387,10 +331,10 @@ class Backward : BackwardHost {
 
   Bias2Rows<Element> bias2_;
   BackwardArgs args_{};
-  int64_t slices_ = 1, num_slots_ = 0;
-  bool rings_ = false, ring_adds_dbias2_ = false;
+  RingPlan ring_;
+  int64_t slices_ = 1;
   int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
-          progress_ = -1, slots_ = -1;
+          counters_ = -1, slots_ = -1;
 };
 
 }  // namespace ds4s::sm90

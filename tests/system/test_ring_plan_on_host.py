@@ -1,0 +1,68 @@
+"""Where Hopper's backward of wide heads sums dq up, compiled for the host: it needs no GPU."""
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths, toolchain
+
+HOST = Path(__file__).resolve().parents[1] / "host"
+H200 = 132
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """plan(wide, B, N, Lq, Lk, H, blocks) -> slots, elements of a slot, counters, adds_dbias2"""
+    host = toolchain.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path_factory.mktemp("host") / "ring_plan"
+    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", HOST / "ring_plan.cpp"]
+    done = subprocess.run([*map(str, command), "-o", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(*numbers):
+        words = [str(path), *(str(int(number)) for number in numbers)]
+        return [int(word) for word in subprocess.check_output(words, text=True).split()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wide", "shape", "expected"),
+    [
+        (True, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1026, True)),
+        (True, (1, 64, 1024, 1022, 8), (54, 1024 * 128, 1026, False)),
+        (True, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1666, False)),  # room for 19 of 22
+        (False, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2050, False)),
+        (True, (1, 16, 200, 200, 2), (0, 0, 0, False)),  # no room: two passes
+    ],
+    ids=["D128", "D128-rows-of-8-bytes", "D128-many-rows", "D64", "small"],
+)
+def test_plan_of(wide, shape, expected, plan):
+    assert plan(wide, *shape, H200) == [int(x) for x in expected]
+
+
+def test_slots_fit_where_they_are_and_suffice(plan):
+    seed = random.randrange(2**31)
+    pick = random.Random(seed)
+    kinds = set()
+    for _ in range(200):
+        wide, B, N = pick.random() < 0.7, pick.choice((1, 2)), pick.randint(2, 300)
+        H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
+        blocks = pick.choice((14, 114, H200))
+        shape = (wide, B, N, Lq, Lk, H, blocks)
+        slots, size, counters, adds = plan(*shape)
+        pairs, elements, under_way = B * N * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
+        kinds.add((bool(slots), bool(adds)))
+        if slots:
+            assert size >= Lq * (128 if wide else 64), (seed, shape)
+            assert slots >= min(pairs, (1.25 if adds else 1.5) * under_way), (seed, shape)
+        if adds:  # lse and delta are there at the same time; all of it within dbias2's 16-bit copy
+            assert 4 * (slots * size + counters + 2 * pairs * Lq) <= 2 * elements, (seed, shape)
+            assert wide and Lk % 4 == 0, (seed, shape)
+        else:
+            assert slots * size <= elements, (seed, shape)
+    assert kinds == {(False, False), (True, False), (True, True)}, seed
