@@ -169,12 +169,12 @@ class Backward : BackwardHost {
     }
     if (ring_) return;
     if (fuses) return fused_pass();
-    if (of_keys) needs_less_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
-    if (p_.dq) needs_less_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
+    if (of_keys) takes_fewer_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
+    if (p_.dq) takes_fewer_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
   }
   // Whether blocks come to fewer tiles each.
   template <typename Few, typename Pass>
-  bool needs_less_turns(int64_t owned) {
+  bool takes_fewer_turns(int64_t owned) {
     return turns<Few>(owned) < turns<Pass>(owned);
   }
   template <typename Config>
