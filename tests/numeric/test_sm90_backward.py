@@ -136,6 +136,11 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
         check(inputs)
 
 
+@pytest.mark.parametrize("case", [SLOTS, *WITH_DBIAS2], ids=lambda case: case.id)
+def test_slots_in_float16(case):
+    check(case.inputs(torch.float16, "cuda"))
+
+
 @pytest.mark.parametrize("N", [50, 66, 100])
 def test_few_queries_of_many_rows(N):
     """Rows for which a cluster's two blocks would have work, but not queries for both."""
@@ -310,9 +315,10 @@ def test_graph_of_a_deterministic_backward():
             assert torch.equal(a, b)
 
 
-def test_graph_with_slots_of_dq():
+@pytest.mark.parametrize("case", [SLOTS, WITH_DBIAS2[0]], ids=lambda case: case.id)
+def test_graph_with_slots_of_dq(case):
     """Counters that each replay must find at zero, and a pass that begins before this one ends."""
-    for a, b in backward_in_a_graph(SLOTS):
+    for a, b in backward_in_a_graph(case):
         assert relative_error(a, b) < 1e-3  # additions in another order
 
 
