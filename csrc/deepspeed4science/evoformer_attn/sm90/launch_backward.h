@@ -221,8 +221,11 @@ class Backward : BackwardHost {
   // What passes add to; first of all, so that nothing lies between them.
   void clear() {
     args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
-    if (args_.adds_dbias2 && !ring_) zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
-    if (ring_) clear_ring();
+    if (ring_) {
+      clear_ring();
+    } else if (args_.adds_dbias2) {
+      zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
+    }
     if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 

@@ -75,7 +75,7 @@ struct RingDbias2 {
   }
 };
 
-// A block of 128 threads for kUnits units, one below the other.
+// A block of 128 threads for so many units, one below the other.
 constexpr int kOrderUnits = 4;
 static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs args) {
   ptx::wait_for_kernel_before();

@@ -3,6 +3,7 @@
 // so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
 #pragma once
 
+#include "sm90/backward_args.h"
 #include "sm90/block.h"
 
 namespace ds4s::sm90 {
