@@ -66,6 +66,7 @@ class Backend(ABC):
         v: Tensor,
         bias1: Tensor | None,
         bias2: Tensor | None,
+        row_mask: Tensor | None = None,
         *,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -88,6 +89,7 @@ class Backend(ABC):
             v.data_ptr(),
             pointer(bias1),
             pointer(bias2),
+            pointer(row_mask),
             o.data_ptr(),
             lse.data_ptr() if with_lse else 0,
             0,
@@ -98,6 +100,7 @@ class Backend(ABC):
             *o.stride()[:4],
             *params.bias1_strides(bias1),
             *params.bias2_strides(bias2),
+            *params.row_mask_strides(row_mask),
             _dtype_code(bias1),
             _dtype_code(bias2),
             *self._options(p),
@@ -117,6 +120,7 @@ class Backend(ABC):
         lse: Tensor,
         bias1: Tensor | None,
         bias2: Tensor | None,
+        row_mask: Tensor | None = None,
         *,
         wanted: Sequence[bool],
     ) -> Gradients:
@@ -135,12 +139,13 @@ class Backend(ABC):
         dbias2 = _float32((p.B, 1, p.H, p.Lq, p.Lk), p.device) if want_bias2 else None
         outputs = (dq, dk, dv, dbias1, dbias2)
         packed = params.BWD_LAYOUT.pack(
-            *(pointer(t) for t in (q, k, v, bias1, bias2, o, lse, do_, *outputs)),
+            *(pointer(t) for t in (q, k, v, bias1, bias2, row_mask, o, lse, do_, *outputs)),
             0,
             *(p.B, p.N, p.Lq, p.Lk, p.H, p.D, p.Dv),
             *(stride for t in (q, k, v, o, do_, dq, dk, dv) for stride in _four_strides(t)),
             *params.bias1_strides(bias1),
             *params.bias2_strides(bias2),
+            *params.row_mask_strides(row_mask),
             _dtype_code(bias1),
             _dtype_code(bias2),
             *self._options(p),

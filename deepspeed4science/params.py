@@ -18,7 +18,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch
 _DIMS = ("B", "N", "Lq", "Lk", "H", "D", "Dv")
 _OPTIONS = ("bias1_dtype", "bias2_dtype", "num_threads", "deterministic")
 
-FWD_POINTERS = ("q", "k", "v", "bias1", "bias2", "o", "lse", "workspace")
+FWD_POINTERS = ("q", "k", "v", "bias1", "bias2", "row_mask", "o", "lse", "workspace")
 FWD_STRIDES = (
     ("q_stride", 4),
     ("k_stride", 4),
@@ -26,15 +26,16 @@ FWD_STRIDES = (
     ("o_stride", 4),
     ("bias1_stride", 3),
     ("bias2_stride", 4),
+    ("row_mask_stride", 2),
 )
 BWD_POINTERS = (
-    *("q", "k", "v", "bias1", "bias2", "o", "lse", "do_"),
+    *("q", "k", "v", "bias1", "bias2", "row_mask", "o", "lse", "do_"),
     *("dq", "dk", "dv", "dbias1", "dbias2", "workspace"),
 )
 BWD_STRIDES = (
     *(("q_stride", 4), ("k_stride", 4), ("v_stride", 4), ("o_stride", 4)),
     *(("do_stride", 4), ("dq_stride", 4), ("dk_stride", 4), ("dv_stride", 4)),
-    *(("bias1_stride", 3), ("bias2_stride", 4)),
+    *(("bias1_stride", 3), ("bias2_stride", 4), ("row_mask_stride", 2)),
 )
 
 
@@ -86,3 +87,11 @@ def bias2_strides(bias2: Tensor | None) -> tuple[int, int, int, int]:
         stride_lq if lq > 1 else 0,
         stride_lk if lk > 1 else 0,
     )
+
+
+def row_mask_strides(row_mask: Tensor | None) -> tuple[int, int]:
+    """Strides over B, N of a `[B|1, N|1]` mask of booleans: 0 where it is broadcast."""
+    if row_mask is None:
+        return (0, 0)
+    (b, n), (stride_b, stride_n) = row_mask.shape, row_mask.stride()
+    return (stride_b if b > 1 else 0, stride_n if n > 1 else 0)

@@ -12,30 +12,41 @@
 #endif
 
 // Raised whenever a struct below or the meaning of a field changes; checked when a library is loaded.
-#define DS4S_ABI_VERSION 1
+#define DS4S_ABI_VERSION 2
 
 namespace ds4s {
 
 enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-// O = softmax(scale * Q K^T + bias1 + bias2) V;  lse = log(sum(exp(scores))), -inf for a row with no visible key.
+// Softmax does not change when a constant is taken from a row of scores. Kernels take shift[b, n], the largest finite
+// bias1 of that row n (0 without one), from bias1 before it meets the scores, in both directions: a large finite mask
+// on all keys of a row leaves the scores their digits. lse is that of the shifted scores.
+//
+// A key is hidden where no score of sane size makes up for its mask: bias1 is -inf, or finite and at least
+// mask_threshold() below the largest of its row. Tiles without a visible key are neither read nor computed. A row n
+// without one (row_mask is 0, or all its bias1 is -inf) gives 0 and zero gradients.
+constexpr float mask_threshold(int32_t bias1_dtype) { return bias1_dtype == kFloat16 ? 1e4f : 1e8f; }
+
+// O = softmax(scale * Q K^T + bias1 + bias2) V;  lse = log(sum(exp(scores - shift))), -inf without a visible key.
 struct FwdParams {
-  const void* q;      // [B, N, Lq, H, D]
-  const void* k;      // [B, N, Lk, H, D]
-  const void* v;      // [B, N, Lk, H, Dv]
-  const void* bias1;  // [B, N, Lk], or null
-  const void* bias2;  // [B, H, Lq, Lk], or null
-  void* o;            // [B, N, Lq, H, Dv]
-  float* lse;         // [B, N, H, Lq] contiguous, or null
-  void* workspace;    // ds4s_workspace_bytes() bytes on the device, 256-byte aligned; null when that is 0
+  const void* q;            // [B, N, Lq, H, D]
+  const void* k;            // [B, N, Lk, H, D]
+  const void* v;            // [B, N, Lk, H, Dv]
+  const void* bias1;        // [B, N, Lk], or null
+  const void* bias2;        // [B, H, Lq, Lk], or null
+  const uint8_t* row_mask;  // [B, N], 0 where nobody reads the row n; or null
+  void* o;                  // [B, N, Lq, H, Dv]
+  float* lse;               // [B, N, H, Lq] contiguous, or null
+  void* workspace;          // ds4s_workspace_bytes() bytes on the device, 256-byte aligned; null when that is 0
 
   int64_t B, N, Lq, Lk, H, D, Dv;
-  int64_t q_stride[4];      // B, N, L, H
-  int64_t k_stride[4];      // B, N, L, H
-  int64_t v_stride[4];      // B, N, L, H
-  int64_t o_stride[4];      // B, N, L, H
-  int64_t bias1_stride[3];  // B, N, Lk
-  int64_t bias2_stride[4];  // B, H, Lq, Lk
+  int64_t q_stride[4];         // B, N, L, H
+  int64_t k_stride[4];         // B, N, L, H
+  int64_t v_stride[4];         // B, N, L, H
+  int64_t o_stride[4];         // B, N, L, H
+  int64_t bias1_stride[3];     // B, N, Lk
+  int64_t bias2_stride[4];     // B, H, Lq, Lk
+  int64_t row_mask_stride[2];  // B, N
 
   int32_t bias1_dtype;  // DType; CPU units read any, CUDA units want the type of q
   int32_t bias2_dtype;
@@ -48,32 +59,34 @@ struct FwdParams {
 // dS = P * (dP - delta), delta = rowsum(do * o); dq = scale dS K, dk = scale dS^T Q, dv = P^T do,
 // dbias1 = sum over h and q of dS, dbias2 = sum over n of dS.
 struct BwdParams {
-  const void* q;      // [B, N, Lq, H, D]
-  const void* k;      // [B, N, Lk, H, D]
-  const void* v;      // [B, N, Lk, H, Dv]
-  const void* bias1;  // [B, N, Lk], or null
-  const void* bias2;  // [B, H, Lq, Lk], or null
-  const void* o;      // [B, N, Lq, H, Dv]
-  const float* lse;   // [B, N, H, Lq] contiguous
-  const void* do_;    // [B, N, Lq, H, Dv]
-  void* dq;           // [B, N, Lq, H, D], or null
-  void* dk;           // [B, N, Lk, H, D], or null
-  void* dv;           // [B, N, Lk, H, Dv], or null
-  float* dbias1;      // [B, N, Lk] contiguous, or null
-  float* dbias2;      // [B, H, Lq, Lk] contiguous, or null
-  void* workspace;    // as in FwdParams
+  const void* q;            // [B, N, Lq, H, D]
+  const void* k;            // [B, N, Lk, H, D]
+  const void* v;            // [B, N, Lk, H, Dv]
+  const void* bias1;        // [B, N, Lk], or null
+  const void* bias2;        // [B, H, Lq, Lk], or null
+  const uint8_t* row_mask;  // as in FwdParams
+  const void* o;            // [B, N, Lq, H, Dv]
+  const float* lse;         // [B, N, H, Lq] contiguous
+  const void* do_;          // [B, N, Lq, H, Dv]
+  void* dq;                 // [B, N, Lq, H, D], or null
+  void* dk;                 // [B, N, Lk, H, D], or null
+  void* dv;                 // [B, N, Lk, H, Dv], or null
+  float* dbias1;            // [B, N, Lk] contiguous, or null
+  float* dbias2;            // [B, H, Lq, Lk] contiguous, or null
+  void* workspace;          // as in FwdParams
 
   int64_t B, N, Lq, Lk, H, D, Dv;
-  int64_t q_stride[4];      // B, N, L, H
-  int64_t k_stride[4];      // B, N, L, H
-  int64_t v_stride[4];      // B, N, L, H
-  int64_t o_stride[4];      // B, N, L, H
-  int64_t do_stride[4];     // B, N, L, H
-  int64_t dq_stride[4];     // B, N, L, H
-  int64_t dk_stride[4];     // B, N, L, H
-  int64_t dv_stride[4];     // B, N, L, H
-  int64_t bias1_stride[3];  // B, N, Lk
-  int64_t bias2_stride[4];  // B, H, Lq, Lk
+  int64_t q_stride[4];         // B, N, L, H
+  int64_t k_stride[4];         // B, N, L, H
+  int64_t v_stride[4];         // B, N, L, H
+  int64_t o_stride[4];         // B, N, L, H
+  int64_t do_stride[4];        // B, N, L, H
+  int64_t dq_stride[4];        // B, N, L, H
+  int64_t dk_stride[4];        // B, N, L, H
+  int64_t dv_stride[4];        // B, N, L, H
+  int64_t bias1_stride[3];     // B, N, Lk
+  int64_t bias2_stride[4];     // B, H, Lq, Lk
+  int64_t row_mask_stride[2];  // B, N
 
   int32_t bias1_dtype;
   int32_t bias2_dtype;
