@@ -23,9 +23,9 @@ enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 // on all keys of a row leaves the scores their digits. lse is that of the shifted scores.
 //
 // A key is hidden where no score of sane size makes up for its mask: bias1 is -inf, or finite and at least
-// mask_threshold() below the largest of its row. Tiles without a visible key are neither read nor computed. A row n
+// kMaskThreshold below the largest of its row. Tiles without a visible key are neither read nor computed. A row n
 // without one (row_mask is 0, or all its bias1 is -inf) gives 0 and zero gradients.
-constexpr float mask_threshold(int32_t bias1_dtype) { return bias1_dtype == kFloat16 ? 1e4f : 1e8f; }
+constexpr float kMaskThreshold[] = {1e8f, 1e4f, 1e8f};  // by the DType in which bias1 is read
 
 // O = softmax(scale * Q K^T + bias1 + bias2) V;  lse = log(sum(exp(scores - shift))), -inf without a visible key.
 struct FwdParams {

@@ -60,7 +60,7 @@ constexpr int kKeyMaskThreads = 128;
 template <typename scalar_t>
 __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
   constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
-  constexpr float kThreshold = mask_threshold(kHalf ? kFloat16 : kFloat32);
+  constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
   constexpr int kWarps = kKeyMaskThreads / 32, kAtOnce = 8;  // loads of a lane that are under way together
   ptx::let_next_kernel_start();
   const int64_t bn = blockIdx.x, b = uint32_t(bn) / args.N, n = bn - b * args.N;
