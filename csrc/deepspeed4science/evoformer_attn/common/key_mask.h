@@ -28,6 +28,10 @@ struct KeyMask {
     int2 keys = __ldg(range + bn);
     return keys.x >= keys.y;
   }
+  // All visible keys lie from x to below y.
+  CUTLASS_DEVICE int2 keys_of(int64_t bn, int Lk) const {
+    return range == nullptr ? make_int2(0, Lk) : __ldg(range + bn);
+  }
   // Bit i: keys from key + 16 i on have a visible one. `key` is a multiple of 16; at most 32 units.
   CUTLASS_DEVICE uint32_t units(int64_t bn, int key, int num_units) const {
     const uint32_t all = num_units < 32 ? (1u << num_units) - 1 : ~0u;
@@ -38,6 +42,91 @@ struct KeyMask {
     if (bit + num_units > 32 && word + 1 < words) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
+};
+
+// One after another, the steps of 64 keys in which one of `num_rows` neighbouring rows n sees a key.
+class VisibleSteps {
+ public:
+  static constexpr int kKeys = 64;
+
+  // first: the index of the first row n among all B N.
+  CUTLASS_DEVICE VisibleSteps(const KeyMask& mask, int64_t first, int num_rows, int Lk)
+      : mask_(mask), first_(first), num_rows_(num_rows), Lk_(Lk), bits_(load(0)) {}
+
+  CUTLASS_DEVICE int count() const {
+    if (mask_.visible == nullptr) return (Lk_ + kKeys - 1) / kKeys;
+    int sum = __popc(bits_);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int word = 1; word < mask_.words; ++word) sum += __popc(load(word));
+    return sum;
+  }
+  // The first key of the next one; called at most count() times.
+  CUTLASS_DEVICE int next() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (bits_ == 0) bits_ = load(++word_);
+    const int unit = __ffs(int(bits_)) - 1;
+    bits_ &= bits_ - 1;
+    return word_ * KeyMask::kWordKeys + unit * KeyMask::kUnit;
+  }
+
+ private:
+  // Of every step in the word the lowest bit.
+  CUTLASS_DEVICE uint32_t load(int word) const {
+    if (mask_.visible == nullptr) return 0x11111111u;
+    uint32_t x = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int row = 0; row < num_rows_; ++row) x |= __ldg(mask_.visible + (first_ + row) * mask_.words + word);
+    x |= x >> 1;
+    return (x | x >> 2) & 0x11111111u;
+  }
+
+  const KeyMask& mask_;
+  int64_t first_;
+  int num_rows_, Lk_, word_ = 0;
+  uint32_t bits_;
+};
+
+// One after another, the rows n of a part of N that see one of the keys of a tile, found by a whole warp, 32 at a time.
+// There is always one: where none sees a key it is N, of which the tensor memory accelerator reads zeros.
+class VisibleRows {
+ public:
+  // first: the index of row 0 of this b among all B N; key, num_units: the tile, in units of KeyMask::kUnit.
+  CUTLASS_DEVICE VisibleRows(const KeyMask& mask, int64_t first, int N, int row, int row_end, int key, int num_units)
+      : mask_(mask), first_(first), end_(row_end), key_(key), num_units_(num_units), group_(row) {
+    bits_ = take(), ahead_ = load(group_ + 32);
+    seek();
+    if (bits_ == 0) bits_ = 1, group_ = N, end_ = N;
+  }
+  CUTLASS_DEVICE bool more() const { return bits_ != 0; }
+  CUTLASS_DEVICE int next() {
+    const int row = group_ + __ffs(int(bits_)) - 1;
+    bits_ &= bits_ - 1;
+    seek();
+    return row;
+  }
+
+ private:
+  // This lane's row of a group.
+  CUTLASS_DEVICE bool load(int group) const {
+    const int row = group + int(threadIdx.x) % 32;
+    return row < end_ && mask_.units(first_ + row, key_, num_units_) != 0;
+  }
+  CUTLASS_DEVICE uint32_t take() const { return __ballot_sync(0xffffffffu, load(group_)); }
+  // On to the next group with a row that sees.
+  CUTLASS_DEVICE void seek() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (bits_ == 0 && group_ + 32 < end_) {
+      group_ += 32;
+      bits_ = __ballot_sync(0xffffffffu, ahead_);
+      ahead_ = load(group_ + 32);
+    }
+  }
+
+  const KeyMask& mask_;
+  int64_t first_;
+  int end_, key_, num_units_, group_;
+  uint32_t bits_;
+  bool ahead_;  // of the next group
 };
 
 // What find_visible_keys reads and writes.
@@ -52,7 +141,8 @@ struct KeyMaskArgs {
   uint32_t* visible;
   int2* range;
   int32_t words;
-  void* copy;  // bias1 again with neighbours side by side, [B, N, Lk], or null
+  void* copy;        // bias1 again with neighbours side by side, [B, N, Lk], or null
+  int32_t* counter;  // becomes 0: for kernels that hand out work by it
 };
 
 constexpr int kKeyMaskThreads = 128;
@@ -116,6 +206,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   if (threadIdx.x != 0) return;
   args.shift[bn] = largest > -infinity() ? largest : 0.f;
   args.range[bn] = make_int2(sFirst, sEnd);
+  if (bn == 0) *args.counter = 0;
 }
 
 }  // namespace ds4s

@@ -14,15 +14,20 @@ class KeyMaskBuffers {
   explicit KeyMaskBuffers(const Params& p) : p_(p), rows_(p.B * p.N), words_(KeyMask::num_words(p.Lk)) {}
 
   bool needed() const { return p_.bias1 != nullptr || p_.row_mask != nullptr; }
-  int64_t bytes() const { return needed() ? aligned(4 * rows_) + aligned(8 * rows_) + aligned(4 * rows_ * words_) : 0; }
+  int64_t bytes() const {
+    return needed() ? kCounterBytes + aligned(4 * rows_) + aligned(8 * rows_) + aligned(4 * rows_ * words_) : 0;
+  }
 
   // The place of bytes() bytes on 256.
   KeyMask at(void* place) const {
     if (!needed()) return {};
-    char* base = static_cast<char*>(place);
+    char* base = static_cast<char*>(place) + kCounterBytes;
     return {reinterpret_cast<float*>(base), reinterpret_cast<uint32_t*>(base + aligned(4 * rows_) + aligned(8 * rows_)),
             reinterpret_cast<int2*>(base + aligned(4 * rows_)), words_};
   }
+
+  // 0 when the kernels run that follow find_visible_keys.
+  int32_t* counter(void* place) const { return needed() ? static_cast<int32_t*>(place) : nullptr; }
 
   // copy: of bias1 in rows of Lk neighbours, or null.
   template <typename scalar_t>
@@ -40,12 +45,14 @@ class KeyMaskBuffers {
                      const_cast<uint32_t*>(mask.visible),
                      const_cast<int2*>(mask.range),
                      words_,
-                     p_.bias1 != nullptr ? copy : nullptr};
+                     p_.bias1 != nullptr ? copy : nullptr,
+                     counter(place)};
     find_visible_keys<scalar_t><<<unsigned(rows_), kKeyMaskThreads, 0, stream>>>(args);
     return cudaGetLastError();
   }
 
  private:
+  static constexpr int64_t kCounterBytes = 256;
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
   const Params& p_;

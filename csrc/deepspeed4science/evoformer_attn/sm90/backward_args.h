@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/args.h"
+#include "common/key_mask.h"
 #include "core/ptx.h"
 
 namespace ds4s::sm90 {
@@ -11,20 +12,19 @@ struct BackwardArgs {
   int64_t bias1_stride[2];  // B, N
   const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
   int64_t bias2_stride[3];  // B, H, Lq
-  const void* shift;        // [B, N] of bias1's type, subtracted from bias1; null without bias1 (backward/prepare.h)
-  const float* lse;         // [B, N, H, Lq]
-  const float* shifted_lse;
-  int64_t shifted_stride[4];    // B, N, Lq, H
+  KeyMask mask;
+  const float* lse;             // [B, N, H, Lq], of the shifted scores
   const float* negative_delta;  // [B, N, H, Lq]
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_slots;         // [num_dq_slots] of what ring_dq.h adds to, zeros where nobody does; or null
-  int32_t* dq_progress;    // [B N H], in the order of tiles: blocks that have added, and then that have written dq
-  int32_t* dq_slots_back;  // [B N H]: slots that have been handed back, from 1 on, one after another
-  int32_t* dq_num_back;    // how many have
-  int32_t* next_tile;      // which no block has taken yet (tile_feed.h)
-  float* ring_dbias2;      // where the pass over keys adds dS (ring_dbias2.h), or null
+  float* dq_slots;          // [num_dq_slots] of what ring_dq.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;     // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  int32_t* dq_slots_back;   // [B N H]: slots that have been handed back, from 1 on, one after another
+  int32_t* dq_num_back;     // how many have
+  int32_t* next_tile;       // which no block has taken yet (tile_feed.h)
+  int32_t* next_bias_tile;  // the same for the bias pass (cluster_feed.h); null: every block has its own
+  float* ring_dbias2;       // where the pass over keys adds dS (ring_dbias2.h), or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_slots;
@@ -45,6 +45,9 @@ struct BackwardArgs {
   float scale;
   float unit;  // 1 / scale
   float c;     // scale log2(e)
+
+  // The index of a row n among all B N.
+  CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }
 };
 
 // bias1 of one (b, n), its shift taken off; -inf past the end, 0 where there is none. What is loaded early is used
@@ -52,28 +55,25 @@ struct BackwardArgs {
 template <typename Element>
 struct Bias1OfRow {
   const Element* ptr = nullptr;
-  uint32_t shift_bits = 0;
+  float shift;
   int Lk;
 
-  CUTLASS_DEVICE Bias1OfRow(const BackwardArgs& args, int b, int n) : Lk(args.Lk) {
+  CUTLASS_DEVICE Bias1OfRow(const BackwardArgs& args, int b, int n)
+      : shift(args.mask.shift_of(args.row_index(b, n))), Lk(args.Lk) {
     if (args.bias1 == nullptr) return;
     ptr = static_cast<const Element*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
-    shift_bits = ptx::load_bits(static_cast<const Element*>(args.shift) + int64_t(b) * args.N + n);
   }
-  CUTLASS_DEVICE float shift() const { return ptx::bits_to_float<Element>(shift_bits); }
   CUTLASS_DEVICE uint32_t load(int k) const { return ptr != nullptr ? ptx::load_bits(ptr + min(k, Lk - 1)) : 0; }
-  CUTLASS_DEVICE float value(uint32_t bits, int k) const { return value(bits, shift(), k, Lk); }
+  CUTLASS_DEVICE float value(uint32_t bits, int k) const { return value(bits, shift, k, Lk); }
   CUTLASS_DEVICE static float value(uint32_t bits, float shift, int k, int Lk) {
     return k < Lk ? ptx::bits_to_float<Element>(bits) - shift : -infinity();
   }
 };
 
 // -lse and -delta of the queries of one (b, n, h). Queries that see no key, or do not exist, have -inf, so that their P
-// is 0 (so have those below -kLargestLse). Loads need not wait for the shift of bias1: where that is not 0, `shift`
-// follows and they are done again.
+// is 0 (so have those below -kLargestLse).
 struct QueryStatistics {
   const float* lse;
-  int64_t stride = 1;
   const float* delta;
   int Lq;
 
@@ -81,13 +81,9 @@ struct QueryStatistics {
     int64_t offset = ((int64_t(b) * args.N + n) * args.H + h) * args.Lq;
     lse = args.lse + offset, delta = args.negative_delta + offset;
   }
-  CUTLASS_DEVICE void shift(const BackwardArgs& args, int b, int n, int h) {
-    lse = args.shifted_lse + b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
-    stride = args.shifted_stride[2];
-  }
   CUTLASS_DEVICE float2 load(int q) const {
     q = min(q, Lq - 1);
-    return make_float2(lse[q * stride], delta[q]);
+    return make_float2(lse[q], delta[q]);
   }
   CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
     if (q >= Lq) return make_float2(-infinity(), 0.f);

@@ -3,6 +3,7 @@
 
 #include "core/arch.h"
 #include "sm90/backward_args.h"
+#include "sm90/cluster_feed.h"
 #include "sm90/extra_terms.h"
 #include "sm90/tile_feed.h"
 
@@ -104,6 +105,12 @@ struct RowPassConfig {
     int slot;  // of the tile that slot_free is about
   };
   using Feed = TileFeed</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
+  // What there is to compute of a tile.
+  struct Visible {
+    int num_steps;        // 0: nothing
+    uint32_t warpgroups;  // a bit for each one that sees a key, or whose keys are seen
+    bool first, last;     // kFused: of the blocks of a (b, n, h) with something to compute
+  };
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
@@ -116,6 +123,7 @@ struct RowPassConfig {
     // over -lse / scale, of keys bias1 / scale, for the accumulators to begin with.
     float exponents[kBuffers][kWarpgroups][kOwned];
     alignas(8) float scores[kStages][kRows][kColumns];
+    Visible visible[kBuffers];
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kRing, RingBarriers, NoDq> ring_barriers;
@@ -153,6 +161,31 @@ struct RowPassConfig {
     at.batch = tile / args.num_row_groups;
     return at;
   }
+  // What a tile walks over: queries one step after another, or steps with visible keys.
+  CUTLASS_DEVICE static VisibleSteps steps(const BackwardArgs& args, const Coordinates& at) {
+    return {args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk};
+  }
+  CUTLASS_DEVICE static Visible visible(const BackwardArgs& args, const Coordinates& at) {
+    Visible x{};
+    for (int t = 0; t < kWarpgroups; ++t) {
+      const int n = at.row + t / kTiles, l = at.owned + t % kTiles * kOwned;
+      if (n >= args.N || l >= num_owned(args)) continue;
+      const int64_t bn = args.row_index(at.batch, n);
+      const bool sees = kKeys ? args.mask.units(bn, l, kOwned / KeyMask::kUnit) != 0 : !args.mask.sees_nothing(bn);
+      x.warpgroups |= uint32_t(sees) << t;
+    }
+    if (x.warpgroups == 0) return x;
+    if constexpr (kKeys) {
+      x.num_steps = columns(args).num_steps();
+    } else {
+      x.num_steps = steps(args, at).count();
+    }
+    if constexpr (kFused) {
+      const int2 keys = args.mask.keys_of(args.row_index(at.batch, at.row), args.Lk);
+      x.first = keys.x >= at.owned, x.last = keys.y <= at.owned + kTiles * kOwned;
+    }
+    return x;
+  }
   // The tiles of a block without a feed: every gridDim.x-th; fused, all of an n and head one after another.
   CUTLASS_DEVICE static int first_tile(const BackwardArgs& args) {
     return kFused ? blockIdx.x / kSplit * args.num_blocks : blockIdx.x;
@@ -174,7 +207,7 @@ struct BiasPassTiles {
   static constexpr int kColumns = kColumns_, kStages = kStages_;
 };
 
-// dbias2 of 64 queries by 64 or 128 keys for each warpgroup, walking over rows n.
+// dbias2 of 64 queries by 64 or 128 keys for each warpgroup, walking over the rows n that see one of the keys.
 template <typename Element_, int kHeadDim_, typename Tiles>
 struct BiasPassConfig {
   using Element = Element_;
@@ -212,6 +245,8 @@ struct BiasPassConfig {
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
     EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
+    uint32_t is_last[kStages];            // of Q and K: whether no row n of this tile follows
+    ClusterFeed feed;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -224,9 +259,6 @@ struct BiasPassConfig {
   // A cluster of two blocks has the same keys: one block brings K to both, the other V.
   CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
-  CUTLASS_DEVICE static int first_tile() { return int(cute::cluster_id_in_grid().x); }
-  CUTLASS_DEVICE static int next_tile(int tile) { return tile + int(cute::cluster_grid_dims().x); }
-
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     int num_key_blocks = (args.Lk + kBlockKeys - 1) / kBlockKeys;
     int queries = kBlockQueries * num_blocks(), num_query_blocks = (args.Lq + queries - 1) / queries;
@@ -239,6 +271,10 @@ struct BiasPassConfig {
     at.row = int(int64_t(args.N) * at.slice / args.num_slices);
     at.row_end = int(int64_t(args.N) * (at.slice + 1) / args.num_slices);
     return at;
+  }
+  // By a whole warp.
+  CUTLASS_DEVICE static VisibleRows rows(const BackwardArgs& args, const Coordinates& at) {
+    return {args.mask, args.row_index(at.batch, 0), args.N, at.row, at.row_end, at.key, kBlockKeys / KeyMask::kUnit};
   }
 };
 

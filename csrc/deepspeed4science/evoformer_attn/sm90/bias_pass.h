@@ -1,10 +1,8 @@
-// dbias2 on Hopper: a warpgroup owns 64 x 64 elements of one (b, h) and walks over rows n, dbias2 += P (dP - delta) in
-// its registers. Where that gives too few blocks, N is cut into slices.
+// dbias2 on Hopper: a warpgroup owns 64 x 64 elements of one (b, h) and walks over the rows n that see its keys,
+// dbias2 += P (dP - delta) in its registers. Where that gives too few blocks, N is cut into slices.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "epilogue/atomic_add.h"
 #include "sm90/backward_config.h"
@@ -24,21 +22,25 @@ struct BiasPassProducer {
   using QueryTile = typename Config::QueryTile;
   using KeyTile = typename Config::KeyTile;
 
-  // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
+  // One warp, of which one lane brings everything that is tiles. In a cluster one block brings K to both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const BiasPassMaps& maps) {
     const int rank = Config::rank();
-    const bool shares = Config::num_blocks() > 1;
+    const bool shares = Config::num_blocks() > 1, brings = threadIdx.x % 32 == 0;
     typename Config::Turn turn;
-    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
-      Coordinates at = Config::locate(args, tile);
-      for (int n = at.row; n < at.row_end; ++n) {
+    for (ClusterTiles tiles(shared.feed, args, /*takes=*/true); tiles.tile < args.num_tiles; tiles.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
+      VisibleRows rows = Config::rows(args, at);
+      while (rows.more()) {
+        const int n = rows.next();
         CUTLASS_PRAGMA_UNROLL
         for (int product = 0; product < 2; ++product, turn.advance()) {
+          if (!brings) continue;
           typename Config::Stage& stage = shared.stages[turn.stage];
           FullBarrier& full = shared.full[turn.stage];
           EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
           shared.empty[turn.stage].wait(turn.parity ^ 1);
           if (shares) partner_empty.arrive(rank ^ 1);
+          if (product == 0) shared.is_last[turn.stage] = !rows.more();
           full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
           load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
                                at.batch);
@@ -57,14 +59,16 @@ struct BiasPassProducer {
   // Statistics of rows and columns of one n, from global memory.
   struct Statistics {
     static constexpr int kRows = Config::kBlockQueries / 32, kColumns = Config::kBlockKeys / 32;  // of a lane
-    uint32_t shift_bits, column[kColumns];
+    float shift;
+    uint32_t column[kColumns];
     float2 row[kRows];
 
     // Does not wait for what it loads; `store` does.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
+      if (n >= args.N) return;  // no row n sees a key
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
-      shift_bits = bias1.shift_bits;
+      shift = bias1.shift;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) column[x] = bias1.load(at.key + 32 * x + lane);
       CUTLASS_PRAGMA_UNROLL
@@ -72,22 +76,16 @@ struct BiasPassProducer {
     }
     CUTLASS_DEVICE void store(typename Config::Stage& scores, typename Config::Stage& products,
                               const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      float shift = ptx::bits_to_float<Element>(shift_bits);
-      if (shift != 0.f) {  // rare
-        QueryStatistics queries(args, at.batch, n, at.head);
-        queries.shift(args, at.batch, n, at.head);
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kRows; ++x) row[x] = queries.load(at.query + 32 * x + lane);
-      }
+      const bool exists = n < args.N;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) {
-        float2 value = QueryStatistics::value(row[x], at.query + 32 * x + lane, args.Lq);
+        float2 value = QueryStatistics::value(row[x], exists ? at.query + 32 * x + lane : args.Lq, args.Lq);
         ExtraTerms::store_first(scores.queries.terms, 32 * x + lane, value.x * args.unit);
         ExtraTerms::store_alone(products.queries.terms, 32 * x + lane, value.y);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) {
-        float value = Bias1OfRow<Element>::value(column[x], shift, at.key + 32 * x + lane, args.Lk);
+        float value = Bias1OfRow<Element>::value(column[x], shift, exists ? at.key + 32 * x + lane : args.Lk, args.Lk);
         ExtraTerms::store_second(scores.keys.terms, 32 * x + lane, value * args.unit);
       }
       cutlass::arch::fence_view_async_shared();
@@ -99,12 +97,17 @@ struct BiasPassProducer {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
     typename Config::Turn turn;
-    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
-      Coordinates at = Config::locate(args, tile);
+    for (ClusterTiles tiles(shared.feed, args, /*takes=*/false); tiles.tile < args.num_tiles; tiles.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
+      VisibleRows rows = Config::rows(args, at), ahead = rows;
       Statistics statistics;
-      int first = at.row + (warp - step + kWarps) % kWarps;
-      if (first < at.row_end) statistics.load(args, at, first, lane);
-      for (int n = at.row; n < at.row_end; ++n, step = step == kWarps - 1 ? 0 : step + 1) {
+      auto load_next = [&](int distance) {
+        for (; distance > 1 && ahead.more(); --distance) ahead.next();
+        if (ahead.more()) statistics.load(args, at, ahead.next(), lane);
+      };
+      load_next((warp - step + kWarps) % kWarps + 1);
+      for (; rows.more(); step = step == kWarps - 1 ? 0 : step + 1) {
+        const int n = rows.next();
         typename Config::Turn scores = turn;
         turn.advance();
         typename Config::Turn products = turn;
@@ -115,7 +118,7 @@ struct BiasPassProducer {
         statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, n, lane);
         shared.full[scores.stage].arrive();  // every lane for what it wrote itself
         shared.full[products.stage].arrive();
-        if (n + kWarps < at.row_end) statistics.load(args, at, n + kWarps, lane);
+        load_next(kWarps);
       }
     }
   }
@@ -205,16 +208,18 @@ struct BiasPassConsumer {
     const uint32_t first_keys = place_of(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
     const uint32_t first_query_terms = place_of(shared.stages[0].queries.terms) + ExtraTile::rows_step(row);
     const uint32_t first_key_terms = place_of(shared.stages[0].keys.terms) + ExtraTile::rows_step(key);
-    const uint32_t ones = place_of(shared.ones);
+    const uint32_t ones = place_of(shared.ones), first_is_last = shared_address(shared.is_last);
     Scores s;
     Products dp;
+    uint32_t last = 0;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int n = block.row; n < block.row_end; ++n) {
+    while (last == 0) {
       const typename Config::Turn of_scores = turn;
       turn.advance();
       const typename Config::Turn of_products = turn;
       turn.advance();
       shared.full[of_scores.stage].wait(of_scores.parity);
+      last = load_shared(first_is_last + 4 * of_scores.stage);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
@@ -275,8 +280,8 @@ struct BiasPassConsumer {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
     Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Turn turn;
-    for (int tile = Config::first_tile(); tile < args.num_tiles; tile = Config::next_tile(tile)) {
-      Coordinates block = Config::locate(args, tile);
+    for (ClusterTiles tiles(shared.feed, args, /*takes=*/false); tiles.tile < args.num_tiles; tiles.advance()) {
+      Coordinates block = Config::locate(args, tiles.tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
         Biases bias2;
         Sums dbias2 = {};
@@ -284,9 +289,12 @@ struct BiasPassConsumer {
         walk(shared, args, turn, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
       } else {  // nothing to compute, but the ring goes on
-        for (int turns = 2 * (block.row_end - block.row); turns > 0; --turns, turn.advance()) {
-          shared.full[turn.stage].wait(turn.parity);
-          shared.empty[turn.stage].arrive();
+        for (uint32_t last = 0; last == 0;) {
+          for (int product = 0; product < 2; ++product, turn.advance()) {
+            shared.full[turn.stage].wait(turn.parity);
+            if (product == 0) last = shared.is_last[turn.stage];
+            shared.empty[turn.stage].arrive();
+          }
         }
       }
     }
@@ -304,6 +312,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) shared.full[s].init(1 + 32), shared.empty[s].init(128 * kWarpgroups);
     for (auto& barrier : shared.partner_empty) barrier.init(1);
+    shared.feed.init();
     cutlass::arch::fence_barrier_init();
   }
   for (auto& stage : shared.stages) {
@@ -322,7 +331,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && threadIdx.x % 32 == 0) BiasPassProducer<Config>::run(shared, args, maps);
+    if (warp == 0) BiasPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kStatisticsWarps) {
       BiasPassProducer<Config>::run_statistics(shared, args, warp - 1);
     }

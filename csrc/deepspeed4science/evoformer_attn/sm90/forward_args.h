@@ -1,7 +1,7 @@
 // What the forward kernel needs beside its tensor maps.
 #pragma once
 
-#include <cstdint>
+#include "common/key_mask.h"
 
 namespace ds4s::sm90 {
 
@@ -9,6 +9,7 @@ struct ForwardArgs {
   const void* bias1;        // [B, N, Lk], or null
   float* lse;               // [B, N, H, Lq] contiguous, or null
   int64_t bias1_stride[3];  // B, N, Lk
+  KeyMask mask;
 
   int32_t N, H, Lq, Lk;
   int32_t num_query_blocks;  // per row n and head
@@ -22,6 +23,9 @@ struct ForwardArgs {
   float q_factor;
   float f;
   float c;  // log2(e) / f
+
+  // The index of a row n among all B N.
+  CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }
 };
 
 }  // namespace ds4s::sm90

@@ -30,8 +30,8 @@ struct ForwardConfig {
   static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
   static constexpr bool kPipelined = Tiles::kPipelined;
 
-  static constexpr int kQueries = 64;  // rows of one wgmma
-  static constexpr int kKeys = 64;     // keys of a step
+  static constexpr int kQueries = 64;                // rows of one wgmma
+  static constexpr int kKeys = VisibleSteps::kKeys;  // keys of a step
   static constexpr int kBlockQueries = kQueries * kQueryTiles;
   static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
@@ -52,12 +52,19 @@ struct ForwardConfig {
   struct ValueStage {
     alignas(1024) uint8_t v[kRows][KTile::kBytes];
   };
-  using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];  // f bias1; -inf past the last key
+  // f (bias1 - shift); -inf past the last key
+  using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
+  // Of a block's tile: steps with a visible key, and of each of its rows n (a bit) whether it sees any.
+  struct Visible {
+    int num_steps;
+    uint32_t rows;
+  };
   struct Shared {
     alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
     KeyStage keys[kStages];
     ValueStage values[kStages];
     alignas(16) Bias1Stage bias1[kStages];
+    Visible visible[2];
     FullBarrier q_full[2], k_full[kStages], v_full[kStages];
     EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
   };

@@ -1,6 +1,6 @@
 // What computes: a warpgroup for each tile of 64 queries of one row n, 16 queries a warp.
 //
-//   step:   s = f (bias1 + bias2)      from shared memory
+//   step:   s = f (bias1 - shift + bias2)      from shared memory
 //           s += Q' K^T                wgmma, both from shared memory
 //           p = 2^(c s - c m)          in registers, rounded to 16 bits
 //           O += P V                   wgmma, P from registers
@@ -45,7 +45,7 @@ struct ForwardConsumer {
     return ptx::pack<Element>(pair.x * factor, pair.y * factor);
   }
 
-  // s = f (bias1 + bias2); nothing without them.
+  // s = f (bias1 - shift + bias2); nothing without them.
   CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, int stage, float f,
                                           const Place& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
@@ -133,15 +133,16 @@ struct ForwardConsumer {
     wgmma_commit();
   }
 
-  // All keys, one step after another. While a step's exponentials are computed the tensor cores work for others.
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
+  // All visible keys, one step after another. While a step's exponentials are computed the tensor cores work for
+  // others.
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int num_steps,
                                     PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const Place& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
     Operands operands(shared, at);
-    for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+    for (int key = 0; key < num_steps * kKeys; key += kKeys, turn.advance()) {
       shared.k_full[turn.stage].wait(turn.parity);
       start_scores(s, shared, operands, turn.stage, q, args.f, at);
       wgmma_wait<0>();
@@ -166,8 +167,8 @@ struct ForwardConsumer {
 
   // The same with O += P V of a step beside the exponentials of the next.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
-                                              PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                              const Place& at) {
+                                              int num_steps, PendingStore& pending, float (&o)[kHeadDim / 2],
+                                              RowSoftmax& softmax, const Place& at) {
     float s[kKeys / 2], factor[2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
@@ -183,7 +184,7 @@ struct ForwardConsumer {
     auto step = [&](uint32_t (&p)[kKeys / 4], uint32_t (&p_next)[kKeys / 4]) {
       Turn values = turn;
       turn.advance();
-      bool more = key < args.Lk;
+      bool more = key < num_steps * kKeys;
       if (more) {
         shared.k_full[turn.stage].wait(turn.parity);
         start_scores(s, shared, operands, turn.stage, q, args.f, at);
@@ -238,25 +239,28 @@ struct ForwardConsumer {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
       shared.q_full[q_turn.stage].wait(q_turn.parity);
-      if (block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq) {
+      const typename Config::Visible visible = shared.visible[q_turn.stage];
+      const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
+      float o[kHeadDim / 2] = {};
+      RowSoftmax softmax(args.c);
+      if (exists && (visible.rows >> at.row & 1) != 0) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
-        float o[kHeadDim / 2] = {};
-        RowSoftmax softmax(args.c);
+        const uint32_t q_low = QTile::descriptor_low(shared_address(q));
         if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, turn, QTile::descriptor_low(shared_address(q)), pending, o, softmax, at);
+          attend_pipelined(shared, args, turn, q_low, visible.num_steps, pending, o, softmax, at);
         } else {
-          attend(shared, args, turn, QTile::descriptor_low(shared_address(q)), pending, o, softmax, at);
+          attend(shared, args, turn, q_low, visible.num_steps, pending, o, softmax, at);
         }
-        finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.q_empty, at);
-        for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+        for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
           shared.k_full[turn.stage].wait(turn.parity);
           shared.k_empty[turn.stage].arrive();
           shared.v_full[turn.stage].wait(turn.parity);
           shared.v_empty[turn.stage].arrive();
         }
       }
+      if (exists) finish(q, args, map_o, block, o, softmax, at);
       pending.buffer = q_turn.stage;
     }
     if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it

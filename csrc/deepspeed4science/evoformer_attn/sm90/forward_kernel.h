@@ -1,6 +1,7 @@
 // O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
 //
-// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and walks over all keys, 64 at a time.
+// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and walks over the keys, 64 at a time,
+// without steps in which none of its rows n sees a key.
 // Each of its kRows * kQueryTiles consumer warpgroups (forward_consumer.h) has one tile of one n; the last warpgroup
 // (forward_producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2
 // are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    if (args.mask.visible != nullptr) ptx::wait_for_kernel_before();  // find_visible_keys
     if (warp == 0 && threadIdx.x % 32 == 0) {
       ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
     }

@@ -30,14 +30,27 @@ struct ForwardProducer {
     QTurn q_turn;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
       Coordinates at = Config::locate(args, tile);
+      VisibleSteps steps = steps_of(args, at);
+      typename Config::Visible visible{steps.count(), 0};
+      for (int r = 0; r < kRows; ++r) {
+        bool sees = at.row + r < args.N && !args.mask.sees_nothing(args.row_index(at.batch, at.row + r));
+        visible.rows |= uint32_t(sees) << r;
+      }
       FullBarrier& q_full = shared.q_full[q_turn.stage];
       shared.q_empty[q_turn.stage].wait(q_turn.parity ^ 1);
+      shared.visible[q_turn.stage] = visible;
+      if (visible.num_steps == 0) {
+        q_full.arrive();
+        continue;
+      }
       q_full.arrive_and_expect_tx(kQBytes);
       for (int w = 0; w < kWarpgroups; ++w) {
         load_tile<QTile>(map_q, q_full, shared.q[q_turn.stage][w], 0, at.query + w % kQueryTiles * kQueries, at.head,
                          at.row + w / kQueryTiles, at.batch);
       }
-      for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+        const int key = steps.next();
         typename Config::KeyStage& keys = shared.keys[turn.stage];
         FullBarrier& k_full = shared.k_full[turn.stage];
         shared.k_empty[turn.stage].wait(turn.parity ^ 1);
@@ -69,12 +82,15 @@ struct ForwardProducer {
     Turn turn;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
       Coordinates at = Config::locate(args, tile);
+      VisibleSteps steps = steps_of(args, at);
+      const int num_steps = steps.count();
       const Element* row[kRows];
-      float value[kRows][kPerLane];
+      float value[kRows][kPerLane], shift[kRows];
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kRows; ++r) {
         int n = at.row + r < args.N ? at.row + r : args.N - 1;
         row[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+        shift[r] = args.mask.shift_of(args.row_index(at.batch, n));
       }
       auto load = [&](int key) {
         CUTLASS_PRAGMA_UNROLL
@@ -84,17 +100,24 @@ struct ForwardProducer {
               k < args.Lk ? float(row[x / kPerLane][k * args.bias1_stride[2]]) : -infinity();
         }
       };
-      load(0);
-      for (int key = 0; key < args.Lk; key += kKeys, turn.advance()) {
+      if (num_steps > 0) load(steps.next());
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = 1; step <= num_steps; ++step, turn.advance()) {
         shared.k_empty[turn.stage].wait(turn.parity ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kRows * kPerLane; ++x) {
-          shared.bias1[turn.stage][x / kPerLane][x % kPerLane * 32 + lane] = value[x / kPerLane][x % kPerLane] * args.f;
+          shared.bias1[turn.stage][x / kPerLane][x % kPerLane * 32 + lane] =
+              (value[x / kPerLane][x % kPerLane] - shift[x / kPerLane]) * args.f;
         }
         shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
-        load(key + kKeys);
+        if (step < num_steps) load(steps.next());
       }
     }
+  }
+
+ private:
+  CUTLASS_DEVICE static VisibleSteps steps_of(const ForwardArgs& args, const Coordinates& at) {
+    return {args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk};
   }
 };
 

@@ -28,13 +28,14 @@ struct FusedDq {
     const RowPassMaps& maps;
     const typename Config::Coordinates& block;
     const typename Config::OwnedTurn& owned_turn;
+    bool first, last;  // of the blocks of this (b, n, h) that see a key
   };
 
   // The product of a step, the index-th of its walk, if it is this warpgroup's turn. All others hand theirs over soon.
   CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Turn& turn, Shared& shared,
                                  const BackwardArgs& args, const Place& at) {
     if (index % kTiles != at.tile) return;
-    bool first = walk.block.owned == 0, last = walk.block.owned + kTiles * kOwned >= args.Lk;
+    const bool first = walk.first, last = walk.last;
     const typename Config::Columns columns = Config::columns(args);
     auto& tile = shared.dq.tiles[index];
     if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
@@ -52,12 +53,27 @@ struct FusedDq {
       return;
     }
     at.sync();  // everybody has read what is written over now
-    const float scale[2] = {args.scale, args.scale};
-    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at,
-                                   columns.begin + index * kColumns, walk.block.head, walk.block.row, walk.block.batch);
+    store_out(walk, tile, sum, columns.begin + index * kColumns, args, at);
+  }
+
+  // dq of a (b, n, h) that sees no key.
+  CUTLASS_DEVICE static void store_zeros(const Walk& walk, Shared& shared, const BackwardArgs& args, const Place& at) {
+    const typename Config::Columns columns = Config::columns(args);
+    if (at.issues()) cute::tma_store_wait<0>();  // of the last (b, n, h)
+    at.sync();
+    const Sum zeros = {};
+    for (int index = at.tile; index < columns.num_steps(); index += kTiles) {
+      store_out(walk, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
+    }
   }
 
  private:
+  CUTLASS_DEVICE static void store_out(const Walk& walk, typename Config::DqTile& tile, const Sum& sum, int query,
+                                       const BackwardArgs& args, const Place& at) {
+    const float scale[2] = {args.scale, args.scale};
+    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
+                                   walk.block.head, walk.block.row, walk.block.batch);
+  }
   CUTLASS_DEVICE static void load(Sum& sum, const float4* mine) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {

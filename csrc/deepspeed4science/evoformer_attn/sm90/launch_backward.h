@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backward/host.h"
+#include "common/key_mask_buffers.h"
 #include "params.h"
 #include "sm90/backward_tiles.h"
 #include "sm90/bias2_rows.h"
@@ -54,15 +55,13 @@ class Backward : BackwardHost {
   using SingleBiasPass = BiasPassOf<typename Choice::Bias, 1>;
   using SquareBiasPass = BiasPassOf<typename Choice::SquareBias, 1>;
 
-  explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p) {
+  explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p), key_mask_(p_) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
     ring_ = choose_ring();
-    // dq, which is written last, lends its rows to their shifted lse.
-    lse_ = reserve(p.bias1 && (!p.dq || (ring_ && !ring_.adds_dbias2)), rows * 4);
     counters_ = reserve(bool(ring_), ring_.num_counters * 4);
     slots_ = reserve(ring_.adds_dbias2, ring_.num_slots * ring_.slot_size * 4);
-    shift_ = reserve(p.bias1, p.B * p.N * int64_t(sizeof(Element)));
+    mask_ = reserve(key_mask_.needed(), key_mask_.bytes());
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
     bias2_rows_ = reserve(bias2_.copied, bias2_.workspace_bytes());
@@ -161,7 +160,7 @@ class Backward : BackwardHost {
     if (ring_) ring_pass();
     const bool of_keys = p_.dk || p_.dv || p_.dbias1, fuses = of_keys && p_.dq && fused_suits();
     if constexpr (kBias2) {
-      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !fuses && !ring_;
+      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !p_.row_mask && !fuses && !ring_;
       args_.dbias2 = p_.dbias2;
       if (p_.dbias2 && !args_.stores_dbias2 && !ring_.adds_dbias2) {
         with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
@@ -170,6 +169,8 @@ class Backward : BackwardHost {
     if (ring_) return;
     if (fuses) return fused_pass();
     if (of_keys) takes_fewer_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
+    // dbias2 of hidden keys is stored too.
+    if (args_.stores_dbias2) args_.mask.visible = nullptr, args_.mask.range = nullptr;
     if (p_.dq) takes_fewer_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
   }
   // Whether blocks come to fewer tiles each.
@@ -229,25 +230,25 @@ class Backward : BackwardHost {
     if (p_.dbias1 && dbias1_parts_ < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
   }
 
-  // bias1's shifts, and of each query delta and where needed a shifted lse.
+  // What bias1 and row_mask leave visible, and delta of each query.
   void prepare() {
-    ds4s::BackwardArgs args = arguments(bias1_, shift_, lse_, sizeof(Element));
-    args.bias2 = {bias2_.view.ptr, bias2_.view.size[4] > 1 ? bias2_.view.stride[4] : 0,
-                  bias2_.view.size[2] > 1 ? bias2_.view.stride[2] : 0, bias2_.view.stride[1]};
-    if (p_.bias1) {
-      start(prepare_bias1<Element>, p_.B * p_.N, kPrepareThreads, 0, args, at<Element>(shift_), at<Element>(bias1_));
-    }
+    check(key_mask_.template fill<Element>(at<void>(mask_), at<void>(bias1_), stream_));
+    args_.mask = key_mask_.at(at<void>(mask_)), args_.next_bias_tile = key_mask_.counter(at<void>(mask_));
+    ds4s::BackwardArgs args{};
+    args.p = p_;
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
     start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
     args_.waits = true;
 
-    args_.bias1 = args.bias1, args_.bias1_stride[0] = args.bias1_stride[0],
-    args_.bias1_stride[1] = args.bias1_stride[1];
-    args_.bias2 = args.bias2.ptr;
-    args_.bias2_stride[0] = args.bias2.stride_b, args_.bias2_stride[1] = args.bias2.stride_h;
-    args_.bias2_stride[2] = args.bias2.stride_row;
-    args_.shift = args.shift, args_.lse = p_.lse, args_.shifted_lse = args.shifted_lse;
-    for (int i = 0; i < 4; ++i) args_.shifted_stride[i] = args.shifted_stride[i];
+    const bool copied = bias1_ >= 0;
+    args_.bias1 = copied ? at<void>(bias1_) : p_.bias1;
+    args_.bias1_stride[0] = copied ? p_.N * p_.Lk : p_.bias1_stride[0];
+    args_.bias1_stride[1] = copied ? p_.Lk : p_.bias1_stride[1];
+    args_.bias2 = bias2_.view.ptr;
+    args_.bias2_stride[0] = bias2_.view.size[4] > 1 ? bias2_.view.stride[4] : 0;
+    args_.bias2_stride[1] = bias2_.view.size[2] > 1 ? bias2_.view.stride[2] : 0;
+    args_.bias2_stride[2] = bias2_.view.stride[1];
+    args_.lse = p_.lse;
     args_.negative_delta = at<const float>(delta_);
     args_.B = int32_t(p_.B), args_.N = int32_t(p_.N), args_.H = int32_t(p_.H);
     args_.Lq = int32_t(p_.Lq), args_.Lk = int32_t(p_.Lk);
@@ -333,10 +334,11 @@ class Backward : BackwardHost {
   }
 
   Bias2Rows<Element> bias2_;
+  KeyMaskBuffers<BwdParams> key_mask_;
   BackwardArgs args_{};
   RingPlan ring_;
   int64_t slices_ = 1;
-  int64_t delta_ = -1, lse_ = -1, shift_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
+  int64_t delta_ = -1, mask_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
           counters_ = -1, slots_ = -1;
 };
 

@@ -4,9 +4,11 @@
 
 #include <cmath>
 
+#include "common/key_mask_buffers.h"
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward_kernel.h"
+#include "sm90/launch.h"
 #include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
@@ -40,7 +42,8 @@ struct ForwardLaunch {
   static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
   static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
 
-  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, cudaStream_t stream) {
+  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, const KeyMask& mask,
+                         cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     CUtensorMap q, k, v, o, b{};
@@ -51,9 +54,11 @@ struct ForwardLaunch {
     if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2.view);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
+    args.mask = mask;
     if (args.num_tiles < blocks) blocks = args.num_tiles;
-    forward<Config><<<blocks, Config::kNumThreads, Config::kSharedBytes, stream>>>(args, q, k, v, o, b);
-    return cudaGetLastError();
+    sm90::Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
+    if (mask.visible != nullptr) launch.overlap();
+    return cudaLaunchKernelEx(launch.config(), forward<Config>, args, q, k, v, o, b);
   }
 
   static cudaError_t resident_blocks(int& blocks) {
@@ -78,7 +83,9 @@ struct ForwardLaunch {
 
 template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
 struct Forward {
-  static int64_t workspace_bytes(const FwdParams& p) { return Bias2Rows<Element>(p).workspace_bytes(); }
+  static int64_t workspace_bytes(const FwdParams& p) {
+    return KeyMaskBuffers<FwdParams>(p).bytes() + Bias2Rows<Element>(p).workspace_bytes();
+  }
 
   static int run(const FwdParams& p, cudaStream_t stream) {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -89,16 +96,19 @@ struct Forward {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
 
     Bias2Rows<Element> bias2(p);
-    cudaError_t error = bias2.prepare(p.workspace, stream);
+    KeyMaskBuffers<FwdParams> buffers(p);
+    cudaError_t error = bias2.prepare(static_cast<char*>(p.workspace) + buffers.bytes(), stream);
+    if (error == cudaSuccess) error = buffers.template fill<Element>(p.workspace, /*copy=*/nullptr, stream);
     if (error != cudaSuccess) return error;
+    const KeyMask mask = buffers.at(p.workspace);
     using Choice = ForwardChoice<kHeadDim>;
-    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
+    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, mask, stream);
     int blocks = 0;
     error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
     if (error != cudaSuccess) return error;
     bool few = Launch<typename Choice::OneRow>::num_tiles(p) < blocks;
-    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, stream)
-               : Launch<typename Choice::OneRow>::run(p, bias2, stream);
+    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, mask, stream)
+               : Launch<typename Choice::OneRow>::run(p, bias2, mask, stream);
   }
 
  private:

@@ -121,6 +121,13 @@ struct RingDq {
     walk.next += kTiles * kPart;
   }
 
+  // A tile of which no key is visible: its slot stays as it is.
+  CUTLASS_DEVICE static void add_nothing(Walk& walk, Shared& shared) {
+    shared.ring_barriers.slot_free.wait(walk.slot_parity);
+    walk.slot_parity ^= 1;
+    shared.ring_barriers.added.arrive();
+  }
+
   CUTLASS_DEVICE static void run_slots(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
     uint32_t parity = 0;

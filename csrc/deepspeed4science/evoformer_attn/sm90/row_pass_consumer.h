@@ -68,9 +68,9 @@ struct RowPassConsumer {
     cutlass::arch::fence_view_async_shared();
     shared.dq.full[stage][at.tile].arrive();
   }
-  // dS of keys that do not exist is 0, as bias2 is there.
-  CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, const Place& at) {
-    if constexpr (!kBias2) {
+  // dS of keys that are hidden or do not exist is 0, as bias2 is of the latter.
+  CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, bool exists, const Place& at) {
+    if (!kBias2 || exists) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
       for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
       cutlass::arch::fence_view_async_shared();
@@ -210,13 +210,13 @@ struct RowPassConsumer {
     wgmma_commit();
   }
 
-  // All columns, one step after another.
-  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
+  // All visible columns, one step after another.
+  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn, int num_steps,
                                   const Operands& operands, PendingStore& pending, Results& results, const DqWalk& dq,
                                   const Place& at) {
     Scores s, dp;
     Packed p, ds;
-    int num_steps = Config::columns(args).num_steps(), last_stage = -1;
+    int last_stage = -1;
     typename Config::Turn last_turn;
     shared.full[turn.stage].wait(turn.parity);
     begin(s, shared, turn.stage, args.unit, at);
@@ -267,8 +267,8 @@ struct RowPassConsumer {
   }
 
   CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
-                                    const Coordinates& block, const typename Config::OwnedTurn& turn, Results& results,
-                                    uint32_t& exchanged, const Place& at) {
+                                    const Coordinates& block, const typename Config::OwnedTurn& turn, bool computed,
+                                    Results& results, uint32_t& exchanged, const Place& at) {
     auto& owned = shared.owned[turn.stage][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
     if (kKeys && args.dbias1 != nullptr) {
@@ -282,7 +282,7 @@ struct RowPassConsumer {
         int64_t bn = int64_t(block.batch) * args.N + n;
         if (args.stores_dbias1) {
           args.dbias1[(bn * args.H + block.head) * args.Lk + k] = sum;
-        } else {
+        } else if (computed) {
           atomicAdd(args.dbias1 + bn * args.Lk + k, sum);
         }
       }
@@ -298,7 +298,7 @@ struct RowPassConsumer {
     if constexpr (kFused) shared.dq.keys_read[turn.stage].wait(turn.parity);
     at.sync();  // no warp's products read the owned tiles any more
     if constexpr (Config::kSplit > 1) {
-      SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+      if (computed) SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
       (Config::rank() == 0 ? stores_second : stores_first) = false;
     }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
@@ -329,37 +329,42 @@ struct RowPassConsumer {
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       int buffer = owned_turn.stage;
-      // dq's place may hold the shifted lse (backward/host.h) that the last blocks of the kernel before still read.
-      Bias1OfRow<Element> bias1(args, block.batch, min(block.row + at.row, args.N - 1));
-      DqWalk dq{maps, block, owned_turn};
-      if (kFused && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
       shared.owned_full[buffer].wait(owned_turn.parity);
+      const typename Config::Visible visible = shared.visible[buffer];
+      DqWalk dq{maps, block, owned_turn, visible.first, visible.last};
+      const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
+      // kRing: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
+      const bool computes = kRing ? visible.num_steps > 0 : (visible.warpgroups >> at.warpgroup & 1) != 0;
       if constexpr (kRing) ring.walk.begins = true;
-      // kRing: keys that do not exist have P = 0.
-      if (kRing || (block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args))) {
+      Results results{};
+      if (computes) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
-        Results results{};
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         if constexpr (!kKeys) find_dbias2(results, args, block, at);
         if constexpr (kRing) {
           RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
                                          shared.owned_empty[buffer], block, at);
         } else {
-          walk(shared, args, turn, Operands(shared, buffer, at), pending, results, dq, at);
+          walk(shared, args, turn, visible.num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
-        if (!kKeys && bias1.shift() != 0.f) ptx::wait_for_kernel_before();
-        finish(shared, args, maps, block, owned_turn, results, exchanged, at);
       } else {  // nothing to compute, but the ring goes on
         if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
+        if constexpr (kRing) RingDq<Config>::add_nothing(ring.walk, shared);
         pending.finish(shared.owned_empty, at);
-        for (int step = 0; step < Config::columns(args).num_steps(); ++step, turn.advance()) {
+        for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
-          if constexpr (kFused) hand_nothing_over(shared, turn.stage, at);
+          if constexpr (kFused) hand_nothing_over(shared, turn.stage, exists, at);
           shared.empty[turn.stage].arrive();
           if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
         }
-        if constexpr (kFused) shared.dq.keys_read[buffer].arrive();
+        if constexpr (kFused) {
+          if (block.owned == 0 && args.mask.sees_nothing(args.row_index(block.batch, block.row))) {
+            FusedDq<Config>::store_zeros(dq, shared, args, at);
+          }
+          shared.dq.keys_read[buffer].arrive();
+        }
       }
+      if (exists) finish(shared, args, maps, block, owned_turn, computes, results, exchanged, at);
       if constexpr (Config::kHandsBack) continue;
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this place

@@ -35,8 +35,14 @@ struct RowPassProducer {
     for (TileWalk<Config, TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
+      const typename Config::Visible visible = Config::visible(args, at);
       FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.visible[owned_turn.stage] = visible;
+      if (visible.num_steps == 0) {
+        owned_full.arrive();
+        continue;
+      }
       owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
       for (int t = 0; t < kWarpgroups; ++t) {
         auto& owned = shared.owned[owned_turn.stage][t];
@@ -44,7 +50,10 @@ struct RowPassProducer {
         load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
         load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
       }
-      for (int column = columns.begin; column < columns.end; column += kColumns, turn.advance()) {
+      VisibleSteps steps = Config::steps(args, at);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+        const int column = kKeys ? columns.begin + step * kColumns : steps.next();
         typename Config::Stage& stage = shared.stages[turn.stage];
         FullBarrier& full = shared.full[turn.stage];
         shared.empty[turn.stage].wait(turn.parity ^ 1);
@@ -79,7 +88,14 @@ struct RowPassProducer {
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
-      if (bias1.shift() != 0.f) queries.shift(args, at.batch, n, at.head);
+      const int num_steps = Config::visible(args, at).num_steps;
+      VisibleSteps steps = Config::steps(args, at);
+      auto column_of = [&](int step) { return kKeys ? columns.begin + step * kColumns : steps.next(); };
+      if (num_steps == 0) {
+        shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+        shared.owned_full[owned_turn.stage].arrive();
+        continue;
+      }
       struct {
         float2 of_query[kKeys ? kPerLane : 1];
         uint32_t of_key[kKeys ? 1 : kPerLane];
@@ -94,7 +110,8 @@ struct RowPassProducer {
           }
         }
       };
-      load(columns.begin);
+      int column = column_of(0);
+      load(column);
       uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
       float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
       CUTLASS_PRAGMA_UNROLL
@@ -124,7 +141,7 @@ struct RowPassProducer {
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
-      for (int column = columns.begin; column < columns.end; column += kColumns, turn.advance()) {
+      for (int step = 1; step <= num_steps; ++step, turn.advance()) {
         shared.empty[turn.stage].wait(turn.parity ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
@@ -140,7 +157,9 @@ struct RowPassProducer {
         }
         if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
         shared.full[turn.stage].arrive();
-        load(column + kColumns);
+        if (step == num_steps) continue;
+        column = column_of(step);
+        load(column);
       }
     }
   }

@@ -3,8 +3,7 @@
 // bytes, and adds what comes from there.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
+#include "sm90/cluster_barrier.h"
 #include "sm90/row_pass_producer.h"
 
 namespace ds4s::sm90 {
@@ -39,19 +38,15 @@ struct SplitResults {
     auto& ready = shared.dq.ready[at.tile];
     auto& received = shared.dq.received[at.tile];
     if (at.issues()) received.arrive_and_expect_tx(128 * sizeof(Result));
-    arrive(ready, partner);
+    arrive_relaxed(ready, partner);  // what this place held is in registers
     wait_relaxed(ready, parity);
     uint32_t remote = cute::set_block_rank(shared_address(place), partner);
     uint32_t announced = cute::set_block_rank(shared_address(&received), partner);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-      asm volatile(
-          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-              remote + 2048 * i),
-          "f"(theirs[4 * i]), "f"(theirs[4 * i + 1]), "f"(theirs[4 * i + 2]), "f"(theirs[4 * i + 3]), "r"(announced)
-          : "memory");
+      store_async(remote + 2048 * i, theirs + 4 * i, announced);
     }
-    wait(received, parity);
+    wait_in_cluster(received, parity);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
       float4 x = place[128 * i];
@@ -59,29 +54,6 @@ struct SplitResults {
     }
     at.sync();  // everybody has read what the finished result is written over
   }
-  // mbarrier.arrive and mbarrier.try_wait (9.7.13.15) with the scope of the cluster. Relaxed: what this place held has
-  // been read into registers, and nothing is written for the partner to see.
-  CUTLASS_DEVICE static void arrive(EmptyBarrier& barrier, uint32_t block) {
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     cute::set_block_rank(shared_address(&barrier), block))
-                 : "memory");
-  }
-#define DS4S_TRY_WAIT(SEMANTICS)                   \
-  asm volatile(                                    \
-      "{\n"                                        \
-      ".reg .pred done;\n"                         \
-      "again:\n"                                   \
-      "mbarrier.try_wait.parity." SEMANTICS        \
-      ".cluster.shared::cta.b64 done, [%0], %1;\n" \
-      "@done bra finished;\n"                      \
-      "bra again;\n"                               \
-      "finished:\n"                                \
-      "}" ::"r"(shared_address(&barrier)),         \
-      "r"(parity)                                  \
-      : "memory")
-  CUTLASS_DEVICE static void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("relaxed"); }
-  CUTLASS_DEVICE static void wait(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
-#undef DS4S_TRY_WAIT
 };
 
 }  // namespace ds4s::sm90

@@ -1,0 +1,67 @@
+// The tiles of a persistent cluster, one after another: every cluster's own, or the next one that no cluster has taken
+// where tiles cost different amounts (hidden keys). The first block takes it from a counter in global memory and sends
+// its number to all blocks; each one's barrier counts the bytes.
+//
+// Places are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
+// at most a ring of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
+// in one of three steps: nobody is 16 tiles behind for rings of up to eight stages.
+#pragma once
+
+#include "sm90/backward_args.h"
+#include "sm90/cluster_barrier.h"
+
+namespace ds4s::sm90 {
+
+struct ClusterFeed {
+  static constexpr int kPlaces = 32;
+  using Turn = RingTurn<kPlaces>;
+  int tiles[kPlaces];
+  FullBarrier full[kPlaces];
+
+  CUTLASS_DEVICE void init() {
+    for (auto& barrier : full) barrier.init(1);
+  }
+};
+
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one. takes: the warp that brings tiles.
+class ClusterTiles {
+ public:
+  int tile;
+
+  CUTLASS_DEVICE ClusterTiles(ClusterFeed& feed, const BackwardArgs& args, bool takes)
+      : feed_(feed), args_(args), takes_(takes) {
+    if (args.next_bias_tile == nullptr) {
+      tile = int(cute::cluster_id_in_grid().x);
+    } else {
+      advance();
+    }
+  }
+  CUTLASS_DEVICE void advance() {
+    if (args_.next_bias_tile == nullptr) {
+      tile += int(cute::cluster_grid_dims().x);
+      return;
+    }
+    if (takes_ && threadIdx.x % 32 == 0) take();
+    wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
+    tile = feed_.tiles[turn_.stage];
+    turn_.advance();
+  }
+
+ private:
+  CUTLASS_DEVICE void take() {
+    FullBarrier& full = feed_.full[turn_.stage];
+    full.arrive_and_expect_tx(sizeof(int));
+    if (cute::block_rank_in_cluster() != 0) return;
+    const int taken = atomicAdd(args_.next_bias_tile, 1);
+    for (uint32_t rank = 0; rank < cute::cluster_shape().x; ++rank) {
+      store_async(&feed_.tiles[turn_.stage], taken, full, rank);
+    }
+  }
+
+  ClusterFeed& feed_;
+  const BackwardArgs& args_;
+  bool takes_;
+  ClusterFeed::Turn turn_;
+};
+
+}  // namespace ds4s::sm90
