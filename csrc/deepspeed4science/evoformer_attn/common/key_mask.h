@@ -92,18 +92,21 @@ class VisibleRows {
  public:
   // first: the index of row 0 of this b among all B N; key, num_units: the tile, in units of KeyMask::kUnit.
   CUTLASS_DEVICE VisibleRows(const KeyMask& mask, int64_t first, int N, int row, int row_end, int key, int num_units)
-      : mask_(mask), first_(first), end_(row_end), key_(key), num_units_(num_units), group_(row) {
-    bits_ = take(), ahead_ = load(group_ + 32);
-    seek();
-    if (bits_ == 0) bits_ = 1, group_ = N, end_ = N;
+      : mask_(mask), first_(first), end_(row_end), key_(key), num_units_(num_units), next_group_(row - 32) {
+    ahead_ = load(row);
+    seek(), step_on();
+    if (bits_ == 0) bits_ = 1, group_ = N;
   }
   CUTLASS_DEVICE bool more() const { return bits_ != 0; }
   CUTLASS_DEVICE int next() {
     const int row = group_ + __ffs(int(bits_)) - 1;
     bits_ &= bits_ - 1;
-    seek();
+    if (bits_ == 0) step_on();
     return row;
   }
+  // How many follow in this group, and whether no group follows it.
+  CUTLASS_DEVICE int left_in_group() const { return __popc(bits_); }
+  CUTLASS_DEVICE bool is_last_group() const { return next_bits_ == 0; }
 
  private:
   // This lane's row of a group.
@@ -111,22 +114,26 @@ class VisibleRows {
     const int row = group + int(threadIdx.x) % 32;
     return row < end_ && mask_.units(first_ + row, key_, num_units_) != 0;
   }
-  CUTLASS_DEVICE uint32_t take() const { return __ballot_sync(0xffffffffu, load(group_)); }
-  // On to the next group with a row that sees.
+  CUTLASS_DEVICE void step_on() {
+    bits_ = next_bits_, group_ = next_group_;
+    seek();
+  }
+  // The next group with a row that sees, if there is one.
   CUTLASS_DEVICE void seek() {
+    next_bits_ = 0;
     CUTLASS_PRAGMA_NO_UNROLL
-    while (bits_ == 0 && group_ + 32 < end_) {
-      group_ += 32;
-      bits_ = __ballot_sync(0xffffffffu, ahead_);
-      ahead_ = load(group_ + 32);
+    while (next_bits_ == 0 && next_group_ + 32 < end_) {
+      next_group_ += 32;
+      next_bits_ = __ballot_sync(0xffffffffu, ahead_);
+      ahead_ = load(next_group_ + 32);
     }
   }
 
   const KeyMask& mask_;
   int64_t first_;
-  int end_, key_, num_units_, group_;
-  uint32_t bits_;
-  bool ahead_;  // of the next group
+  int end_, key_, num_units_, group_, next_group_;
+  uint32_t bits_, next_bits_;
+  bool ahead_;  // of the group behind next_group_
 };
 
 // What find_visible_keys reads and writes.

@@ -137,8 +137,9 @@ CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Between kernels of a stream that were started so that they may overlap (9.7.13.13, griddepcontrol; nothing before 9.0).
-// The next kernel's blocks may start where there is room, once all blocks of this one have said so or ended.
+// Between kernels of a stream that were started so that they may overlap (9.7.13.13, griddepcontrol; nothing
+// before 9.0). The next kernel's blocks may start where there is room, once all blocks of this one have said so or
+// ended.
 CUTLASS_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -153,9 +154,9 @@ CUTLASS_DEVICE void wait_for_kernel_before() {
 
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) {
-  return __shfl_sync(0xffffffffu, x, lane_in_quad, 4);
-}
+CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) { return __shfl_sync(0xffffffffu, x, lane_in_quad, 4); }
+// The same in every lane, and the compiler knows it: such values live in uniform registers.
+CUTLASS_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 CUTLASS_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
 
 // Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones), lanes 8i..8i+7 giving the rows of matrix i.
@@ -168,8 +169,8 @@ CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
 
 // 16 bytes global -> shared past L1; zeros when the predicate is false (the address is then not read).
 CUTLASS_DEVICE void cp_async_16(void* smem, const void* gmem, bool pred) {
-  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-      *static_cast<const cute::uint128_t*>(gmem), *static_cast<cute::uint128_t*>(smem), pred);
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(gmem),
+                                                               *static_cast<cute::uint128_t*>(smem), pred);
 }
 CUTLASS_DEVICE void cp_async_commit() { cute::cp_async_fence(); }
 template <int kPending>

@@ -239,13 +239,20 @@ struct BiasPassConfig {
     Operand<QueryTile> queries;
     Operand<KeyTile> keys;
   };
+  // How many rows n follow one another before the consumers ask again, and whether they are the tile's last.
+  struct RowGroup {
+    static constexpr uint32_t kLast = 1u << 31;
+    CUTLASS_DEVICE static uint32_t of(const VisibleRows& rows) {
+      return uint32_t(rows.left_in_group()) | (rows.is_last_group() ? kLast : 0);
+    }
+  };
   struct Shared {
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
     Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
     EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
-    uint32_t is_last[kStages];            // of Q and K: whether no row n of this tile follows
+    uint32_t group[kStages];              // of Q and K of the first row n of a group, see RowGroup
     ClusterFeed feed;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));

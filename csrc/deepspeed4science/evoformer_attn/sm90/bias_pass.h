@@ -31,6 +31,7 @@ struct BiasPassProducer {
       Coordinates at = Config::locate(args, tiles.tile);
       VisibleRows rows = Config::rows(args, at);
       while (rows.more()) {
+        const uint32_t group = Config::RowGroup::of(rows);  // of interest for its first row n only
         const int n = rows.next();
         CUTLASS_PRAGMA_UNROLL
         for (int product = 0; product < 2; ++product, turn.advance()) {
@@ -40,7 +41,7 @@ struct BiasPassProducer {
           EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
           shared.empty[turn.stage].wait(turn.parity ^ 1);
           if (shares) partner_empty.arrive(rank ^ 1);
-          if (product == 0) shared.is_last[turn.stage] = !rows.more();
+          if (product == 0) shared.group[turn.stage] = group;
           full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
           load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
                                at.batch);
@@ -208,18 +209,19 @@ struct BiasPassConsumer {
     const uint32_t first_keys = place_of(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
     const uint32_t first_query_terms = place_of(shared.stages[0].queries.terms) + ExtraTile::rows_step(row);
     const uint32_t first_key_terms = place_of(shared.stages[0].keys.terms) + ExtraTile::rows_step(key);
-    const uint32_t ones = place_of(shared.ones), first_is_last = shared_address(shared.is_last);
+    const uint32_t ones = place_of(shared.ones);
     Scores s;
     Products dp;
-    uint32_t last = 0;
+    uint32_t left = 0;  // rows n of this group
     CUTLASS_PRAGMA_NO_UNROLL
-    while (last == 0) {
+    do {
       const typename Config::Turn of_scores = turn;
       turn.advance();
       const typename Config::Turn of_products = turn;
       turn.advance();
       shared.full[of_scores.stage].wait(of_scores.parity);
-      last = load_shared(first_is_last + 4 * of_scores.stage);
+      if (left == 0) left = ptx::uniform(shared.group[of_scores.stage]);
+      --left;
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
@@ -251,7 +253,7 @@ struct BiasPassConsumer {
           sum = fmaf(s[part % kScores / 2 + x], dp[x], sum);
         }
       }
-    }
+    } while (left != Config::RowGroup::kLast);
   }
 
   CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
@@ -289,13 +291,15 @@ struct BiasPassConsumer {
         walk(shared, args, turn, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
       } else {  // nothing to compute, but the ring goes on
-        for (uint32_t last = 0; last == 0;) {
+        uint32_t left = 0;
+        do {
           for (int product = 0; product < 2; ++product, turn.advance()) {
             shared.full[turn.stage].wait(turn.parity);
-            if (product == 0) last = shared.is_last[turn.stage];
+            if (product == 0 && left == 0) left = shared.group[turn.stage];
             shared.empty[turn.stage].arrive();
           }
-        }
+          --left;
+        } while (left != Config::RowGroup::kLast);
       }
     }
     ptx::wait_for_kernel_before();

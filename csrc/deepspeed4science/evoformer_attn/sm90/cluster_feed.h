@@ -50,12 +50,17 @@ class ClusterTiles {
  private:
   CUTLASS_DEVICE void take() {
     FullBarrier& full = feed_.full[turn_.stage];
+    int& tile_taken = feed_.tiles[turn_.stage];
+    const uint32_t num_blocks = cute::cluster_shape().x;
+    if (num_blocks == 1) {  // st.async is not legal without a cluster
+      tile_taken = atomicAdd(args_.next_bias_tile, 1);
+      full.arrive();
+      return;
+    }
     full.arrive_and_expect_tx(sizeof(int));
     if (cute::block_rank_in_cluster() != 0) return;
     const int taken = atomicAdd(args_.next_bias_tile, 1);
-    for (uint32_t rank = 0; rank < cute::cluster_shape().x; ++rank) {
-      store_async(&feed_.tiles[turn_.stage], taken, full, rank);
-    }
+    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&tile_taken, taken, full, rank);
   }
 
   ClusterFeed& feed_;

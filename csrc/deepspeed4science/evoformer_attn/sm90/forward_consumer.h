@@ -45,13 +45,35 @@ struct ForwardConsumer {
     return ptx::pack<Element>(pair.x * factor, pair.y * factor);
   }
 
+  // Low words of the descriptors of this warpgroup's operands in stage 0.
+  // And the place of this lane's row of bias2, as ldmatrix wants it.
+  struct Operands {
+    uint32_t k, v;
+    int bias2;
+    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
+    static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
+
+    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at)
+        : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
+          v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
+          bias2(shared_address(shared.keys[0].bias2[kBias2 ? at.tile : 0]) +
+                BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
+      if (kBias2) ptx::keep(bias2);  // or it is computed again in every step
+    }
+    CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
+      return KTile::kDescriptorHigh | (k + stage * kNextKeys + KTile::columns_step(step));
+    }
+    CUTLASS_DEVICE uint64_t values(int stage, int step) const {
+      return KTile::kDescriptorHigh | (v + stage * kNextValues + KTile::rows_step(step));
+    }
+  };
+
   // s = f (bias1 - shift + bias2); nothing without them.
-  CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, int stage, float f,
-                                          const Place& at) {
+  CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
+                                          int stage, float f, const Place& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
-    uint32_t bias2 =
-        shared_address(shared.keys[stage].bias2[at.tile]) + BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+    const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kKeySteps; ++g) {
       uint32_t pairs[4];
@@ -69,27 +91,10 @@ struct ForwardConsumer {
     }
   }
 
-  // Low words of the descriptors of this warpgroup's operands in stage 0.
-  struct Operands {
-    uint32_t k, v;
-    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
-    static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
-
-    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at)
-        : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
-          v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))) {}
-    CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
-      return KTile::kDescriptorHigh | (k + stage * kNextKeys + KTile::columns_step(step));
-    }
-    CUTLASS_DEVICE uint64_t values(int stage, int step) const {
-      return KTile::kDescriptorHigh | (v + stage * kNextValues + KTile::rows_step(step));
-    }
-  };
-
   // Starts s += Q' K^T of a stage that has arrived.
   CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
                                           int stage, uint32_t q, float f, const Place& at) {
-    begin_scores(s, shared, stage, f, at);
+    begin_scores(s, shared, operands, stage, f, at);
     fence_registers(s);
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
@@ -135,14 +140,14 @@ struct ForwardConsumer {
 
   // All visible keys, one step after another. While a step's exponentials are computed the tensor cores work for
   // others.
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int num_steps,
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int end,
                                     PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const Place& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
     Operands operands(shared, at);
-    for (int key = 0; key < num_steps * kKeys; key += kKeys, turn.advance()) {
+    for (int key = 0; key < end; key += kKeys, turn.advance()) {
       shared.k_full[turn.stage].wait(turn.parity);
       start_scores(s, shared, operands, turn.stage, q, args.f, at);
       wgmma_wait<0>();
@@ -166,9 +171,9 @@ struct ForwardConsumer {
   }
 
   // The same with O += P V of a step beside the exponentials of the next.
-  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q,
-                                              int num_steps, PendingStore& pending, float (&o)[kHeadDim / 2],
-                                              RowSoftmax& softmax, const Place& at) {
+  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int end,
+                                              PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
+                                              const Place& at) {
     float s[kKeys / 2], factor[2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
@@ -184,7 +189,7 @@ struct ForwardConsumer {
     auto step = [&](uint32_t (&p)[kKeys / 4], uint32_t (&p_next)[kKeys / 4]) {
       Turn values = turn;
       turn.advance();
-      bool more = key < num_steps * kKeys;
+      bool more = key < end;
       if (more) {
         shared.k_full[turn.stage].wait(turn.parity);
         start_scores(s, shared, operands, turn.stage, q, args.f, at);
@@ -239,28 +244,34 @@ struct ForwardConsumer {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
       shared.q_full[q_turn.stage].wait(q_turn.parity);
-      const typename Config::Visible visible = shared.visible[q_turn.stage];
+      const int num_steps = ptx::uniform(shared.visible[q_turn.stage].num_steps);
+      const uint32_t rows = shared.visible[q_turn.stage].rows;
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
-      float o[kHeadDim / 2] = {};
-      RowSoftmax softmax(args.c);
-      if (exists && (visible.rows >> at.row & 1) != 0) {
+      if (exists && (rows >> at.row & 1) != 0) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
         const uint32_t q_low = QTile::descriptor_low(shared_address(q));
+        float o[kHeadDim / 2] = {};
+        RowSoftmax softmax(args.c);
         if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, turn, q_low, visible.num_steps, pending, o, softmax, at);
+          attend_pipelined(shared, args, turn, q_low, num_steps * kKeys, pending, o, softmax, at);
         } else {
-          attend(shared, args, turn, q_low, visible.num_steps, pending, o, softmax, at);
+          attend(shared, args, turn, q_low, num_steps * kKeys, pending, o, softmax, at);
         }
+        finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.q_empty, at);
-        for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+        for (int step = 0; step < num_steps; ++step, turn.advance()) {
           shared.k_full[turn.stage].wait(turn.parity);
           shared.k_empty[turn.stage].arrive();
           shared.v_full[turn.stage].wait(turn.parity);
           shared.v_empty[turn.stage].arrive();
         }
+        if (exists) {  // a row n that sees no key
+          float o[kHeadDim / 2] = {};
+          RowSoftmax softmax(args.c);
+          finish(q, args, map_o, block, o, softmax, at);
+        }
       }
-      if (exists) finish(q, args, map_o, block, o, softmax, at);
       pending.buffer = q_turn.stage;
     }
     if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it

@@ -51,13 +51,6 @@ struct SwizzledTile {
 CUTLASS_DEVICE uint32_t shared_address(const void* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
 CUTLASS_DEVICE uint32_t place_of(const void* pointer) { return shared_address(pointer) >> 4; }
 
-// By the address, which may be in a uniform register.
-CUTLASS_DEVICE uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
-  return x;
-}
-
 // Four 8x8 matrices of 16-bit elements, lanes 8i..8i+7 giving the rows of matrix i: ldmatrix (9.7.15.5.15) by the
 // address in shared memory, which is in a register already.
 CUTLASS_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
