@@ -3,6 +3,7 @@
 // elements; the host never sees the result.
 //
 //   find_visible_keys   one block for each (b, n)
+//   list_visible_rows   the other way round: for each tile of keys the rows n that see one, in order
 //   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
 #pragma once
 
@@ -44,22 +45,26 @@ struct KeyMask {
   }
 };
 
-// One after another, the steps of 64 keys in which one of `num_rows` neighbouring rows n sees a key.
+// One after another, the steps of 64 keys in which one of up to kRows neighbouring rows n sees a key.
+template <int kRows>
 class VisibleSteps {
  public:
   static constexpr int kKeys = 64;
 
-  // first: the index of the first row n among all B N.
+  VisibleSteps() = default;
+  // first: the index of the first row n among all B N; num_rows: how many exist.
   CUTLASS_DEVICE VisibleSteps(const KeyMask& mask, int64_t first, int num_rows, int Lk)
-      : mask_(mask), first_(first), num_rows_(num_rows), Lk_(Lk), bits_(load(0)) {}
-
-  CUTLASS_DEVICE int count() const {
-    if (mask_.visible == nullptr) return (Lk_ + kKeys - 1) / kKeys;
-    int sum = __popc(bits_);
+      : rows_(mask.visible == nullptr ? nullptr : mask.visible + first * mask.words),
+        words_(mask.words),
+        num_rows_(num_rows),
+        count_((Lk + kKeys - 1) / kKeys),
+        bits_(load(0)) {
+    if (rows_ == nullptr) return;
+    count_ = __popc(bits_);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int word = 1; word < mask_.words; ++word) sum += __popc(load(word));
-    return sum;
+    for (int word = 1; word < words_; ++word) count_ += __popc(load(word));
   }
+  CUTLASS_DEVICE int count() const { return count_; }
   // The first key of the next one; called at most count() times.
   CUTLASS_DEVICE int next() {
     CUTLASS_PRAGMA_NO_UNROLL
@@ -72,68 +77,33 @@ class VisibleSteps {
  private:
   // Of every step in the word the lowest bit.
   CUTLASS_DEVICE uint32_t load(int word) const {
-    if (mask_.visible == nullptr) return 0x11111111u;
+    if (rows_ == nullptr) return 0x11111111u;
     uint32_t x = 0;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int row = 0; row < num_rows_; ++row) x |= __ldg(mask_.visible + (first_ + row) * mask_.words + word);
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      if (row < num_rows_) x |= __ldg(rows_ + row * words_ + word);
+    }
     x |= x >> 1;
     return (x | x >> 2) & 0x11111111u;
   }
 
-  const KeyMask& mask_;
-  int64_t first_;
-  int num_rows_, Lk_, word_ = 0;
-  uint32_t bits_;
+  const uint32_t* rows_ = nullptr;
+  int words_ = 0, num_rows_ = 0, count_ = 0, word_ = 0;
+  uint32_t bits_ = 0;
 };
 
-// One after another, the rows n of a part of N that see one of the keys of a tile, found by a whole warp, 32 at a time.
-// There is always one: where none sees a key it is N, of which the tensor memory accelerator reads zeros.
-class VisibleRows {
- public:
-  // first: the index of row 0 of this b among all B N; key, num_units: the tile, in units of KeyMask::kUnit.
-  CUTLASS_DEVICE VisibleRows(const KeyMask& mask, int64_t first, int N, int row, int row_end, int key, int num_units)
-      : mask_(mask), first_(first), end_(row_end), key_(key), num_units_(num_units), next_group_(row - 32) {
-    ahead_ = load(row);
-    seek(), step_on();
-    if (bits_ == 0) bits_ = 1, group_ = N;
-  }
-  CUTLASS_DEVICE bool more() const { return bits_ != 0; }
-  CUTLASS_DEVICE int next() {
-    const int row = group_ + __ffs(int(bits_)) - 1;
-    bits_ &= bits_ - 1;
-    if (bits_ == 0) step_on();
-    return row;
-  }
-  // How many follow in this group, and whether no group follows it.
-  CUTLASS_DEVICE int left_in_group() const { return __popc(bits_); }
-  CUTLASS_DEVICE bool is_last_group() const { return next_bits_ == 0; }
+// For kernels that own keys and walk over rows n: of each tile of keys of a b the rows n that see one of them.
+struct RowLists {
+  const int32_t* rows;    // [B, tiles, N], the first `count` of each; null: all rows n see all tiles
+  const int32_t* counts;  // [B, tiles]
+  int32_t N, tiles;
 
- private:
-  // This lane's row of a group.
-  CUTLASS_DEVICE bool load(int group) const {
-    const int row = group + int(threadIdx.x) % 32;
-    return row < end_ && mask_.units(first_ + row, key_, num_units_) != 0;
+  CUTLASS_DEVICE int count(int b, int tile) const {
+    return rows == nullptr ? N : __ldg(counts + int64_t(b) * tiles + tile);
   }
-  CUTLASS_DEVICE void step_on() {
-    bits_ = next_bits_, group_ = next_group_;
-    seek();
+  CUTLASS_DEVICE int row(int b, int tile, int index) const {
+    return rows == nullptr ? index : __ldg(rows + (int64_t(b) * tiles + tile) * N + index);
   }
-  // The next group with a row that sees, if there is one.
-  CUTLASS_DEVICE void seek() {
-    next_bits_ = 0;
-    CUTLASS_PRAGMA_NO_UNROLL
-    while (next_bits_ == 0 && next_group_ + 32 < end_) {
-      next_group_ += 32;
-      next_bits_ = __ballot_sync(0xffffffffu, ahead_);
-      ahead_ = load(next_group_ + 32);
-    }
-  }
-
-  const KeyMask& mask_;
-  int64_t first_;
-  int end_, key_, num_units_, group_, next_group_;
-  uint32_t bits_, next_bits_;
-  bool ahead_;  // of the group behind next_group_
 };
 
 // What find_visible_keys reads and writes.
@@ -158,7 +128,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
   constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
   constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
-  constexpr int kWarps = kKeyMaskThreads / 32, kAtOnce = 8;  // loads of a lane that are under way together
+  constexpr int kWarps = kKeyMaskThreads / 32;
   ptx::let_next_kernel_start();
   const int64_t bn = blockIdx.x, b = uint32_t(bn) / args.N, n = bn - b * args.N;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -166,20 +136,28 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   if (row != nullptr) row += b * args.bias1_stride[0] + n * args.bias1_stride[1];
   const bool is_read =
       args.row_mask == nullptr || args.row_mask[b * args.row_mask_stride[0] + n * args.row_mask_stride[1]] != 0;
-  auto load = [&](int64_t k) { return k < args.Lk ? float(row[k * args.bias1_stride[2]]) : -infinity(); };
+  // A warp's share: words of 512 keys, 16 of them in each lane. The last one read stays in registers.
+  constexpr int kPerLane = KeyMask::kWordKeys / 32;
+  float x[kPerLane];
+  auto load = [&](int word) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPerLane; ++i) {
+      const int64_t k = int64_t(word) * KeyMask::kWordKeys + 32 * i + lane;
+      x[i] = row == nullptr ? 0.f : -infinity();
+      if (row != nullptr && k < args.Lk) x[i] = float(row[k * args.bias1_stride[2]]);
+    }
+  };
 
   // The largest finite one.
   __shared__ float sLargest[kWarps];
   __shared__ int sFirst, sEnd;
   if (threadIdx.x == 0) sFirst = 0x7fffffff, sEnd = 0;
   float largest = -infinity();
-  for (int64_t first = threadIdx.x; row != nullptr && first < args.Lk; first += kAtOnce * kKeyMaskThreads) {
-    float x[kAtOnce];
+  for (int word = warp; word < args.words; word += kWarps) {
+    load(word);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) x[i] = load(first + i * kKeyMaskThreads);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      int64_t k = first + i * kKeyMaskThreads;
+    for (int i = 0; i < kPerLane; ++i) {
+      const int64_t k = int64_t(word) * KeyMask::kWordKeys + 32 * i + lane;
       if (x[i] < infinity()) largest = fmaxf(largest, x[i]);
       if (args.copy != nullptr && k < args.Lk) static_cast<scalar_t*>(args.copy)[bn * args.Lk + k] = scalar_t(x[i]);
     }
@@ -193,14 +171,14 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
 
   // Hidden: -inf, or so far below it. NaN is visible, and so is +inf.
   const float limit = largest - kThreshold;  // of a huge `largest`, itself
-  auto is_visible = [&](float x) { return !(x <= limit) || (x == largest && x > -infinity()); };
   for (int word = warp; word < args.words; word += kWarps) {
+    if (args.words > kWarps) load(word);
     uint32_t bits = 0;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       const int64_t k = int64_t(word) * KeyMask::kWordKeys + 32 * i + lane;
-      const bool visible = is_read && k < args.Lk && (row == nullptr || is_visible(load(k)));
-      const uint32_t votes = __ballot_sync(0xffffffffu, visible);
+      const bool visible = !(x[i] <= limit) || (x[i] == largest && x[i] > -infinity());
+      const uint32_t votes = __ballot_sync(0xffffffffu, is_read && k < args.Lk && visible);
       bits |= ((votes & 0xffffu) != 0 ? 1u : 0u) << 2 * i | (votes >> 16 != 0 ? 1u : 0u) << (2 * i + 1);
     }
     if (lane != 0) continue;
@@ -211,9 +189,39 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  args.shift[bn] = largest > -infinity() ? largest : 0.f;
+  args.shift[bn] = row != nullptr && largest > -infinity() ? largest : 0.f;
   args.range[bn] = make_int2(sFirst, sEnd);
   if (bn == 0) *args.counter = 0;
+}
+
+// One block for each tile of kKeys keys of a b.
+template <int kKeys>
+__global__ void __launch_bounds__(kKeyMaskThreads)
+    list_visible_rows(const KeyMask mask, const RowLists lists, int32_t* rows, int32_t* counts) {
+  constexpr int kWarps = kKeyMaskThreads / 32;
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  const int b = int(blockIdx.x) / lists.tiles, tile = int(blockIdx.x) % lists.tiles;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  __shared__ int sVotes[2][kWarps];
+  rows += int64_t(blockIdx.x) * lists.N;
+  int count = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int first = 0, turn = 0; first < lists.N; first += kKeyMaskThreads, turn ^= 1) {
+    const int n = first + int(threadIdx.x);
+    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * kKeys, kKeys / KeyMask::kUnit) != 0;
+    const uint32_t votes = __ballot_sync(0xffffffffu, sees);
+    if (lane == 0) sVotes[turn][warp] = __popc(votes);
+    __syncthreads();
+    int before = count;
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) before += sVotes[turn][w];
+      count += sVotes[turn][w];
+    }
+    if (sees) rows[before + __popc(votes & ((1u << lane) - 1))] = n;
+  }
+  if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
 }  // namespace ds4s

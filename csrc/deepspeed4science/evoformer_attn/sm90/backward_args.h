@@ -13,6 +13,7 @@ struct BackwardArgs {
   const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
   int64_t bias2_stride[3];  // B, H, Lq
   KeyMask mask;
+  RowLists row_lists;           // of the bias pass's tiles of keys
   const float* lse;             // [B, N, H, Lq], of the shifted scores
   const float* negative_delta;  // [B, N, H, Lq]
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null

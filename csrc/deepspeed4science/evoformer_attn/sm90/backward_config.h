@@ -162,7 +162,8 @@ struct RowPassConfig {
     return at;
   }
   // What a tile walks over: queries one step after another, or steps with visible keys.
-  CUTLASS_DEVICE static VisibleSteps steps(const BackwardArgs& args, const Coordinates& at) {
+  using Steps = VisibleSteps<kRows>;
+  CUTLASS_DEVICE static Steps steps(const BackwardArgs& args, const Coordinates& at) {
     return {args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk};
   }
   CUTLASS_DEVICE static Visible visible(const BackwardArgs& args, const Coordinates& at) {
@@ -239,29 +240,22 @@ struct BiasPassConfig {
     Operand<QueryTile> queries;
     Operand<KeyTile> keys;
   };
-  // How many rows n follow one another before the consumers ask again, and whether they are the tile's last.
-  struct RowGroup {
-    static constexpr uint32_t kLast = 1u << 31;
-    CUTLASS_DEVICE static uint32_t of(const VisibleRows& rows) {
-      return uint32_t(rows.left_in_group()) | (rows.is_last_group() ? kLast : 0);
-    }
-  };
   struct Shared {
     alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
     Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
     EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
-    uint32_t group[kStages];              // of Q and K of the first row n of a group, see RowGroup
+    int num_rows[kStages];                // of Q and K of a tile's first row n: how many there are
     ClusterFeed feed;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Turn = RingTurn<kStages>;
 
-  // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, rows row .. row_end.
+  // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
   struct Coordinates {
-    int query, key, head, batch, slice, row, row_end;
+    int query, key, head, batch, slice;
   };
   // A cluster of two blocks has the same keys: one block brings K to both, the other V.
   CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
@@ -275,14 +269,23 @@ struct BiasPassConfig {
     at.head = tile % args.H, tile /= args.H;
     at.batch = tile % args.B;
     at.slice = tile / args.B;
-    at.row = int(int64_t(args.N) * at.slice / args.num_slices);
-    at.row_end = int(int64_t(args.N) * (at.slice + 1) / args.num_slices);
     return at;
   }
-  // By a whole warp.
-  CUTLASS_DEVICE static VisibleRows rows(const BackwardArgs& args, const Coordinates& at) {
-    return {args.mask, args.row_index(at.batch, 0), args.N, at.row, at.row_end, at.key, kBlockKeys / KeyMask::kUnit};
-  }
+  // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
+  // key it is N, of which the tensor memory accelerator reads zeros.
+  struct Rows {
+    const RowLists& lists;
+    int batch, tile, begin, count;
+
+    CUTLASS_DEVICE Rows(const BackwardArgs& args, const Coordinates& at)
+        : lists(args.row_lists), batch(at.batch), tile(at.key / kBlockKeys) {
+      const int64_t all = lists.count(batch, tile);
+      begin = int(all * at.slice / args.num_slices);
+      count = int(all * (at.slice + 1) / args.num_slices) - begin;
+      if (count == 0) begin = -1, count = 1;
+    }
+    CUTLASS_DEVICE int operator[](int i) const { return begin < 0 ? lists.N : lists.row(batch, tile, begin + i); }
+  };
 };
 
 }  // namespace ds4s::sm90

@@ -22,26 +22,28 @@ struct BiasPassProducer {
   using QueryTile = typename Config::QueryTile;
   using KeyTile = typename Config::KeyTile;
 
-  // One warp, of which one lane brings everything that is tiles. In a cluster one block brings K to both, the other V.
+  // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const BiasPassMaps& maps) {
     const int rank = Config::rank();
-    const bool shares = Config::num_blocks() > 1, brings = threadIdx.x % 32 == 0;
+    const bool shares = Config::num_blocks() > 1;
     typename Config::Turn turn;
     for (ClusterTiles tiles(shared.feed, args, /*takes=*/true); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
-      VisibleRows rows = Config::rows(args, at);
-      while (rows.more()) {
-        const uint32_t group = Config::RowGroup::of(rows);  // of interest for its first row n only
-        const int n = rows.next();
+      const typename Config::Rows rows(args, at);
+      int next = rows[0];
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < rows.count; ++i) {
+        const int n = next;
+        if (i + 1 < rows.count) next = rows[i + 1];
+        if (i == 1) tiles.take_ahead();
         CUTLASS_PRAGMA_UNROLL
         for (int product = 0; product < 2; ++product, turn.advance()) {
-          if (!brings) continue;
           typename Config::Stage& stage = shared.stages[turn.stage];
           FullBarrier& full = shared.full[turn.stage];
           EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
           shared.empty[turn.stage].wait(turn.parity ^ 1);
           if (shares) partner_empty.arrive(rank ^ 1);
-          if (product == 0) shared.group[turn.stage] = group;
+          if (i == 0 && product == 0) shared.num_rows[turn.stage] = rows.count;
           full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
           load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
                                at.batch);
@@ -100,15 +102,14 @@ struct BiasPassProducer {
     typename Config::Turn turn;
     for (ClusterTiles tiles(shared.feed, args, /*takes=*/false); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
-      VisibleRows rows = Config::rows(args, at), ahead = rows;
+      const typename Config::Rows rows(args, at);
       Statistics statistics;
-      auto load_next = [&](int distance) {
-        for (; distance > 1 && ahead.more(); --distance) ahead.next();
-        if (ahead.more()) statistics.load(args, at, ahead.next(), lane);
-      };
-      load_next((warp - step + kWarps) % kWarps + 1);
-      for (; rows.more(); step = step == kWarps - 1 ? 0 : step + 1) {
-        const int n = rows.next();
+      // This warp's row n, and its next one.
+      int own = (warp - step + kWarps) % kWarps, n = own < rows.count ? rows[own] : 0, next = 0;
+      if (own < rows.count) statistics.load(args, at, n, lane);
+      if (own + kWarps < rows.count) next = rows[own + kWarps];
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < rows.count; ++i, step = step == kWarps - 1 ? 0 : step + 1) {
         typename Config::Turn scores = turn;
         turn.advance();
         typename Config::Turn products = turn;
@@ -119,7 +120,9 @@ struct BiasPassProducer {
         statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, n, lane);
         shared.full[scores.stage].arrive();  // every lane for what it wrote itself
         shared.full[products.stage].arrive();
-        load_next(kWarps);
+        n = next;
+        if (i + kWarps < rows.count) statistics.load(args, at, n, lane);
+        if (i + 2 * kWarps < rows.count) next = rows[i + 2 * kWarps];
       }
     }
   }
@@ -212,7 +215,7 @@ struct BiasPassConsumer {
     const uint32_t ones = place_of(shared.ones);
     Scores s;
     Products dp;
-    uint32_t left = 0;  // rows n of this group
+    int left = 0;  // rows n, once the first is there
     CUTLASS_PRAGMA_NO_UNROLL
     do {
       const typename Config::Turn of_scores = turn;
@@ -220,8 +223,7 @@ struct BiasPassConsumer {
       const typename Config::Turn of_products = turn;
       turn.advance();
       shared.full[of_scores.stage].wait(of_scores.parity);
-      if (left == 0) left = ptx::uniform(shared.group[of_scores.stage]);
-      --left;
+      if (left == 0) left = ptx::uniform(shared.num_rows[of_scores.stage]);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
@@ -253,7 +255,7 @@ struct BiasPassConsumer {
           sum = fmaf(s[part % kScores / 2 + x], dp[x], sum);
         }
       }
-    } while (left != Config::RowGroup::kLast);
+    } while (--left != 0);
   }
 
   CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
@@ -291,15 +293,14 @@ struct BiasPassConsumer {
         walk(shared, args, turn, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
       } else {  // nothing to compute, but the ring goes on
-        uint32_t left = 0;
+        int left = 0;
         do {
           for (int product = 0; product < 2; ++product, turn.advance()) {
             shared.full[turn.stage].wait(turn.parity);
-            if (product == 0 && left == 0) left = shared.group[turn.stage];
+            if (product == 0 && left == 0) left = shared.num_rows[turn.stage];
             shared.empty[turn.stage].arrive();
           }
-          --left;
-        } while (left != Config::RowGroup::kLast);
+        } while (--left != 0);
       }
     }
     ptx::wait_for_kernel_before();
@@ -335,7 +336,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0) BiasPassProducer<Config>::run(shared, args, maps);
+    if (warp == 0 && threadIdx.x % 32 == 0) BiasPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kStatisticsWarps) {
       BiasPassProducer<Config>::run_statistics(shared, args, warp - 1);
     }

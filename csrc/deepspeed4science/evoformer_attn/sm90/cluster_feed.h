@@ -23,7 +23,8 @@ struct ClusterFeed {
   }
 };
 
-// One warp's way through them; `tile` is args.num_tiles or more behind the last one. takes: the warp that brings tiles.
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one. takes: the one thread that brings
+// tiles, which may take the next one while it still works on this one.
 class ClusterTiles {
  public:
   int tile;
@@ -41,31 +42,34 @@ class ClusterTiles {
       tile += int(cute::cluster_grid_dims().x);
       return;
     }
-    if (takes_ && threadIdx.x % 32 == 0) take();
+    take_ahead();
     wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
     tile = feed_.tiles[turn_.stage];
-    turn_.advance();
+    turn_.advance(), taken_ = false;
+  }
+  CUTLASS_DEVICE void take_ahead() {
+    if (takes_ && !taken_ && args_.next_bias_tile != nullptr) take(), taken_ = true;
   }
 
  private:
   CUTLASS_DEVICE void take() {
     FullBarrier& full = feed_.full[turn_.stage];
-    int& tile_taken = feed_.tiles[turn_.stage];
+    int& place = feed_.tiles[turn_.stage];
     const uint32_t num_blocks = cute::cluster_shape().x;
     if (num_blocks == 1) {  // st.async is not legal without a cluster
-      tile_taken = atomicAdd(args_.next_bias_tile, 1);
+      place = atomicAdd(args_.next_bias_tile, 1);
       full.arrive();
       return;
     }
     full.arrive_and_expect_tx(sizeof(int));
     if (cute::block_rank_in_cluster() != 0) return;
-    const int taken = atomicAdd(args_.next_bias_tile, 1);
-    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&tile_taken, taken, full, rank);
+    const int number = atomicAdd(args_.next_bias_tile, 1);
+    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&place, number, full, rank);
   }
 
   ClusterFeed& feed_;
   const BackwardArgs& args_;
-  bool takes_;
+  bool takes_, taken_ = false;
   ClusterFeed::Turn turn_;
 };
 

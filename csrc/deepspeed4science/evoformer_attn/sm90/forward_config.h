@@ -30,8 +30,8 @@ struct ForwardConfig {
   static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
   static constexpr bool kPipelined = Tiles::kPipelined;
 
-  static constexpr int kQueries = 64;                // rows of one wgmma
-  static constexpr int kKeys = VisibleSteps::kKeys;  // keys of a step
+  static constexpr int kQueries = 64;  // rows of one wgmma
+  static constexpr int kKeys = 64;     // keys of a step
   static constexpr int kBlockQueries = kQueries * kQueryTiles;
   static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
@@ -54,6 +54,8 @@ struct ForwardConfig {
   };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
+  using Steps = VisibleSteps<kRows>;
+  static_assert(Steps::kKeys == kKeys, "what is visible is asked for step by step");
   // Of a block's tile: steps with a visible key, and of each of its rows n (a bit) whether it sees any.
   struct Visible {
     int num_steps;

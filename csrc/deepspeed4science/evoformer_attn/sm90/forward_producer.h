@@ -16,6 +16,7 @@ struct ForwardProducer {
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
   using BiasTile = typename Config::BiasTile;
+  using Steps = typename Config::Steps;
   static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr bool kBias2 = Config::kBias2;
@@ -28,14 +29,12 @@ struct ForwardProducer {
     constexpr uint32_t kKeyBytes = kValueBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0);
     Turn turn;
     QTurn q_turn;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
-      Coordinates at = Config::locate(args, tile);
-      VisibleSteps steps = steps_of(args, at);
-      typename Config::Visible visible{steps.count(), 0};
-      for (int r = 0; r < kRows; ++r) {
-        bool sees = at.row + r < args.N && !args.mask.sees_nothing(args.row_index(at.batch, at.row + r));
-        visible.rows |= uint32_t(sees) << r;
-      }
+    Tile tile(args, blockIdx.x);
+    for (; tile.index < args.num_tiles; q_turn.advance()) {
+      Coordinates at = Config::locate(args, tile.index);
+      Steps steps = tile.steps;
+      const typename Config::Visible visible = tile.visible;
+      tile = Tile(args, tile.index + gridDim.x);  // long before it is needed
       FullBarrier& q_full = shared.q_full[q_turn.stage];
       shared.q_empty[q_turn.stage].wait(q_turn.parity ^ 1);
       shared.visible[q_turn.stage] = visible;
@@ -80,10 +79,12 @@ struct ForwardProducer {
     constexpr int kPerLane = kKeys / 32;
     int lane = threadIdx.x % 32;
     Turn turn;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
-      Coordinates at = Config::locate(args, tile);
-      VisibleSteps steps = steps_of(args, at);
-      const int num_steps = steps.count();
+    Tile tile(args, blockIdx.x);
+    while (tile.index < args.num_tiles) {
+      Coordinates at = Config::locate(args, tile.index);
+      Steps steps = tile.steps;
+      const int num_steps = tile.visible.num_steps;
+      tile = Tile(args, tile.index + gridDim.x);
       const Element* row[kRows];
       float value[kRows][kPerLane], shift[kRows];
       CUTLASS_PRAGMA_UNROLL
@@ -116,9 +117,24 @@ struct ForwardProducer {
   }
 
  private:
-  CUTLASS_DEVICE static VisibleSteps steps_of(const ForwardArgs& args, const Coordinates& at) {
-    return {args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk};
-  }
+  // What is visible of a tile, which takes a few loads, one after the other, to find out.
+  struct Tile {
+    int index;
+    Steps steps;
+    typename Config::Visible visible{};
+
+    CUTLASS_DEVICE Tile(const ForwardArgs& args, int index_) : index(index_) {
+      if (index >= args.num_tiles) return;
+      const Coordinates at = Config::locate(args, index);
+      const int64_t row = args.row_index(at.batch, at.row);
+      steps = {args.mask, row, min(kRows, args.N - at.row), args.Lk};
+      visible.num_steps = steps.count();
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        visible.rows |= uint32_t(at.row + r < args.N && !args.mask.sees_nothing(row + r)) << r;
+      }
+    }
+  };
 };
 
 }  // namespace ds4s::sm90

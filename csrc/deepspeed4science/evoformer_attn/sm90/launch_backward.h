@@ -62,6 +62,9 @@ class Backward : BackwardHost {
     counters_ = reserve(bool(ring_), ring_.num_counters * 4);
     slots_ = reserve(ring_.adds_dbias2, ring_.num_slots * ring_.slot_size * 4);
     mask_ = reserve(key_mask_.needed(), key_mask_.bytes());
+    if constexpr (kBias2) {
+      if (p.dbias2 && key_mask_.needed()) with_bias_pass([this](auto pass) { reserve_row_lists<decltype(pass)>(); });
+    }
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
     bias2_rows_ = reserve(bias2_.copied, bias2_.workspace_bytes());
@@ -69,6 +72,21 @@ class Backward : BackwardHost {
       if (p.dbias2) with_bias_pass([this](auto pass) { slices_ = choose_slices_of<decltype(pass)>(); });
     }
     dbias2_parts_ = reserve(slices_ > 1 && p.deterministic, slices_ * p.B * p.H * p.Lq * p.Lk * 4);
+  }
+
+  template <typename Pass>
+  void reserve_row_lists() {
+    row_lists_ = reserve(true, p_.B * ceil_div(p_.Lk, Pass::kKeys) * (p_.N + 1) * 4);
+  }
+  template <typename Pass>
+  void list_rows() {
+    RowLists& lists = args_.row_lists;
+    lists.N = int32_t(p_.N), lists.tiles = int32_t(ceil_div(p_.Lk, Pass::kKeys));
+    if (row_lists_ < 0) return;
+    int32_t *counts = at<int32_t>(row_lists_), *rows = counts + p_.B * lists.tiles;
+    lists.counts = counts, lists.rows = rows;
+    start_overlapping(list_visible_rows<Pass::kKeys>, p_.B * lists.tiles, kKeyMaskThreads, 0, /*cluster=*/1, args_.mask,
+                      lists, rows, counts);
   }
 
   bool fits() const {
@@ -234,6 +252,9 @@ class Backward : BackwardHost {
   void prepare() {
     check(key_mask_.template fill<Element>(at<void>(mask_), at<void>(bias1_), stream_));
     args_.mask = key_mask_.at(at<void>(mask_)), args_.next_bias_tile = key_mask_.counter(at<void>(mask_));
+    if constexpr (kBias2) {
+      if (p_.dbias2) with_bias_pass([this](auto pass) { list_rows<decltype(pass)>(); });
+    }
     ds4s::BackwardArgs args{};
     args.p = p_;
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
@@ -338,8 +359,8 @@ class Backward : BackwardHost {
   BackwardArgs args_{};
   RingPlan ring_;
   int64_t slices_ = 1;
-  int64_t delta_ = -1, mask_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1, dbias2_parts_ = -1,
-          counters_ = -1, slots_ = -1;
+  int64_t delta_ = -1, mask_ = -1, row_lists_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1,
+          dbias2_parts_ = -1, counters_ = -1, slots_ = -1;
 };
 
 }  // namespace ds4s::sm90

@@ -50,7 +50,7 @@ struct RowPassProducer {
         load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
         load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
       }
-      VisibleSteps steps = Config::steps(args, at);
+      typename Config::Steps steps = Config::steps(args, at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
         const int column = kKeys ? columns.begin + step * kColumns : steps.next();
@@ -89,7 +89,7 @@ struct RowPassProducer {
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       const int num_steps = Config::visible(args, at).num_steps;
-      VisibleSteps steps = Config::steps(args, at);
+      typename Config::Steps steps = Config::steps(args, at);
       auto column_of = [&](int step) { return kKeys ? columns.begin + step * kColumns : steps.next(); };
       if (num_steps == 0) {
         shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
