@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "backward/prepare.h"
 
 namespace ds4s {
@@ -26,17 +28,17 @@ class BackwardHost {
     return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
   }
 
-  // Into how many slices of at least eight n a bias pass of so many tiles is cut so that its blocks fill the device
-  // evenly: the fewest waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds dbias2 once
-  // more).
-  int64_t choose_slices(int64_t tiles, int64_t resident_blocks) const {
+  // Into how many slices, `least` or more, of at least eight n a bias pass of so many tiles is cut so that its blocks
+  // fill the device evenly: the fewest waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds
+  // dbias2 once more).
+  int64_t choose_slices(int64_t tiles, int64_t resident_blocks, int64_t least = 1) const {
     if (resident_blocks < 1) resident_blocks = 1;
-    int64_t best = 1, most = p_.N / 8 < 16 ? p_.N / 8 : 16;
+    int64_t most = std::max(std::min(p_.N / 8, int64_t(16)), int64_t(1)), first = std::min(least, most), best = first;
     double best_cost = 0;
-    for (int64_t slices = 1; slices <= (most > 1 ? most : 1); ++slices) {
+    for (int64_t slices = first; slices <= most; ++slices) {
       double waves = double(ceil_div(tiles * slices, resident_blocks));
       double cost = waves / double(slices) * (1.0 + 0.02 * double(slices));
-      if (slices == 1 || cost < best_cost) best = slices, best_cost = cost;
+      if (slices == first || cost < best_cost) best = slices, best_cost = cost;
     }
     return best;
   }

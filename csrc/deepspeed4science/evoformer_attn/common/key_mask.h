@@ -101,8 +101,8 @@ struct RowLists {
   CUTLASS_DEVICE int count(int b, int tile) const {
     return rows == nullptr ? N : __ldg(counts + int64_t(b) * tiles + tile);
   }
-  CUTLASS_DEVICE int row(int b, int tile, int index) const {
-    return rows == nullptr ? index : __ldg(rows + (int64_t(b) * tiles + tile) * N + index);
+  CUTLASS_DEVICE const int32_t* list(int b, int tile) const {
+    return rows == nullptr ? nullptr : rows + (int64_t(b) * tiles + tile) * N;
   }
 };
 
@@ -195,10 +195,11 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
 }
 
 // One block for each tile of kKeys keys of a b.
+constexpr int kListThreads = 512;
 template <int kKeys>
-__global__ void __launch_bounds__(kKeyMaskThreads)
+__global__ void __launch_bounds__(kListThreads)
     list_visible_rows(const KeyMask mask, const RowLists lists, int32_t* rows, int32_t* counts) {
-  constexpr int kWarps = kKeyMaskThreads / 32;
+  constexpr int kWarps = kListThreads / 32;
   ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
   const int b = int(blockIdx.x) / lists.tiles, tile = int(blockIdx.x) % lists.tiles;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads)
   rows += int64_t(blockIdx.x) * lists.N;
   int count = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int first = 0, turn = 0; first < lists.N; first += kKeyMaskThreads, turn ^= 1) {
+  for (int first = 0, turn = 0; first < lists.N; first += kListThreads, turn ^= 1) {
     const int n = first + int(threadIdx.x);
     const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * kKeys, kKeys / KeyMask::kUnit) != 0;
     const uint32_t votes = __ballot_sync(0xffffffffu, sees);

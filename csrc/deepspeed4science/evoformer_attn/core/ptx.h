@@ -113,6 +113,11 @@ CUTLASS_DEVICE float bits_to_float(uint32_t x) {
   }
 }
 
+// Straight into its register: with a choice between this and another value, the compiler would wait here to move it.
+CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "+r"(x) : "l"(gmem));
+}
+
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 

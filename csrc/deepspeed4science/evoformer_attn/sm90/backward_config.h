@@ -109,7 +109,6 @@ struct RowPassConfig {
   struct Visible {
     int num_steps;        // 0: nothing
     uint32_t warpgroups;  // a bit for each one that sees a key, or whose keys are seen
-    bool first, last;     // kFused: of the blocks of a (b, n, h) with something to compute
   };
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
@@ -161,10 +160,21 @@ struct RowPassConfig {
     at.batch = tile / args.num_row_groups;
     return at;
   }
-  // What a tile walks over: queries one step after another, or steps with visible keys.
-  using Steps = VisibleSteps<kRows>;
-  CUTLASS_DEVICE static Steps steps(const BackwardArgs& args, const Coordinates& at) {
-    return {args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk};
+  // What a tile walks over: all queries, or the steps with visible keys.
+  struct QuerySteps {
+    int column;
+    CUTLASS_DEVICE int next() {
+      column += kColumns;
+      return column - kColumns;
+    }
+  };
+  using KeySteps = VisibleSteps<kRows>;
+  CUTLASS_DEVICE static auto steps(const BackwardArgs& args, const Coordinates& at) {
+    if constexpr (kKeys) {
+      return QuerySteps{columns(args).begin};
+    } else {
+      return KeySteps(args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk);
+    }
   }
   CUTLASS_DEVICE static Visible visible(const BackwardArgs& args, const Coordinates& at) {
     Visible x{};
@@ -181,20 +191,10 @@ struct RowPassConfig {
     } else {
       x.num_steps = steps(args, at).count();
     }
-    if constexpr (kFused) {
-      const int2 keys = args.mask.keys_of(args.row_index(at.batch, at.row), args.Lk);
-      x.first = keys.x >= at.owned, x.last = keys.y <= at.owned + kTiles * kOwned;
-    }
     return x;
   }
-  // The tiles of a block without a feed: every gridDim.x-th; fused, all of an n and head one after another.
-  CUTLASS_DEVICE static int first_tile(const BackwardArgs& args) {
-    return kFused ? blockIdx.x / kSplit * args.num_blocks : blockIdx.x;
-  }
-  CUTLASS_DEVICE static int next_tile(const BackwardArgs& args, int tile) {
-    if (!kFused) return tile + gridDim.x;
-    return (tile + 1) % args.num_blocks != 0 ? tile + 1 : tile + 1 + (gridDim.x / kSplit - 1) * args.num_blocks;
-  }
+  template <TileReader kReader>
+  using Walk = cute::conditional_t<kFused, FusedWalk<RowPassConfig>, TileWalk<RowPassConfig, kReader>>;
 };
 
 template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
@@ -274,17 +274,24 @@ struct BiasPassConfig {
   // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
   // key it is N, of which the tensor memory accelerator reads zeros.
   struct Rows {
-    const RowLists& lists;
-    int batch, tile, begin, count;
+    const int32_t* list;
+    int first, count, num_all;
 
-    CUTLASS_DEVICE Rows(const BackwardArgs& args, const Coordinates& at)
-        : lists(args.row_lists), batch(at.batch), tile(at.key / kBlockKeys) {
-      const int64_t all = lists.count(batch, tile);
-      begin = int(all * at.slice / args.num_slices);
-      count = int(all * (at.slice + 1) / args.num_slices) - begin;
-      if (count == 0) begin = -1, count = 1;
+    CUTLASS_DEVICE Rows(const BackwardArgs& args, const Coordinates& at) {
+      const RowLists& lists = args.row_lists;
+      const int64_t all = lists.count(at.batch, at.key / kBlockKeys);
+      first = int(all * at.slice / args.num_slices);
+      count = int(all * (at.slice + 1) / args.num_slices) - first;
+      list = count == 0 ? nullptr : lists.list(at.batch, at.key / kBlockKeys);
+      num_all = args.N;
+      if (count == 0) first = num_all, count = 1;
     }
-    CUTLASS_DEVICE int operator[](int i) const { return begin < 0 ? lists.N : lists.row(batch, tile, begin + i); }
+    CUTLASS_DEVICE bool exist() const { return first < num_all; }
+    // Does not wait for what it loads.
+    CUTLASS_DEVICE void load(int& row, int i) const {
+      row = first + i;
+      if (list != nullptr) ptx::load_int(row, list + first + i);
+    }
   };
 };
 

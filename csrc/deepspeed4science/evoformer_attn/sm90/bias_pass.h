@@ -27,15 +27,16 @@ struct BiasPassProducer {
     const int rank = Config::rank();
     const bool shares = Config::num_blocks() > 1;
     typename Config::Turn turn;
-    for (ClusterTiles tiles(shared.feed, args, /*takes=*/true); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles</*kTakes=*/true> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
-      int next = rows[0];
+      shared.empty[turn.stage].wait(turn.parity ^ 1);
+      shared.num_rows[turn.stage] = rows.count;
+      int n, next;
+      rows.load(n, 0);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < rows.count; ++i) {
-        const int n = next;
-        if (i + 1 < rows.count) next = rows[i + 1];
-        if (i == 1) tiles.take_ahead();
+      for (int i = 1; i <= rows.count; ++i) {
+        if (i < rows.count) rows.load(next, i);
         CUTLASS_PRAGMA_UNROLL
         for (int product = 0; product < 2; ++product, turn.advance()) {
           typename Config::Stage& stage = shared.stages[turn.stage];
@@ -43,7 +44,6 @@ struct BiasPassProducer {
           EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
           shared.empty[turn.stage].wait(turn.parity ^ 1);
           if (shares) partner_empty.arrive(rank ^ 1);
-          if (i == 0 && product == 0) shared.num_rows[turn.stage] = rows.count;
           full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
           load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
                                at.batch);
@@ -55,6 +55,8 @@ struct BiasPassProducer {
             load_tile_for_both<KeyTile>(keys, full, stage.keys.tile, 0, at.key, at.head, n, at.batch);
           }
         }
+        n = next;
+        if (i == 2) tiles.take_ahead();
       }
     }
   }
@@ -68,7 +70,7 @@ struct BiasPassProducer {
 
     // Does not wait for what it loads; `store` does.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      if (n >= args.N) return;  // no row n sees a key
+      n = min(n, args.N - 1);  // where no row n sees a key, anything
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       shift = bias1.shift;
@@ -78,8 +80,7 @@ struct BiasPassProducer {
       for (int x = 0; x < kRows; ++x) row[x] = queries.load(at.query + 32 * x + lane);
     }
     CUTLASS_DEVICE void store(typename Config::Stage& scores, typename Config::Stage& products,
-                              const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      const bool exists = n < args.N;
+                              const BackwardArgs& args, const Coordinates& at, bool exists, int lane) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) {
         float2 value = QueryStatistics::value(row[x], exists ? at.query + 32 * x + lane : args.Lq, args.Lq);
@@ -100,14 +101,15 @@ struct BiasPassProducer {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
     typename Config::Turn turn;
-    for (ClusterTiles tiles(shared.feed, args, /*takes=*/false); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles</*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
       Statistics statistics;
-      // This warp's row n, and its next one.
-      int own = (warp - step + kWarps) % kWarps, n = own < rows.count ? rows[own] : 0, next = 0;
-      if (own < rows.count) statistics.load(args, at, n, lane);
-      if (own + kWarps < rows.count) next = rows[own + kWarps];
+      const int own = (warp - step + kWarps) % kWarps;  // the first row n of this warp
+      int next;
+      rows.load(next, min(own, rows.count - 1));
+      statistics.load(args, at, next, lane);
+      rows.load(next, min(own + kWarps, rows.count - 1));
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < rows.count; ++i, step = step == kWarps - 1 ? 0 : step + 1) {
         typename Config::Turn scores = turn;
@@ -117,12 +119,11 @@ struct BiasPassProducer {
         if (step != warp) continue;
         shared.empty[scores.stage].wait(scores.parity ^ 1);
         shared.empty[products.stage].wait(products.parity ^ 1);
-        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, n, lane);
+        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, rows.exist(), lane);
         shared.full[scores.stage].arrive();  // every lane for what it wrote itself
         shared.full[products.stage].arrive();
-        n = next;
-        if (i + kWarps < rows.count) statistics.load(args, at, n, lane);
-        if (i + 2 * kWarps < rows.count) next = rows[i + 2 * kWarps];
+        if (i + kWarps < rows.count) statistics.load(args, at, next, lane);
+        if (i + 2 * kWarps < rows.count) rows.load(next, i + 2 * kWarps);
       }
     }
   }
@@ -284,7 +285,7 @@ struct BiasPassConsumer {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
     Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Turn turn;
-    for (ClusterTiles tiles(shared.feed, args, /*takes=*/false); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles</*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
         Biases bias2;

@@ -23,14 +23,14 @@ struct ClusterFeed {
   }
 };
 
-// One warp's way through them; `tile` is args.num_tiles or more behind the last one. takes: the one thread that brings
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
 // tiles, which may take the next one while it still works on this one.
+template <bool kTakes>
 class ClusterTiles {
  public:
   int tile;
 
-  CUTLASS_DEVICE ClusterTiles(ClusterFeed& feed, const BackwardArgs& args, bool takes)
-      : feed_(feed), args_(args), takes_(takes) {
+  CUTLASS_DEVICE ClusterTiles(ClusterFeed& feed, const BackwardArgs& args) : feed_(feed), args_(args) {
     if (args.next_bias_tile == nullptr) {
       tile = int(cute::cluster_id_in_grid().x);
     } else {
@@ -48,7 +48,7 @@ class ClusterTiles {
     turn_.advance(), taken_ = false;
   }
   CUTLASS_DEVICE void take_ahead() {
-    if (takes_ && !taken_ && args_.next_bias_tile != nullptr) take(), taken_ = true;
+    if (kTakes && !taken_ && args_.next_bias_tile != nullptr) take(), taken_ = true;
   }
 
  private:
@@ -69,7 +69,7 @@ class ClusterTiles {
 
   ClusterFeed& feed_;
   const BackwardArgs& args_;
-  bool takes_, taken_ = false;
+  bool taken_ = false;
   ClusterFeed::Turn turn_;
 };
 

@@ -85,7 +85,7 @@ class Backward : BackwardHost {
     if (row_lists_ < 0) return;
     int32_t *counts = at<int32_t>(row_lists_), *rows = counts + p_.B * lists.tiles;
     lists.counts = counts, lists.rows = rows;
-    start_overlapping(list_visible_rows<Pass::kKeys>, p_.B * lists.tiles, kKeyMaskThreads, 0, /*cluster=*/1, args_.mask,
+    start_overlapping(list_visible_rows<Pass::kKeys>, p_.B * lists.tiles, kListThreads, 0, /*cluster=*/1, args_.mask,
                       lists, rows, counts);
   }
 
@@ -101,7 +101,10 @@ class Backward : BackwardHost {
   int64_t choose_slices_of() {
     int blocks = 0;
     check(Pass::Grid::resident_blocks(blocks));
-    int64_t clusters = blocks / Pass::kCluster, tiles = num_bias_tiles<Pass>(), slices = choose_slices(tiles, clusters);
+    int64_t clusters = blocks / Pass::kCluster, tiles = num_bias_tiles<Pass>();
+    // With hidden keys tiles cost different amounts: at least four for each cluster.
+    int64_t least = key_mask_.needed() ? ceil_div(4 * clusters, tiles) : 1;
+    int64_t slices = choose_slices(tiles, clusters, least);
     // Where blocks come to many tiles, slices of 96 n are faster: (1,1536,1536,4,32) 22.4 instead of 22.9. In
     // deterministic mode each slice takes memory.
     if (tiles < 4 * clusters || p_.deterministic) return slices;

@@ -131,7 +131,7 @@ struct RingDq {
   CUTLASS_DEVICE static void run_slots(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
     uint32_t parity = 0;
-    for (TileWalk<Config, TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), parity ^= 1) {
       shared.ring_barriers.slot = slot_of(args, pair_of(args, tiles.tile));
       shared.ring_barriers.slot_free.arrive();
@@ -142,7 +142,7 @@ struct RingDq {
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
     const int lane = threadIdx.x % 32;
-    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       typename Config::Coordinates at = Config::locate(args, tiles.tile);
       const int slot = slot_of(args, pair_of(args, tiles.tile));

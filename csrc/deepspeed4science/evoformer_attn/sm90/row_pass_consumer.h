@@ -312,6 +312,30 @@ struct RowPassConsumer {
     }
   }
 
+  // kFused: zeros for this warpgroup's keys in the blocks that a (b, n, h) leaves out, those before `first` and from
+  // `end` on; the same tiles of all (b, n, h).
+  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const RowPassMaps& maps, const Coordinates& block,
+                                          int first, int end, const Place& at) {
+    const int begin = first / args.num_blocks * args.num_blocks;
+    const Result zeros = {};
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = begin; tile < begin + args.num_blocks; ++tile) {
+      if (tile == first) tile = end;
+      if (tile == begin + args.num_blocks) break;
+      const int l = ((tile - begin) * Config::kTiles + at.tile) * kOwned;
+      const bool stores_second = args.stores_second && (Config::kSplit == 1 || Config::rank() != 0);
+      const bool stores_first = args.stores_first && (Config::kSplit == 1 || Config::rank() == 0);
+      if (stores_second) {
+        store_rows<Element>(maps.second_rows, zeros, 1.f, at, l, block.head, block.row, block.batch);
+      }
+      if (stores_first) store_rows<Element>(maps.first_rows, zeros, 1.f, at, l, block.head, block.row, block.batch);
+      const int key = l + int(threadIdx.x) % 128;
+      if (!args.stores_dbias1 || int(threadIdx.x) % 128 >= kOwned || key >= args.Lk) continue;
+      const int64_t bn = args.row_index(block.batch, block.row);
+      args.dbias1[(bn * args.H + block.head) * args.Lk + key] = 0.f;
+    }
+  }
+
   // kRing: where the walk through all slots is.
   struct RingState {
     typename RingDq<Config>::Walk walk;
@@ -325,13 +349,17 @@ struct RowPassConsumer {
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
     cute::conditional_t<kRing, RingState, NoRing> ring;
-    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       int buffer = owned_turn.stage;
       shared.owned_full[buffer].wait(owned_turn.parity);
       const typename Config::Visible visible = shared.visible[buffer];
-      DqWalk dq{maps, block, owned_turn, visible.first, visible.last};
+      DqWalk dq{maps, block, owned_turn, false, false};
+      if constexpr (kFused) {
+        dq.first = tiles.first, dq.last = tiles.last();
+        if (tiles.first) store_hidden(args, maps, block, tiles.tile, tiles.end, at);
+      }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kRing: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
       const bool computes = kRing ? visible.num_steps > 0 : (visible.warpgroups >> at.warpgroup & 1) != 0;
@@ -358,9 +386,7 @@ struct RowPassConsumer {
           if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
         }
         if constexpr (kFused) {
-          if (block.owned == 0 && args.mask.sees_nothing(args.row_index(block.batch, block.row))) {
-            FusedDq<Config>::store_zeros(dq, shared, args, at);
-          }
+          if (visible.num_steps == 0 && dq.first && dq.last) FusedDq<Config>::store_zeros(dq, shared, args, at);
           shared.dq.keys_read[buffer].arrive();
         }
       }

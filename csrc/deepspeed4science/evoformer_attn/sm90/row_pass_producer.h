@@ -29,10 +29,9 @@ struct RowPassProducer {
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
     constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
-    const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
-    for (TileWalk<Config, TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Visible visible = Config::visible(args, at);
@@ -50,10 +49,10 @@ struct RowPassProducer {
         load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
         load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
       }
-      typename Config::Steps steps = Config::steps(args, at);
+      auto steps = Config::steps(args, at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
-        const int column = kKeys ? columns.begin + step * kColumns : steps.next();
+        const int column = steps.next();
         typename Config::Stage& stage = shared.stages[turn.stage];
         FullBarrier& full = shared.full[turn.stage];
         shared.empty[turn.stage].wait(turn.parity ^ 1);
@@ -79,18 +78,16 @@ struct RowPassProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
-    const typename Config::Columns columns = Config::columns(args);
     typename Config::Turn turn;
     typename Config::OwnedTurn owned_turn;
-    for (TileWalk<Config, TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       const int num_steps = Config::visible(args, at).num_steps;
-      typename Config::Steps steps = Config::steps(args, at);
-      auto column_of = [&](int step) { return kKeys ? columns.begin + step * kColumns : steps.next(); };
+      auto steps = Config::steps(args, at);
       if (num_steps == 0) {
         shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
         shared.owned_full[owned_turn.stage].arrive();
@@ -110,7 +107,7 @@ struct RowPassProducer {
           }
         }
       };
-      int column = column_of(0);
+      int column = steps.next();
       load(column);
       uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
       float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
@@ -158,7 +155,7 @@ struct RowPassProducer {
         if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
         shared.full[turn.stage].arrive();
         if (step == num_steps) continue;
-        column = column_of(step);
+        column = steps.next();
         load(column);
       }
     }

@@ -1,6 +1,7 @@
-// The tiles of a persistent block, one after another: every gridDim.x-th, or the next one that no block has taken.
-// These come from a counter, and from the block's producer to all its warps. Blocks take them in order as they get on,
-// so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
+// The tiles of a persistent block, one after another: every gridDim.x-th, those of every so many-th (b, n, h), or the
+// next one that no block has taken.
+// The last come from a counter, and from the block's producer to all its warps. Blocks take them in order as they get
+// on, so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
 #pragma once
 
 #include "sm90/backward_args.h"
@@ -49,12 +50,12 @@ struct TileWalk {
     if constexpr (Config::kRing) {
       advance(shared, args);
     } else {
-      tile = Config::first_tile(args);
+      tile = blockIdx.x;
     }
   }
   CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs& args) {
     if constexpr (!Config::kRing) {
-      tile = Config::next_tile(args, tile);
+      tile += gridDim.x;
     } else if constexpr (kReader == TileReader::kTakes) {
       tile = shared.feed.take(turn_, args.next_tile);
     } else {
@@ -64,6 +65,40 @@ struct TileWalk {
 
  private:
   typename TileFeed<1>::Turn turn_;
+};
+
+// A fused pass: the tiles of a (b, n, h) one after another, from the first that sees a key to the last; of a row n that
+// sees nothing the first one. Then the next (b, n, h) of this block.
+template <typename Config>
+struct FusedWalk {
+  int tile;
+  bool first;  // of its (b, n, h)
+  int end;     // behind the last one
+
+  CUTLASS_DEVICE FusedWalk(typename Config::Shared&, const BackwardArgs& args) : keys_(load(args, walk())) {
+    begin(args, walk());
+  }
+  CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
+    ++tile, first = false;
+    if (tile == end) begin(args, (tile - 1) / args.num_blocks + step());
+  }
+  CUTLASS_DEVICE bool last() const { return tile + 1 == end; }
+
+ private:
+  CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kSplit; }
+  CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kSplit; }
+  CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
+    return walk * args.num_blocks < args.num_tiles ? args.mask.keys_of(walk / args.H, args.Lk) : make_int2(0, 0);
+  }
+  CUTLASS_DEVICE void begin(const BackwardArgs& args, int walk) {
+    constexpr int kKeys = Config::kTiles * Config::kOwned;
+    const bool sees = keys_.x < keys_.y;
+    tile = end = walk * args.num_blocks, first = true;
+    tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
+    keys_ = load(args, walk + step());  // long before it is needed
+  }
+
+  int2 keys_;  // in which the next (b, n, h) has visible ones
 };
 
 }  // namespace ds4s::sm90
