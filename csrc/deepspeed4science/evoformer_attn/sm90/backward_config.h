@@ -107,6 +107,9 @@ struct RowPassConfig {
   using Feed = TileFeed</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
   // What there is to compute of a tile.
   struct Visible {
+    int tile;             // kFused: which it is; args.num_tiles or more behind the last one
+    bool first;           // kFused: of a (b, n, h)
+    int end;              // kFused: behind the last one of this (b, n, h)
     int num_steps;        // 0: nothing
     uint32_t warpgroups;  // a bit for each one that sees a key, or whose keys are seen
   };
@@ -194,7 +197,9 @@ struct RowPassConfig {
     return x;
   }
   template <TileReader kReader>
-  using Walk = cute::conditional_t<kFused, FusedWalk<RowPassConfig>, TileWalk<RowPassConfig, kReader>>;
+  using Walk = cute::conditional_t<
+      !kFused, TileWalk<RowPassConfig, kReader>,
+      cute::conditional_t<kReader == TileReader::kConsumer, ToldWalk<RowPassConfig>, FusedWalk<RowPassConfig>>>;
 };
 
 template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values

@@ -349,20 +349,22 @@ struct RowPassConsumer {
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
     cute::conditional_t<kRing, RingState, NoRing> ring;
-    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Walk<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       int buffer = owned_turn.stage;
       shared.owned_full[buffer].wait(owned_turn.parity);
       const typename Config::Visible visible = shared.visible[buffer];
+      const bool computed =
+          ptx::uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
       DqWalk dq{maps, block, owned_turn, false, false};
       if constexpr (kFused) {
-        dq.first = tiles.first, dq.last = tiles.last();
-        if (tiles.first) store_hidden(args, maps, block, tiles.tile, tiles.end, at);
+        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
+        if (visible.first) store_hidden(args, maps, block, visible.tile, visible.end, at);
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kRing: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
-      const bool computes = kRing ? visible.num_steps > 0 : (visible.warpgroups >> at.warpgroup & 1) != 0;
+      const bool computes = kRing ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
       if constexpr (kRing) ring.walk.begins = true;
       Results results{};
       if (computes) {
@@ -373,20 +375,24 @@ struct RowPassConsumer {
           RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
                                          shared.owned_empty[buffer], block, at);
         } else {
-          walk(shared, args, turn, visible.num_steps, Operands(shared, buffer, at), pending, results, dq, at);
+          const int num_steps = kKeys ? Config::columns(args).num_steps() : ptx::uniform(visible.num_steps);
+          walk(shared, args, turn, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but the ring goes on
         if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
         if constexpr (kRing) RingDq<Config>::add_nothing(ring.walk, shared);
         pending.finish(shared.owned_empty, at);
-        for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+        const int num_steps = !computed ? 0
+                              : kKeys   ? Config::columns(args).num_steps()
+                                        : ptx::uniform(visible.num_steps);
+        for (int step = 0; step < num_steps; ++step, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           if constexpr (kFused) hand_nothing_over(shared, turn.stage, exists, at);
           shared.empty[turn.stage].arrive();
           if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
         }
         if constexpr (kFused) {
-          if (visible.num_steps == 0 && dq.first && dq.last) FusedDq<Config>::store_zeros(dq, shared, args, at);
+          if (!computed && dq.first && dq.last) FusedDq<Config>::store_zeros(dq, shared, args, at);
           shared.dq.keys_read[buffer].arrive();
         }
       }

@@ -34,7 +34,8 @@ struct RowPassProducer {
     for (typename Config::template Walk<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_turn.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
-      const typename Config::Visible visible = Config::visible(args, at);
+      typename Config::Visible visible = Config::visible(args, at);
+      if constexpr (Config::kFused) visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
       FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
       shared.visible[owned_turn.stage] = visible;
@@ -71,6 +72,11 @@ struct RowPassProducer {
           }
         }
       }
+    }
+    if constexpr (Config::kFused) {
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.visible[owned_turn.stage].tile = args.num_tiles;
+      shared.owned_full[owned_turn.stage].arrive();
     }
   }
 
@@ -158,6 +164,10 @@ struct RowPassProducer {
         column = steps.next();
         load(column);
       }
+    }
+    if constexpr (Config::kFused) {
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.owned_full[owned_turn.stage].arrive();
     }
   }
 };

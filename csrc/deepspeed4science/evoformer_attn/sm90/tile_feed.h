@@ -39,7 +39,7 @@ struct TileFeed {
   }
 };
 
-enum class TileReader { kTakes, kWarp, kLane };
+enum class TileReader { kTakes, kWarp, kLane, kConsumer };
 
 // One warp's way through them; `tile` is args.num_tiles or more behind the last one.
 template <typename Config, TileReader kReader>
@@ -59,7 +59,7 @@ struct TileWalk {
     } else if constexpr (kReader == TileReader::kTakes) {
       tile = shared.feed.take(turn_, args.next_tile);
     } else {
-      tile = shared.feed.read(turn_, kReader == TileReader::kWarp);
+      tile = shared.feed.read(turn_, kReader != TileReader::kLane);
     }
   }
 
@@ -67,8 +67,8 @@ struct TileWalk {
   typename TileFeed<1>::Turn turn_;
 };
 
-// A fused pass: the tiles of a (b, n, h) one after another, from the first that sees a key to the last; of a row n that
-// sees nothing the first one. Then the next (b, n, h) of this block.
+// A fused pass, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
+// last; of a row n that sees nothing the first one. Then the next (b, n, h) of this block.
 template <typename Config>
 struct FusedWalk {
   int tile;
@@ -82,7 +82,6 @@ struct FusedWalk {
     ++tile, first = false;
     if (tile == end) begin(args, (tile - 1) / args.num_blocks + step());
   }
-  CUTLASS_DEVICE bool last() const { return tile + 1 == end; }
 
  private:
   CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kSplit; }
@@ -99,6 +98,25 @@ struct FusedWalk {
   }
 
   int2 keys_;  // in which the next (b, n, h) has visible ones
+};
+
+// The same for its consumers, who are told with the owned tiles.
+template <typename Config>
+struct ToldWalk {
+  int tile;
+
+  CUTLASS_DEVICE ToldWalk(typename Config::Shared& shared, const BackwardArgs&) { read(shared); }
+  CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs&) {
+    turn_.advance();
+    read(shared);
+  }
+
+ private:
+  CUTLASS_DEVICE void read(typename Config::Shared& shared) {
+    shared.owned_full[turn_.stage].wait(turn_.parity);
+    tile = ptx::uniform(shared.visible[turn_.stage].tile);
+  }
+  typename Config::OwnedTurn turn_;
 };
 
 }  // namespace ds4s::sm90
