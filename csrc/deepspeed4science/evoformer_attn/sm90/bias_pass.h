@@ -56,7 +56,6 @@ struct BiasPassProducer {
           }
         }
         n = next;
-        if (i == 2) tiles.take_ahead();
       }
     }
   }
@@ -337,7 +336,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && threadIdx.x % 32 == 0) BiasPassProducer<Config>::run(shared, args, maps);
+    if (warp == 0 && cute::elect_one_sync()) BiasPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kStatisticsWarps) {
       BiasPassProducer<Config>::run_statistics(shared, args, warp - 1);
     }

@@ -24,7 +24,7 @@ struct ClusterFeed {
 };
 
 // One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
-// tiles, which may take the next one while it still works on this one.
+// tiles.
 template <bool kTakes>
 class ClusterTiles {
  public:
@@ -42,13 +42,10 @@ class ClusterTiles {
       tile += int(cute::cluster_grid_dims().x);
       return;
     }
-    take_ahead();
+    if constexpr (kTakes) take();
     wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
     tile = feed_.tiles[turn_.stage];
-    turn_.advance(), taken_ = false;
-  }
-  CUTLASS_DEVICE void take_ahead() {
-    if (kTakes && !taken_ && args_.next_bias_tile != nullptr) take(), taken_ = true;
+    turn_.advance();
   }
 
  private:
@@ -69,7 +66,6 @@ class ClusterTiles {
 
   ClusterFeed& feed_;
   const BackwardArgs& args_;
-  bool taken_ = false;
   ClusterFeed::Turn turn_;
 };
 

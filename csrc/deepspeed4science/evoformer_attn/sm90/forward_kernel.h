@@ -12,6 +12,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/forward_consumer.h"
 #include "sm90/forward_producer.h"
 
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (args.mask.visible != nullptr) ptx::wait_for_kernel_before();  // find_visible_keys
-    if (warp == 0 && threadIdx.x % 32 == 0) {
+    if (warp == 0 && cute::elect_one_sync()) {
       ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
     }
     if (Config::kBias1 && warp == 1) ForwardProducer<Config>::run_bias1(shared, args);

@@ -4,6 +4,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/row_pass_consumer.h"
 
 namespace ds4s::sm90 {
@@ -45,8 +47,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && threadIdx.x % 32 == 0) RowPassProducer<Config>::run(shared, args, maps);
+    if (warp == 0 && cute::elect_one_sync()) RowPassProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
+    if constexpr (kFused) {
+      if (warp >= 2) RowPassProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+    }
     if constexpr (Config::kRing) {
       if (warp == 2) RingDq<Config>::run_slots(shared, args);
       if (warp == 3) RingDq<Config>::run_dq(shared, args, maps.dq_rows);

@@ -312,30 +312,6 @@ struct RowPassConsumer {
     }
   }
 
-  // kFused: zeros for this warpgroup's keys in the blocks that a (b, n, h) leaves out, those before `first` and from
-  // `end` on; the same tiles of all (b, n, h).
-  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const RowPassMaps& maps, const Coordinates& block,
-                                          int first, int end, const Place& at) {
-    const int begin = first / args.num_blocks * args.num_blocks;
-    const Result zeros = {};
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = begin; tile < begin + args.num_blocks; ++tile) {
-      if (tile == first) tile = end;
-      if (tile == begin + args.num_blocks) break;
-      const int l = ((tile - begin) * Config::kTiles + at.tile) * kOwned;
-      const bool stores_second = args.stores_second && (Config::kSplit == 1 || Config::rank() != 0);
-      const bool stores_first = args.stores_first && (Config::kSplit == 1 || Config::rank() == 0);
-      if (stores_second) {
-        store_rows<Element>(maps.second_rows, zeros, 1.f, at, l, block.head, block.row, block.batch);
-      }
-      if (stores_first) store_rows<Element>(maps.first_rows, zeros, 1.f, at, l, block.head, block.row, block.batch);
-      const int key = l + int(threadIdx.x) % 128;
-      if (!args.stores_dbias1 || int(threadIdx.x) % 128 >= kOwned || key >= args.Lk) continue;
-      const int64_t bn = args.row_index(block.batch, block.row);
-      args.dbias1[(bn * args.H + block.head) * args.Lk + key] = 0.f;
-    }
-  }
-
   // kRing: where the walk through all slots is.
   struct RingState {
     typename RingDq<Config>::Walk walk;
@@ -360,7 +336,6 @@ struct RowPassConsumer {
       DqWalk dq{maps, block, owned_turn, false, false};
       if constexpr (kFused) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
-        if (visible.first) store_hidden(args, maps, block, visible.tile, visible.end, at);
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kRing: every warpgroup has a part in dq of all keys; hidden ones have P = 0.

@@ -170,6 +170,44 @@ struct RowPassProducer {
       shared.owned_full[owned_turn.stage].arrive();
     }
   }
+
+  // kFused, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those before
+  // the first of its tiles and behind the last.
+  CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps, int thread) {
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args)) {
+      if (!tiles.first) continue;
+      const Coordinates at = Config::locate(args, tiles.tile);
+      const int begin = at.owned, end = at.owned + (tiles.end - tiles.tile) * (kTiles * kOwned);
+      store_zeros(args, maps, at, 0, begin, thread);
+      store_zeros(args, maps, at, min(end, args.Lk), args.Lk, thread);
+    }
+  }
+
+ private:
+  static constexpr int kZeroThreads = 64;
+  CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const RowPassMaps& maps, const Coordinates& at,
+                                         int begin, int end, int thread) {
+    if (begin >= end) return;
+    // One block of two stores dk, the other dv.
+    if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
+    if (args.stores_second && Config::rank() == Config::kSplit - 1) {
+      store_zeros(maps.second_rows, at, begin, end, thread);
+    }
+    if (!args.stores_dbias1) return;
+    float* dbias1 = args.dbias1 + (args.row_index(at.batch, at.row) * args.H + at.head) * args.Lk;
+    for (int key = begin + thread; key < end; key += kZeroThreads) dbias1[key] = 0.f;
+  }
+  CUTLASS_DEVICE static void store_zeros(const TensorView<5>& out, const Coordinates& at, int begin, int end,
+                                         int thread) {
+    const int pieces = int(out.size[0]) / 8;  // of 16 bytes
+    Element* base = static_cast<Element*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
+                    at.row * out.stride[3] + at.batch * out.stride[4];
+    for (int i = thread; i < (end - begin) * pieces; i += kZeroThreads) {
+      const int key = begin + i / pieces;
+      __stcs(reinterpret_cast<uint4*>(base + key * out.stride[1] + i % pieces * 8), make_uint4(0, 0, 0, 0));
+    }
+  }
 };
 
 }  // namespace ds4s::sm90
