@@ -9,6 +9,7 @@
 
 #include "../params.h"
 #include "bias.h"
+#include "gemm_fma.h"
 
 namespace ds4s::cpu {
 
@@ -78,7 +79,7 @@ class KeyTiles {
   void find(const Params& p, int64_t b, int64_t n) {
     num_ = 0;
     if (!is_row_read(p, b, n)) return;
-    const int64_t padded = most(p.Lk) * kKeys;
+    const int64_t padded = round_up(p.Lk, kUnit);
     load_bias1(bias1_, p, b, n, 0, int(p.Lk));
     if (p.bias1 == nullptr) {
       for (int64_t key = 0; key < p.Lk; key += kKeys) add(p, key, key + kKeys);
