@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import table
+from benchmarks import masks, table
 from benchmarks.environment import Environment, describe, short_machine_name
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
@@ -37,6 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="time peers on workloads")
     run.add_argument(
         "--shapes", default="cpu", help=f"ids or groups, with commas; groups: {', '.join(GROUPS)}"
+    )
+    run.add_argument(
+        "--masks",
+        help="each workload under each of these, with commas, or all; "
+        f"there are: {', '.join(masks.BY_ID)} (default: random)",
     )
     run.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16, fp16, with commas")
     run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
@@ -103,7 +108,11 @@ def _run(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     skipped: list[Skipped] = []
     result = {}
-    for workload in select(arguments.shapes.split(",")):
+    workloads = select(arguments.shapes.split(","))
+    if arguments.masks:
+        chosen = masks.named(arguments.masks.split(","))
+        workloads = tuple(w.with_mask(mask) for w in workloads for mask in chosen)
+    for workload in workloads:
         for dtype in arguments.dtype.split(","):
             new, left_out = run_workload(
                 workload, peers, dtype=DTYPES[dtype], device=device, options=options
@@ -179,6 +188,8 @@ def _list(_: argparse.Namespace) -> int:
         biases = " ".join(["bias1"] * workload.bias1 + ["bias2"] * workload.bias2)
         shape = "x".join(map(str, workload.shape))
         print(f"{workload.id:<14} {shape:<18} {biases:<12} {workload.source}")
+    for mask in masks.MASKS:
+        print(f"mask {mask.id:<14} {mask.source}")
     return 0
 
 

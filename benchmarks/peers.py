@@ -86,7 +86,7 @@ class Ours(Peer):
         return None  # a refusal of the op is a result worth seeing
 
     def adapt(self, inputs: Inputs) -> Leaves:
-        return _contract_leaves(inputs)
+        return {**_contract_leaves(inputs), "row_mask": inputs.row_mask}
 
     @cached_property
     def _op(self) -> Callable[..., torch.Tensor]:
@@ -95,7 +95,11 @@ class Ours(Peer):
         return DS4Sci_EvoformerAttention
 
     def forward(self, leaves: Leaves) -> torch.Tensor:
-        return self._op(*_qkv(leaves), [leaves["bias1"], leaves["bias2"]])
+        biases = [leaves["bias1"], leaves["bias2"]]
+        row_mask = leaves["row_mask"]
+        if row_mask is None:  # as a caller does who knows of none
+            return self._op(*_qkv(leaves), biases)
+        return self._op(*_qkv(leaves), biases, row_mask=row_mask)
 
 
 class OursHeadsFirst(Ours):
@@ -106,7 +110,7 @@ class OursHeadsFirst(Ours):
     name = "ours-heads-first"
 
     def adapt(self, inputs: Inputs) -> Leaves:
-        leaves = _contract_leaves(inputs)
+        leaves = super().adapt(inputs)
         for name in ("q", "k", "v"):
             leaves[name] = getattr(inputs, name).transpose(2, 3).contiguous().transpose(2, 3)
         return leaves

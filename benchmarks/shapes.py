@@ -8,7 +8,10 @@ section 3 and table 6.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from benchmarks import masks
+from benchmarks.masks import Mask
 
 AF2_TRIANGLE = "AlphaFold 2 triangle attention: 4 heads of 32"
 AF2_ROW = "AlphaFold 2 MSA row attention with pair bias: 8 heads of 32"
@@ -36,6 +39,20 @@ class Workload:
     source: str
     bias1: bool = True
     bias2: bool = True
+    mask: Mask = masks.DEFAULT
+
+    def with_mask(self, mask: Mask) -> Workload:
+        """The same call with another mask, called `id/mask`; B is 4 for four lengths.
+
+        Raises:
+            ValueError: the mask pads rows n, and the workload is no pair map.
+        """
+        if mask.hides_rows and self.N != self.L:
+            raise ValueError(
+                f"{self.id}: the mask {mask.id} is of pair maps, N = L; got {self.shape}"
+            )
+        B = max(self.B, len(mask.padding))
+        return replace(self, id=f"{self.id}/{mask.id}", B=B, mask=mask)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -143,22 +160,25 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "wide128",
     ),
     "large": ("tri1536", "tri2048"),
+    "masks": tuple(f"{shape}/{mask.id}" for shape in ("tri384", "tri768") for mask in masks.MASKS),
     "all": tuple(w.id for w in WORKLOADS),
 }
 
 
 def select(names: Iterable[str]) -> tuple[Workload, ...]:
-    """Workloads by id or group name, each once, in the order asked for.
+    """Workloads by id, id/mask or group name, each once, in the order asked for.
 
     Raises:
-        ValueError: a name is neither.
+        ValueError: a name is none of them.
     """
     by_id = {workload.id: workload for workload in WORKLOADS}
     chosen: dict[str, Workload] = {}
     for name in names:
-        if name not in by_id and name not in GROUPS:
-            known = ", ".join([*GROUPS, *by_id])
-            raise ValueError(f"no workload or group is called {name!r}; there are: {known}")
-        for workload_id in GROUPS.get(name, (name,)):
-            chosen[workload_id] = by_id[workload_id]
+        for one in GROUPS.get(name, (name,)):
+            workload_id, slash, mask = one.partition("/")
+            if workload_id not in by_id:
+                known = ", ".join([*GROUPS, *by_id])
+                raise ValueError(f"no workload or group is called {one!r}; there are: {known}")
+            workload = by_id[workload_id]
+            chosen[one] = workload.with_mask(masks.named([mask])[0]) if slash else workload
     return tuple(chosen.values())

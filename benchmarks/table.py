@@ -21,29 +21,56 @@ def group(rows: Iterable[RowData]) -> dict[tuple[str, str, str], list[RowData]]:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """One line for each measurement; "vs ours" is how many times longer a peer takes than ours."""
+    """One line for each measurement. "vs ours" is how many times longer a peer takes than ours;
+    "vs none", where a workload was measured under several masks, how many times longer a score
+    takes than the same peer's without a mask.
+    """
+    shown = [row["workload"] for row in (*result["results"], *result["skipped"])]
+    width = max([14, *(len(name) + 2 for name in shown)])
     lines = [
-        f"{'workload':<14}{'dtype':<10}{'direction':<10}{'peer':<18}"
+        f"{'workload':<{width}}{'dtype':<10}{'direction':<10}{'peer':<18}"
         f"{'median':>10}{'p20':>10}{'p80':>10}  "
     ]
     lines[0] += f"{'TFLOP/s':>8}{'extra MiB':>11}{'error of O':>12}{'vs ours':>9}"
+    unmasked = _unmasked(result["results"])
+    lines[0] += f"{'vs none':>9}" if unmasked else ""
     for (workload, dtype, direction), rows in group(result["results"]).items():
         ours = next((r["timing"]["median_ms"] for r in rows if r["peer"] == "ours"), None)
         for row in rows:
             time = row["timing"]
             memory, error = row["peak_extra_bytes"], row["errors"].get("O")
+            plain = unmasked.get(_unmasked_key(row))
             lines.append(
-                f"{workload:<14}{dtype:<10}{direction:<10}{row['peer']:<18}"
+                f"{workload:<{width}}{dtype:<10}{direction:<10}{row['peer']:<18}"
                 f"{time['median_ms']:>10.3f}{time['p20_ms']:>10.3f}{time['p80_ms']:>10.3f}  "
                 f"{row['tflops']:>8.3g}"
                 f"{'' if memory is None else format(memory / 2**20, '.1f'):>11}"
                 f"{'' if error is None else format(error, '.1e'):>12}"
                 f"{'' if ours is None else format(time['median_ms'] / ours, '.2f') + 'x':>9}"
+                f"{'' if plain is None else format(_ms_per_score(row) / plain, '.3f') + 'x':>9}"
             )
     for skipped in result["skipped"]:
-        where = f"{skipped['workload']:<14}{skipped['dtype']:<10}{'-':<10}"
+        where = f"{skipped['workload']:<{width}}{skipped['dtype']:<10}{'-':<10}"
         lines.append(f"{where}{skipped['peer']:<18}{skipped['reason']}")
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _unmasked_key(row: RowData) -> tuple[str, str, str, str]:
+    return (row["workload"].partition("/")[0], row["dtype"], row["direction"], row["peer"])
+
+
+def _ms_per_score(row: RowData) -> float:
+    B, N, L, H, _ = row["shape"]
+    return float(row["timing"]["median_ms"] / (B * N * L * L * H))
+
+
+def _unmasked(rows: Iterable[RowData]) -> dict[tuple[str, str, str, str], float]:
+    """Milliseconds for each score of the calls under the mask `none`."""
+    return {
+        _unmasked_key(row): _ms_per_score(row)
+        for row in rows
+        if row["workload"].partition("/")[2] == "none"
+    }
 
 
 def as_svg(result: dict[str, Any]) -> str:

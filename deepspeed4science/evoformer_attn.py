@@ -1,10 +1,10 @@
 """Evoformer attention as PyTorch operators: registration, autograd, autocast. Nothing here knows
 about hardware.
 
-Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors:
+Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors (row_mask [B, N]):
 
-    evoformer_attn(q, k, v, bias1?, bias2?, with_lse) -> (o, lse)
-    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5])
+    evoformer_attn(q, k, v, bias1?, bias2?, with_lse, row_mask?) -> (o, lse)
+    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5], row_mask?)
         -> (dq, dk, dv, dbias1, dbias2)    bias gradients in float32
 
 `Library.define/impl` rather than `custom_op`: the wrapper of the latter costs 9 to 15 us a call.
@@ -20,20 +20,26 @@ from torch import Tensor
 
 from deepspeed4science import backends
 from deepspeed4science.errors import DoubleBackwardError
-from deepspeed4science.problem import canonicalise, describe, split_biases
+from deepspeed4science.problem import (
+    canonicalise,
+    canonicalise_row_mask,
+    describe,
+    split_biases,
+)
 
 _LIBRARY = torch.library.Library("deepspeed4science", "DEF")
 _FORWARD = "deepspeed4science::evoformer_attn"
 _BACKWARD = "deepspeed4science::evoformer_attn_backward"
 
 _LIBRARY.define(
-    "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse) "
-    "-> (Tensor, Tensor)",
+    "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse, "
+    "Tensor? row_mask=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    "Tensor? bias1, Tensor? bias2, bool[5] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? bias1, Tensor? bias2, bool[5] wanted, Tensor? row_mask=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _FORWARD_OP = torch.ops.deepspeed4science.evoformer_attn.default
@@ -45,6 +51,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     K: Tensor,
     V: Tensor,
     biases: Sequence[Tensor | None] = (),
+    *,
+    row_mask: Tensor | None = None,
 ) -> Tensor:
     """Biased attention of AlphaFold-type models, `softmax(Q K^T / sqrt(D) + bias1 + bias2) V`,
     with its gradients.
@@ -60,6 +68,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
             bias1, broadcastable to `[B, N, 1, 1, Lk]`: the key mask (`-inf` or a large negative
             number hides a key).
             bias2, broadcastable to `[B, 1, H, Lq, Lk]`: the pair bias, shared by all N rows.
+        row_mask: bool, broadcastable to `[B, N]` (to `[*]`): a row n that is False is 0 with zero
+            gradients, whatever it holds, and costs nothing. Default: all are computed.
 
     Returns:
         `[B, N, Lq, H, Dv]` in the dtype and on the device of Q. A row whose keys are all `-inf` is
@@ -76,6 +86,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     """
     bias1, bias2 = split_biases(biases)
     q, k, v, bias1, bias2 = canonicalise(Q, K, V, bias1, bias2)
+    if row_mask is not None:
+        row_mask = canonicalise_row_mask(row_mask, Q)
     with_lse = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -84,10 +96,10 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         or (bias2 is not None and bias2.requires_grad)
     )
     if with_lse or torch.compiler.is_compiling():
-        o, _ = _FORWARD_OP(q, k, v, bias1, bias2, with_lse)
+        o, _ = _FORWARD_OP(q, k, v, bias1, bias2, with_lse, row_mask)
     else:  # autograd has nothing to record: 4 us less
         with torch._C._AutoDispatchBelowAutograd():
-            o, _ = _FORWARD_OP(q, k, v, bias1, bias2, False)
+            o, _ = _FORWARD_OP(q, k, v, bias1, bias2, False, row_mask)
     result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
     return result
 
@@ -104,19 +116,31 @@ class EvoformerFusedAttention:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    with_lse: bool,
+    row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    problem = describe(q, k, v, bias1, bias2)
+    problem = describe(q, k, v, bias1, bias2, row_mask)
     if problem.is_empty:
-        return _fake_forward(q, k, v, bias1, bias2, with_lse)
+        return _fake_forward(q, k, v, bias1, bias2, with_lse, row_mask)
     backend = backends.select(problem)
-    return backend.forward(problem, q, k, v, bias1, bias2, with_lse=with_lse)
+    return backend.forward(problem, q, k, v, bias1, bias2, row_mask, with_lse=with_lse)
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    with_lse: bool,
+    row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    p = describe(q, k, v, bias1, bias2)
+    p = describe(q, k, v, bias1, bias2, row_mask)
     o = q.new_empty((p.B, p.N, p.Lq, p.H, p.Dv))
     return o, q.new_empty((p.B, p.N, p.H, p.Lq) if with_lse else (0,), dtype=torch.float32)
 
@@ -131,13 +155,16 @@ def _backward(
     bias1: Tensor | None,
     bias2: Tensor | None,
     wanted: list[bool],
+    row_mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    problem = describe(q, k, v, bias1, bias2)
+    problem = describe(q, k, v, bias1, bias2, row_mask)
     shapes = _gradient_likes(q, k, v, bias1, bias2, wanted)
     if problem.is_empty:
         return tuple(_empty_gradient(like, bias1, bias2).zero_() for like in shapes)
     backend = backends.select(problem)
-    gradients = backend.backward(problem, do_, q, k, v, o, lse, bias1, bias2, wanted=wanted)
+    gradients = backend.backward(
+        problem, do_, q, k, v, o, lse, bias1, bias2, row_mask, wanted=wanted
+    )
     return tuple(
         like if gradient is None else _sum_to(gradient, like)
         for gradient, like in zip(gradients, shapes, strict=True)
@@ -164,8 +191,9 @@ def _fake_backward(
     bias1: Tensor | None,
     bias2: Tensor | None,
     wanted: list[bool],
+    row_mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    describe(q, k, v, bias1, bias2)
+    describe(q, k, v, bias1, bias2, row_mask)
     return tuple(
         _empty_gradient(like, bias1, bias2)
         for like in _gradient_likes(q, k, v, bias1, bias2, wanted)
@@ -197,28 +225,29 @@ def _gradient_likes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias1, bias2, _ = inputs
+    q, k, v, bias1, bias2, _, row_mask = inputs
     o, lse = output
-    ctx.save_for_backward(q, k, v, o, lse, bias1, bias2)
+    ctx.save_for_backward(q, k, v, o, lse, bias1, bias2, row_mask)
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if do_ is None:
-        return (None,) * 6
-    q, k, v, o, lse, bias1, bias2 = ctx.saved_tensors
+        return (None,) * 7
+    q, k, v, o, lse, bias1, bias2, row_mask = ctx.saved_tensors
     if lse.numel() == 0:  # the operator was called directly, without what its backward needs
-        o, lse = _FORWARD_OP(q, k, v, bias1, bias2, True)
+        o, lse = _FORWARD_OP(q, k, v, bias1, bias2, True, row_mask)
     wanted = list(ctx.needs_input_grad[:5])
     dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
+    arguments = (do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
+        gradients = _BACKWARD_OP(*arguments)
     else:  # as in the forward: nothing to record
         with torch._C._AutoDispatchBelowAutograd():
-            gradients = _BACKWARD_OP(do_, q, k, v, o, lse, bias1, bias2, wanted)
+            gradients = _BACKWARD_OP(*arguments)
     # What was saved goes before bias gradients get a copy in their own dtype: less memory at once.
-    del q, k, v, o, lse, bias1, bias2
+    del q, k, v, o, lse, bias1, bias2, arguments
     if not torch.compiler.is_compiling():  # compiled autograd, which frees what it can itself
         ctx.maybe_clear_saved_tensors()
     return (
@@ -226,6 +255,7 @@ def _autograd(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tenso
             gradient.to(dtype) if want else None
             for gradient, dtype, want in zip(gradients, dtypes, wanted, strict=True)
         ),
+        None,
         None,
     )
 
@@ -250,11 +280,12 @@ def _autocast(device_type: str) -> Any:
         bias1: Tensor | None,
         bias2: Tensor | None,
         with_lse: bool,
+        row_mask: Tensor | None = None,
     ) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keyset):
             dtype = torch.get_autocast_dtype(device_type)
             q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (q, k, v))
-            return _FORWARD_OP(q, k, v, bias1, bias2, with_lse)
+            return _FORWARD_OP(q, k, v, bias1, bias2, with_lse, row_mask)
 
     return call
 

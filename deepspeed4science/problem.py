@@ -23,6 +23,10 @@ _BIAS_HELP = (
     "bias2 (second) is the pair bias, broadcastable to [B, 1, H, Lq, Lk]; "
     "either may be None, so a pair bias alone is passed as [None, bias2]"
 )
+_ROW_MASK_HELP = (
+    "row_mask says which rows n of Q are read, one boolean for each, broadcastable to [B, N]; "
+    "a mask of keys is bias1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,33 @@ def canonicalise(
     )
 
 
+def canonicalise_row_mask(row_mask: Tensor, q: Tensor) -> Tensor:
+    """A mask broadcastable to the leading dimensions of `q`, as `[B|1, N|1]`."""
+    if not isinstance(row_mask, Tensor):
+        raise InvalidInputError(
+            f"row_mask: expected a tensor or None, got {type(row_mask).__name__}. {_ROW_MASK_HELP}."
+        )
+    lead = tuple(q.shape[:-3])
+    if row_mask.dim() > len(lead):
+        raise InvalidInputError(
+            f"row_mask: expected at most the {len(lead)} leading dimensions of Q {_shape(q)}; got "
+            f"{_shape(row_mask)}. {_ROW_MASK_HELP}."
+        )
+    row_mask = row_mask[(None,) * (max(len(lead), 2) - row_mask.dim())]
+    return _flatten_batch("row_mask", row_mask, lead, _ROW_MASK_HELP)
+
+
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    row_mask: Tensor | None = None,
 ) -> Problem:
-    """Check five-dimensional tensors against the contract; raises `InvalidInputError` or returns
-    the description.
+    """Check five-dimensional tensors (`row_mask`: two) against the contract; raises
+    `InvalidInputError` or returns the description, in which `row_mask` has no part: it chooses no
+    kernel.
     """
     if q.dim() != 5 or k.dim() != 5 or v.dim() != 5:
         raise InvalidInputError(
@@ -156,6 +182,8 @@ def describe(
         _check_bias("bias1", bias1, (B, N, 1, 1, Lk), device)
     if bias2 is not None:
         _check_bias("bias2", bias2, (B, 1, H, Lq, Lk), device)
+    if row_mask is not None:
+        _check_row_mask(row_mask, B, N, device)
     return Problem(
         B,
         N,
@@ -194,6 +222,24 @@ def _check_bias(name: str, bias: Tensor, target: tuple[int, ...], device: torch.
         )
 
 
+def _check_row_mask(row_mask: Tensor, B: int, N: int, device: torch.device) -> None:
+    if row_mask.dtype != torch.bool:
+        raise InvalidInputError(
+            f"row_mask: expected torch.bool, True for rows that are read; got {row_mask.dtype}. "
+            "A mask of ones and zeros becomes one by row_mask != 0."
+        )
+    shape = row_mask.shape
+    if len(shape) != 2 or shape[0] not in (1, B) or shape[1] not in (1, N):
+        raise InvalidInputError(
+            f"row_mask: expected a shape broadcastable to [B, N] = [{B}, {N}]; got "
+            f"{_shape(row_mask)}. {_ROW_MASK_HELP}."
+        )
+    if row_mask.device != device:
+        raise InvalidInputError(
+            f"row_mask: expected the device of Q, {device}; got {row_mask.device}. Move it there."
+        )
+
+
 def _is_five(bias: Tensor | None) -> bool:
     return bias is None or bias.dim() == 5
 
@@ -216,20 +262,25 @@ def _canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Te
             f"{_BIAS_HELP}."
         )
     bias = bias[(None,) * (max(rank, 5) - bias.dim())]
-    if rank <= 5:
-        return bias
-    # Several leading dimensions become B: broadcast among them first unless the bias has none of
-    # them.
+    return _flatten_batch(name, bias, lead, _BIAS_HELP)
+
+
+def _flatten_batch(name: str, tensor: Tensor, lead: tuple[int, ...], advice: str) -> Tensor:
+    """Of several leading dimensions all but the last become B: what has some of them is broadcast
+    among them first.
+    """
+    if len(lead) <= 2:
+        return tensor
     batch = lead[:-1]
-    own = tuple(bias.shape[: len(batch)])
+    own = tuple(tensor.shape[: len(batch)])
     if any(size != 1 and size != full for size, full in zip(own, batch, strict=True)):
         raise InvalidInputError(
             f"{name}: expected leading dimensions broadcastable to {list(batch)} of Q; got "
-            f"{_shape(bias)}. {_BIAS_HELP}."
+            f"{_shape(tensor)}. {advice}."
         )
     if any(size != 1 for size in own):
-        bias = bias.expand(*batch, *bias.shape[len(batch) :])
-    return bias.flatten(0, len(batch) - 1)
+        tensor = tensor.expand(*batch, *tensor.shape[len(batch) :])
+    return tensor.flatten(0, len(batch) - 1)
 
 
 def _shape(tensor: Tensor) -> str:

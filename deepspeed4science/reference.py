@@ -13,7 +13,13 @@ from torch import Tensor
 
 
 def evoformer_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None = None, bias2: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    row_mask: Tensor | None = None,
 ) -> Tensor:
     """softmax(Q K^T / sqrt(D) + bias1 + bias2) V, in the dtype of the inputs.
 
@@ -24,15 +30,32 @@ def evoformer_attention(
         bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None.
         bias2: broadcastable to `[*, H, Lq, Lk]` with size 1 in the last dimension of `*` (pair
             bias), or None.
+        row_mask: bool, broadcastable to `[*]`, or None. Where it is False the result is 0, and so
+            are the gradients.
 
     Returns:
         `[*, Lq, H, Dv]`. A row whose scores are all `-inf` is 0, and so are its gradients.
     """
+    hidden = None if row_mask is None else ~row_mask[..., None, None, None]
+    if hidden is not None:  # nothing that such a row holds reaches a gradient, NaN included
+        q, k, v = (tensor.masked_fill(hidden, 0.0) for tensor in (q, k, v))
     scores = torch.einsum("...qhd,...khd->...hqk", q, k) / math.sqrt(q.shape[-1])
-    for bias in (bias1, bias2):
-        if bias is not None:
-            scores = scores + bias.to(scores.dtype)
+    if bias1 is not None:
+        scores = scores + _shifted(bias1.to(scores.dtype))
+    if bias2 is not None:
+        scores = scores + bias2.to(scores.dtype)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
     no_visible_key = scores.amax(dim=-1, keepdim=True) == -math.inf
     weights = scores.masked_fill(no_visible_key, 0.0).softmax(dim=-1)
     weights = weights.masked_fill(no_visible_key, 0.0)
     return torch.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def _shifted(bias1: Tensor) -> Tensor:
+    """Less the largest finite number of each row, which changes no softmax: where one large finite
+    number hides all keys, the sum with it would have no digits left (docs/math.md, 1a).
+    """
+    finite = bias1.detach().masked_fill(~bias1.isfinite(), -math.inf)
+    largest = finite.amax(dim=-1, keepdim=True)
+    return bias1 - largest.masked_fill(largest == -math.inf, 0.0)

@@ -68,14 +68,15 @@ class Inputs:
     bias2: torch.Tensor | None = None
     do: torch.Tensor | None = None
     needs: tuple[bool, ...] = field(default=(True,) * 5)
+    row_mask: torch.Tensor | None = None
 
     def tensors(self):
         return (self.q, self.k, self.v, self.bias1, self.bias2)
 
 
 def run(function, inputs, dtype=None):
-    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`; None where no gradient
-    is wanted.
+    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`, which gets row_mask too
+    where there is one; None where no gradient is wanted.
 
     With `dtype` all tensors are cast first. Without it they keep their strides: only a leaf is
     made of each.
@@ -86,7 +87,8 @@ def run(function, inputs, dtype=None):
             tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
             tensor = tensor.requires_grad_(need)
         leaves.append(tensor)
-    o = function(*leaves)
+    masked = {} if inputs.row_mask is None else {"row_mask": inputs.row_mask}
+    o = function(*leaves, **masked)
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     gradients = iter(())
     if wanted:
@@ -98,8 +100,8 @@ def run(function, inputs, dtype=None):
     )
 
 
-def ours(q, k, v, bias1, bias2):
-    return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+def ours(q, k, v, bias1, bias2, row_mask=None):
+    return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=row_mask)
 
 
 def check(inputs, function=ours, eager=evoformer_attention):

@@ -85,14 +85,12 @@ def test_queries_hidden_by_pair_bias_disturb_no_others(value, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_the_lowest_key_masks_of_a_row_differ(dtype, device):
-    """Two masks of all keys, neither of which may become the other. Beside them scores vanish even
-    in the reference, which no gradient that is right could follow: O is what this is about.
+    """Two masks of all keys, neither of which may become the other: the lower one hides its keys,
+    beside the other the scores keep their digits.
     """
     inputs = Case("lowest-keys", B=1, N=2, Lq=70, Lk=200, H=2).inputs(dtype, device)
     inputs.bias1[:, 1] = -3.3e38
     inputs.bias1[:, 1, ..., 64::3] = -2.5e38
-    inputs.do = torch.randn_like(inputs.q)
-    inputs.do[:, 1] = 0
     check(inputs)
 
 

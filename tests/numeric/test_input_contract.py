@@ -82,6 +82,7 @@ def make(**changes):
         "k": inputs.k,
         "v": inputs.v,
         "biases": [inputs.bias1, inputs.bias2],
+        "row_mask": None,
     }
     return {
         name: changes[name](value) if name in changes else value
@@ -123,6 +124,28 @@ BAD = {
     "bias-bool": ({"biases": lambda b: [b[0] > 0]}, "torch.where"),
     "bias-float64": ({"biases": lambda b: [b[0].double()]}, "bias1: expected"),
     "bias-device": ({"biases": lambda b: [b[0].to("meta")]}, "device of Q"),
+    "row-mask-float": ({"row_mask": lambda m: torch.ones(2, 3)}, "torch.bool.*row_mask != 0"),
+    "row-mask-of-keys": (
+        {"row_mask": lambda m: torch.ones(2, 9, dtype=torch.bool)},
+        r"row_mask: expected .* \[2, 3\]; got \[2, 9\]",
+    ),
+    "row-mask-rank-3": (
+        {"row_mask": lambda m: torch.ones(2, 3, 1, dtype=torch.bool)},
+        "row_mask: expected at most the 2 leading dimensions",
+    ),
+    "row-mask-device": (
+        {"row_mask": lambda m: torch.ones(2, 3, dtype=torch.bool, device="meta")},
+        "device of Q",
+    ),
+    "row-mask-not-a-tensor": ({"row_mask": lambda m: [True]}, "row_mask: expected a tensor"),
+    "row-mask-rank-6-lead": (
+        {
+            **{name: lambda t: t[None].expand(4, *t.shape) for name in "qkv"},
+            "biases": lambda b: [],
+            "row_mask": lambda m: torch.ones(5, 2, 3, dtype=torch.bool),
+        },
+        "row_mask: expected leading dimensions",
+    ),
     "no-queries": ({"q": lambda q: q[:, :, :0], "biases": lambda b: []}, "at least 1"),
     "no-keys": (
         {"k": lambda k: k[:, :, :0], "v": lambda v: v[:, :, :0], "biases": lambda b: []},
@@ -143,7 +166,13 @@ def test_bad_input(changes, message):
     copies = [t.clone() for t in tensors if t.device.type == "cpu"]
     before = copy.copy(biases)
     with pytest.raises(InvalidInputError, match=message) as caught:
-        DS4Sci_EvoformerAttention(arguments["q"], arguments["k"], arguments["v"], biases)
+        DS4Sci_EvoformerAttention(
+            arguments["q"],
+            arguments["k"],
+            arguments["v"],
+            biases,
+            row_mask=arguments["row_mask"],
+        )
     assert isinstance(caught.value, (EvoformerError, ValueError))
     if isinstance(biases, list):
         assert len(biases) == len(before) and all(
@@ -161,6 +190,14 @@ def test_inputs_are_not_written():
     DS4Sci_EvoformerAttention(*leaves[:3], leaves[3:]).sum().backward()
     for leaf, copy_, version in zip(leaves, saved, versions, strict=True):
         assert torch.equal(leaf, copy_) and leaf._version == version
+
+
+def test_a_row_mask_does_not_choose_the_kernel():
+    from deepspeed4science.problem import describe
+
+    inputs = CASE.inputs(torch.float32, "cpu")
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert describe(*inputs.tensors(), mask) == describe(*inputs.tensors())
 
 
 def test_a_device_without_backend_is_refused_with_reasons():

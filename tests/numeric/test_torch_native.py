@@ -20,23 +20,31 @@ def leaves(device, dtype=torch.float32):
     return [t.requires_grad_() for t in CASE.inputs(dtype, device).tensors()]
 
 
+def row_mask(device):
+    return torch.tensor([[True, False]], device=device)
+
+
 @pytest.mark.parametrize("with_lse", [True, False])
 @pytest.mark.parametrize("biases", ["both", "none"])
-def test_opcheck_forward(biases, with_lse, device):
+@pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
+def test_opcheck_forward(masked, biases, with_lse, device):
     q, k, v, bias1, bias2 = leaves(device)
     if biases == "none":
         bias1 = bias2 = None
     op = torch.ops.deepspeed4science.evoformer_attn.default
-    torch.library.opcheck(op, (q, k, v, bias1, bias2, with_lse))
+    mask = row_mask(device) if masked else None
+    torch.library.opcheck(op, (q, k, v, bias1, bias2, with_lse, mask))
 
 
 @pytest.mark.parametrize("wanted", [ALL, [True, False, False, False, True]], ids=["all", "some"])
-def test_opcheck_backward(wanted, device):
+@pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
+def test_opcheck_backward(masked, wanted, device):
     tensors = [t.detach() for t in leaves(device)]
     ops = torch.ops.deepspeed4science
-    o, lse = ops.evoformer_attn(*tensors, True)
+    mask = row_mask(device) if masked else None
+    o, lse = ops.evoformer_attn(*tensors, True, mask)
     q, k, v, bias1, bias2 = tensors
-    arguments = (torch.randn_like(o), q, k, v, o, lse, bias1, bias2, wanted)
+    arguments = (torch.randn_like(o), q, k, v, o, lse, bias1, bias2, wanted, mask)
     torch.library.opcheck(ops.evoformer_attn_backward.default, arguments)
 
 
@@ -56,6 +64,23 @@ def test_compile_fullgraph(device):
     )
 
 
+def test_compile_fullgraph_with_a_row_mask(device):
+    """Another mask is no new graph, and dynamic sizes are as well."""
+
+    def step(q, k, v, bias1, bias2, mask):
+        return DS4Sci_EvoformerAttention(q * 2, k, v, [bias1, bias2], row_mask=mask).sin()
+
+    tensors = leaves(device)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for mask in (row_mask(device), ~row_mask(device), row_mask(device)[0]):
+        expected, got = step(*tensors, mask), compiled(*tensors, mask)
+        torch.testing.assert_close(got, expected)
+        do = torch.randn_like(expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, tensors, do), torch.autograd.grad(expected, tensors, do)
+        )
+
+
 def test_compile_of_other_ranks_and_dynamic_lengths(device):
     compiled = torch.compile(
         lambda q, bias2: DS4Sci_EvoformerAttention(q, q, q, (None, bias2)),
@@ -70,12 +95,15 @@ def test_compile_of_other_ranks_and_dynamic_lengths(device):
         )
 
 
-def test_export(device):
+@pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
+def test_export(masked, device):
     class Module(torch.nn.Module):
-        def forward(self, q, k, v, bias1, bias2):
-            return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+        def forward(self, q, k, v, bias1, bias2, mask=None):
+            return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=mask)
 
     tensors = tuple(t.detach() for t in leaves(device))
+    if masked:
+        tensors = (*tensors, row_mask(device))
     program = torch.export.export(Module(), tensors)
     assert any("evoformer_attn" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(*tensors), Module()(*tensors))
@@ -98,6 +126,8 @@ def test_autocast(dtype, device):
     mixed = q.to(dtype)
     with torch.autocast(device, dtype=dtype):
         assert DS4Sci_EvoformerAttention(mixed, k, v).dtype == dtype
+        masked = DS4Sci_EvoformerAttention(mixed, k, v, row_mask=row_mask(device))
+        assert masked.dtype == dtype and masked[0, 0].any() and not masked[0, 1].any()
 
 
 def test_double_backward_is_refused(device):
@@ -108,11 +138,13 @@ def test_double_backward_is_refused(device):
         dq.sum().backward()
 
 
-def test_checkpoint_recomputes(device):
+@pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
+def test_checkpoint_recomputes(masked, device):
     tensors = leaves(device)
+    mask = row_mask(device) if masked else None
 
     def attention(q, k, v, bias1, bias2):
-        return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+        return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=mask)
 
     plain = torch.autograd.grad(attention(*tensors).sum(), tensors)
     checkpointed = torch.utils.checkpoint.checkpoint(attention, *tensors, use_reentrant=False)
@@ -144,9 +176,10 @@ def test_compiled_autograd(device):
 
 def test_called_without_lse_backward_recomputes_it(device):
     tensors = leaves(device)
-    o, lse = torch.ops.deepspeed4science.evoformer_attn(*tensors, False)
+    mask = row_mask(device)
+    o, lse = torch.ops.deepspeed4science.evoformer_attn(*tensors, False, mask)
     assert lse.numel() == 0
-    expected = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+    expected = DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:], row_mask=mask)
     do = torch.randn_like(o)
     for a, b in zip(
         torch.autograd.grad(o, tensors, do), torch.autograd.grad(expected, tensors, do), strict=True

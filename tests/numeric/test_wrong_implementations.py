@@ -157,13 +157,89 @@ def test_weights_rebuilt_from_a_rounded_lse_are_noticed():
 
 @pytest.mark.usefixtures("seed")
 def test_weights_that_do_not_sum_to_one_are_noticed():
-    """Where the law allows anything: the weights of eager, 2 % too large."""
+    """Where the law allows anything: the weights of eager, 2 % too large. In bias2, since the
+    definition takes bias1's largest number from its row first.
+    """
 
     def with_large_weights(q, k, v, bias1, bias2):
         return evoformer_attention(q, k, _ScaledGradient.apply(v, 1.02), bias1, bias2)
 
     inputs = CASE.inputs(torch.bfloat16, "cpu")
-    inputs.bias1.fill_(-1e9)
+    inputs.bias2.fill_(-1e9)
     check(inputs, with_large_weights)
     with pytest.raises(AssertionError, match="sum of dV"):
         check_weights(inputs, with_large_weights)
+
+
+def unshifted(q, k, v, bias1, bias2):
+    """The formula as it stands: beside -1e9 scores have no digits."""
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k) / q.shape[-1] ** 0.5 + bias1 + bias2
+    return torch.einsum("...hqk,...khd->...qhd", scores.softmax(-1), v)
+
+
+def one_shift_for_all_rows(q, k, v, bias1, bias2):
+    return unshifted(q, k, v, bias1 - bias1.detach().amax(), bias2)
+
+
+def finite_rows_become_zero(q, k, v, bias1, bias2):
+    """Takes a row that -1e9 hides whole for one without a visible key."""
+    hidden = bias1.detach().amax(-1, keepdim=True) < -1e8
+    return evoformer_attention(q, k, v, bias1, bias2).masked_fill(hidden, 0.0)
+
+
+def shifted_in_the_forward_only(q, k, v, bias1, bias2):
+    shifted = evoformer_attention(q, k, v, bias1, bias2)
+    raw = unshifted(q, k, v, bias1, bias2)
+    return raw + (shifted - raw).detach()
+
+
+@pytest.mark.usefixtures("seed")
+@pytest.mark.parametrize(
+    "wrong",
+    [unshifted, one_shift_for_all_rows, finite_rows_become_zero, shifted_in_the_forward_only],
+    ids=lambda wrong: wrong.__name__,
+)
+@pytest.mark.parametrize("value", [-1e9, -3e38])
+def test_rows_that_one_number_hides_lose_no_digits_unnoticed(value, wrong):
+    inputs = CASE.inputs(torch.float32, "cpu")
+    inputs.bias1[:, 1] = value
+    check(inputs)
+    with pytest.raises(AssertionError):
+        check(inputs, wrong)
+
+
+@pytest.mark.usefixtures("seed")
+def test_a_threshold_that_hides_too_much_is_noticed():
+    def hides_at_8(q, k, v, bias1, bias2):
+        lowest = bias1.detach().amax(-1, keepdim=True) - 8
+        return evoformer_attention(q, k, v, bias1.masked_fill(bias1 < lowest, -torch.inf), bias2)
+
+    inputs = Case("threshold", B=1, N=2, Lq=40, Lk=300).inputs(torch.float32, "cpu")
+    inputs.bias1[..., 100:] -= 10
+    check(inputs)
+    with pytest.raises(AssertionError):
+        check(inputs, hides_at_8)
+
+
+def row_mask_ignored(q, k, v, bias1, bias2, row_mask):
+    return evoformer_attention(q, k, v, bias1, bias2)
+
+
+def row_mask_multiplies(q, k, v, bias1, bias2, row_mask):
+    return evoformer_attention(q, k, v, bias1, bias2) * row_mask[..., None, None, None]
+
+
+@pytest.mark.usefixtures("seed")
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("wrong", [row_mask_ignored, row_mask_multiplies])
+def test_a_wrong_row_mask_is_noticed(wrong, poison):
+    """0 times NaN is NaN."""
+    inputs = CASE.inputs(torch.float32, "cpu")
+    inputs.row_mask = torch.tensor([[True, False, True], [False, True, True]])
+    if poison:
+        inputs.v[~inputs.row_mask] = torch.nan
+    elif wrong is row_mask_multiplies:
+        pytest.skip("right as long as all numbers are finite")
+    check(inputs)
+    with pytest.raises(AssertionError):
+        check(inputs, wrong)

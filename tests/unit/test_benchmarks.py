@@ -5,12 +5,13 @@ read back.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import cli, table  # noqa: E402
+from benchmarks import cli, masks, table  # noqa: E402
 from benchmarks.inputs import make_inputs  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     PEER_GROUPS,
@@ -28,6 +29,7 @@ from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select  # noqa: E402
 from benchmarks.timing import NUM_WARMUPS, measure  # noqa: E402
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = Workload("small", 1, 3, 24, 2, 16, "a test")
 COLUMN = Workload("column", 2, 3, 24, 2, 16, "a test", bias2=False)
 
@@ -238,3 +240,74 @@ def test_cuda_without_a_gpu_is_refused(capsys):
 def test_unknown_peer_is_refused(capsys):
     assert cli.main(["run", "--peers", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().out
+
+
+PAIR = Workload("pair", 1, 20, 20, 2, 8, "a test")
+
+
+def masked(name, dtype=torch.bfloat16):
+    return make_inputs(PAIR.with_mask(masks.BY_ID[name]), dtype=dtype, device=CPU, seed=0)
+
+
+def test_a_pair_mask_hides_the_outer_product_of_a_token_mask():
+    for name, value in (("pair-1/2", -1e9), ("pair-1/2-inf", -torch.inf)):
+        inputs = masked(name, torch.float32)
+        token = torch.arange(20) < 10
+        assert torch.equal(inputs.visible[0], token[:, None] & token)
+        assert torch.equal(inputs.bias1[0, :, 0, 0] == value, ~inputs.visible[0])
+        assert inputs.row_mask is None
+    assert torch.equal(masked("pair-1/2-rows").row_mask[0], token)
+    assert masked("pair-1/2", torch.float16).bias1.min() == -3e4
+
+
+def test_a_ragged_batch_has_four_lengths():
+    inputs = masked("ragged-rows")
+    assert inputs.q.shape[0] == 4
+    assert inputs.visible[:, 0].sum(-1).tolist() == [20, 16, 12, 8]
+    assert inputs.row_mask.sum(-1).tolist() == [20, 16, 12, 8]
+
+
+def test_masks_of_keys_and_of_layouts():
+    assert masked("keys-14").visible.sum(-1).unique().tolist() == [17]
+    assert masked("half-inf").visible.sum(-1).unique().tolist() == [10]
+    assert masked("none").visible.all() and not masked("none").bias1.any()
+    assert masked("permuted").bias2.stride()[-1] == 2
+    assert masked("permuted").bias2.shape == masked("none").bias2.shape
+    wide = masked("fp32-biases")
+    assert wide.bias1.dtype == wide.bias2.dtype == torch.float32 != wide.q.dtype
+
+
+def test_workloads_get_masks_by_name():
+    (workload,) = select(["tri768/pair-1/9"])
+    assert workload.id == "tri768/pair-1/9"
+    assert (workload.shape, workload.mask.id) == ((1, 768, 768, 4, 32), "pair-1/9")
+    assert {w.mask.id for w in select(["masks"])} == set(masks.BY_ID)
+    with pytest.raises(ValueError, match="no mask is called 'pair'"):
+        select(["tri768/pair"])
+    with pytest.raises(ValueError, match="N = L"):
+        select(["cpu64x384/ragged"])
+
+
+def test_every_mask_runs_and_is_compared_with_none(tmp_path, capsys, monkeypatch):
+    """One table, with a row_mask for those who take one, and the ratio for each score."""
+    monkeypatch.setattr("benchmarks.cli.select", lambda names: (PAIR,))
+    argv = ["run", "--peers", "ours,eager", "--dtype", "fp32", "--direction", "fwd", "--runs", "1"]
+    assert cli.main([*argv, "--masks", "all", "--check", "--json", str(tmp_path / "m.json")]) == 0
+    text = capsys.readouterr().out
+    assert "vs none" in text
+    result = json.loads((tmp_path / "m.json").read_text())
+    assert not result["skipped"]
+    assert len(result["results"]) == len(masks.MASKS) * 2
+    assert all(row["errors"]["O"] < 1e-5 for row in result["results"])
+    (plain,) = (
+        line
+        for line in text.splitlines()
+        if "pair/none" in line and "fwd " in line and "ours" in line
+    )
+    assert plain.endswith("1.000x")
+
+
+def test_a_table_without_masks_is_as_it_was():
+    path = next((ROOT / "benchmarks" / "results").glob("*cpu64x384.json"))
+    text = table.as_text(json.loads(path.read_text()))
+    assert "vs none" not in text and "cpu64x384     float32" in text

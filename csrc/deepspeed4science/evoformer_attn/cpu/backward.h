@@ -12,6 +12,7 @@
 #include <cerrno>
 
 #include "../params.h"
+#include "backward_plan.h"
 #include "backward_scratch.h"
 #include "backward_worker.h"
 #include "engine.h"
@@ -19,39 +20,10 @@
 
 namespace ds4s::cpu {
 
-constexpr int kMaxChunks = 16;
-
-// How the work is cut; a function of the shape, the wanted outputs and the number of threads.
-struct BackwardPlan {
-  int64_t groups;
-  int64_t steps;         // values of n a group walks over
-  int64_t chunk_queries;
-  int64_t chunks;
-  int threads;
-  bool shared;  // all threads walk together
-
-  BackwardPlan(const BwdParams& p, int queries_per_block) {
-    steps = p.dbias2 != nullptr ? p.N : 1;
-    groups = p.B * p.H * p.N / steps;
-    const int64_t blocks = (p.Lq + queries_per_block - 1) / queries_per_block;
-    chunk_queries = (blocks + kMaxChunks - 1) / kMaxChunks * queries_per_block;
-    chunks = (p.Lq + chunk_queries - 1) / chunk_queries;
-
-    const double flops = 4.0 * double(p.B * p.H * p.N) * double(p.Lq) * double(p.Lk) * double(p.D + p.Dv);
-    threads = useful_threads(p.num_threads, flops, groups * chunks);
-    const double alone = double((groups + threads - 1) / threads);
-    const double together = double((groups * chunks + threads - 1) / threads) / double(chunks);
-    // Below twice the threads, so that the sums of the chunks stay few; a tenth is what waiting for each other costs.
-    shared = threads > 1 && groups < 2 * threads && together * 1.1 < alone;
-    if (!shared && threads > groups) threads = int(groups);
-  }
-};
-
 template <typename scalar_t, typename E>
 class Backward {
  public:
-  Backward(const BwdParams& p, const BackwardPlan& plan, float* dbias1_parts, float* chunk_sums,
-           float* dbias2_runs)
+  Backward(const BwdParams& p, const BackwardPlan& plan, float* dbias1_parts, float* chunk_sums, float* dbias2_runs)
       : p_(p),
         plan_(plan),
         dbias1_parts_(dbias1_parts),
@@ -83,8 +55,11 @@ class Backward {
   Place place(int64_t group, int64_t step) const {
     const int64_t rows = p_.N / plan_.steps;
     const int64_t head = group / rows;
-    return {head / p_.H, group % rows + step, head % p_.H};
+    const int64_t b = head / p_.H;
+    return {plan_.batch_order == nullptr ? b : plan_.batch_order[b], group % rows + step, head % p_.H};
   }
+
+  int64_t cost(const Place& at) const { return plan_.row_costs == nullptr ? 1 : plan_.row_costs[at.b * p_.N + at.n]; }
 
   int64_t first_query(int64_t chunk) const {
     const int64_t q = chunk * plan_.chunk_queries;
@@ -101,13 +76,12 @@ class Backward {
       for (int64_t group = first; group < last; ++group) {
         for (int64_t step = 0; step < plan_.steps; ++step) {
           const Place at = place(group, step);
+          const KeyTiles<E::kKeys>& tiles = worker.tiles(at.b, at.n);
           for (int64_t c = 0; c < plan_.chunks; ++c) {
             worker.run(at.b, at.n, at.h, first_query(c), first_query(c + 1), c == 0 ? scratch.sums : scratch.part);
-            if (c > 0 && sums_keys_) add(scratch.sums.data, scratch.part.data, sums_count(scratch));
+            for (int x = 0; c > 0 && x < tiles.num(); ++x) worker.add_tile(scratch.sums, scratch.part, x);
           }
-          for (int64_t key = 0; sums_keys_ && key < p_.Lk; key += E::kKeys) {
-            worker.store_keys(at.b, at.n, at.h, key, scratch.sums, dbias1_part(at));
-          }
+          if (sums_keys_) store_keys(worker, at, scratch.sums, 0, 1);
         }
       }
     }
@@ -115,37 +89,59 @@ class Backward {
 
   void walk_together(BackwardWorker<scalar_t, E>& worker, int thread, int team, const BackwardScratch<E>& scratch) {
     const int64_t size = sums_count(scratch);
-    const int64_t items = plan_.groups * plan_.chunks;
     for (int64_t step = 0; step < plan_.steps; ++step) {
-      // The same thread has the same items in every step, so dbias2 needs no barrier.
-      for (int64_t item = items * thread / team; item < items * (thread + 1) / team; ++item) {
-        const Place at = place(item / plan_.chunks, step);
-        const int64_t c = item % plan_.chunks;
-        worker.run(at.b, at.n, at.h, first_query(c), first_query(c + 1), scratch.key_sums(chunk_sums_ + item * size));
-      }
+      run_share(worker, step, thread, team, scratch);
+      // Where all rows cost the same a thread has the same items in every step, and dbias2 needs no barrier.
+      if (sums_keys_ || plan_.row_costs != nullptr) barrier(team);
       if (!sums_keys_) continue;
-      barrier(team);
       for (int64_t group = 0; group < plan_.groups; ++group) {
         float* const sums = chunk_sums_ + group * plan_.chunks * size;
-        add_chunks(worker, place(group, step), scratch.key_sums(sums), thread, team);
+        add_chunks(worker, place(group, step), scratch, sums, thread, team);
       }
       barrier(team);
     }
   }
 
-  // This thread's key blocks of one group: the sums of all chunks into the first, and out.
-  void add_chunks(BackwardWorker<scalar_t, E>& worker, const Place& at, const KeySums& sums, int thread, int team) {
-    const int64_t size = KeySums::count(sums.padded_keys, sums.channels, sums.value_channels);
-    const int64_t blocks = sums.padded_keys / E::kKeys;
-    for (int64_t x = blocks * thread / team; x < blocks * (thread + 1) / team; ++x) {
-      const int64_t key = x * E::kKeys;
-      for (int64_t c = 1; c < plan_.chunks; ++c) {
-        if (p_.dk != nullptr) add(sums.dk_t(key), sums.dk_t(key) + c * size, int64_t(E::kKeys) * sums.channels);
-        if (p_.dv != nullptr) add(sums.dv_t(key), sums.dv_t(key) + c * size, int64_t(E::kKeys) * sums.value_channels);
-        if (p_.dbias1 != nullptr) add(sums.dbias1(key), sums.dbias1(key) + c * size, E::kKeys);
+  // This thread's items (group, chunk) of a step: those that begin within its share of the cost.
+  void run_share(BackwardWorker<scalar_t, E>& worker, int64_t step, int thread, int team,
+                 const BackwardScratch<E>& scratch) {
+    int64_t total = 0;
+    for (int64_t group = 0; group < plan_.groups; ++group) total += plan_.chunks * cost(place(group, step));
+    int64_t done = 0;
+    for (int64_t item = 0; item < plan_.groups * plan_.chunks; ++item) {
+      const Place at = place(item / plan_.chunks, step);
+      if (done >= total * thread / team && done < total * (thread + 1) / team) {
+        const int64_t c = item % plan_.chunks;
+        worker.run(at.b, at.n, at.h, first_query(c), first_query(c + 1),
+                   scratch.key_sums(chunk_sums_ + item * sums_count(scratch)));
       }
-      worker.store_keys(at.b, at.n, at.h, key, sums, dbias1_part(at));
+      done += cost(at);
     }
+  }
+
+  // This thread's tiles of one group: the sums of all chunks into the first, and out.
+  void add_chunks(BackwardWorker<scalar_t, E>& worker, const Place& at, const BackwardScratch<E>& scratch, float* sums,
+                  int thread, int team) {
+    const int num = worker.tiles(at.b, at.n).num();
+    for (int x = num * thread / team; x < num * (thread + 1) / team; ++x) {
+      for (int64_t c = 1; c < plan_.chunks; ++c) {
+        worker.add_tile(scratch.key_sums(sums), scratch.key_sums(sums + c * sums_count(scratch)), x);
+      }
+    }
+    store_keys(worker, at, scratch.key_sums(sums), thread, team);
+  }
+
+  // This thread's tiles and hidden keys.
+  void store_keys(BackwardWorker<scalar_t, E>& worker, const Place& at, const KeySums& sums, int thread, int team) {
+    const KeyTiles<E::kKeys>& tiles = worker.tiles(at.b, at.n);
+    float* const dbias1 = dbias1_part(at);
+    for (int x = tiles.num() * thread / team; x < tiles.num() * (thread + 1) / team; ++x) {
+      worker.store_tile(at.h, x, sums, dbias1);
+    }
+    tiles.for_each_gap(p_.Lk, [&](int64_t first, int64_t last) {
+      const int64_t count = last - first;
+      worker.store_hidden(at.h, first + count * thread / team, first + count * (thread + 1) / team, dbias1);
+    });
   }
 
   static int64_t sums_count(const BackwardScratch<E>& scratch) {
@@ -186,7 +182,12 @@ int backward(const BwdParams& p) {
     return 0;
   }
 
-  const BackwardPlan plan(p, E::kQueries);
+  BackwardPlan plan(p, E::kQueries);
+  const bool uneven = plan.wants_row_costs(p);
+  const Memory costs(uneven ? (p.B * p.N + p.B) * int64_t(sizeof(int32_t)) : 0);
+  int32_t* const row_costs = uneven ? reinterpret_cast<int32_t*>(costs.data()) : nullptr;
+  if (uneven && (row_costs == nullptr || !find_row_costs<E::kKeys>(p, row_costs))) return ENOMEM;
+  plan.share_out(p, row_costs);
   const BackwardScratch<E> size(nullptr, p, !plan.shared, plan.chunks);
   const bool adds_dbias1 = p.dbias1 != nullptr && p.H > 1;
 
@@ -206,8 +207,7 @@ int backward(const BwdParams& p) {
   float* const chunk_sums = shared.take<float>(chunk_sums_count);
   float* const dbias2_runs = shared.take<float>(dbias2_runs_count);
 
-  Backward<scalar_t, E> run(p, plan, adds_dbias1 ? dbias1_parts : p.dbias1, chunk_sums,
-                            dbias2_runs);
+  Backward<scalar_t, E> run(p, plan, adds_dbias1 ? dbias1_parts : p.dbias1, chunk_sums, dbias2_runs);
   in_parallel(plan.threads, [&](int thread, int team) {
     const BackwardScratch<E> scratch(memory.data() + size.bytes * thread, p, !plan.shared, plan.chunks);
     run.run(thread, team, scratch);

@@ -5,6 +5,7 @@
 
 #include "../params.h"
 #include "bias.h"
+#include "key_tiles.h"
 #include "parallel.h"
 
 namespace ds4s::cpu {
@@ -21,32 +22,34 @@ struct KeySums {
     return padded_keys * (channels + value_channels + 1);
   }
 
-  float* dk_t(int64_t key) const { return data + key * channels; }  // [key blocks][channels][kKeys]
-  float* dv_t(int64_t key) const { return data + padded_keys * channels + key * value_channels; }  // likewise
-  float* dbias1(int64_t key) const { return data + padded_keys * (channels + value_channels) + key; }  // [Lk]
+  // `key`: of the first of a tile, tile * kKeys.
+  float* dk_t(int64_t key) const { return data + key * channels; }  // [tiles][channels][kKeys]
+  float* dv_t(int64_t key) const { return data + padded_keys * channels + key * value_channels; }      // likewise
+  float* dbias1(int64_t key) const { return data + padded_keys * (channels + value_channels) + key; }  // [tiles][kKeys]
 };
 
 template <typename E>
 struct BackwardScratch {
   using Elem = typename E::Elem;
 
-  Elem* keys_t;        // [key blocks][channels][kKeys], right operand of Q K^T
-  Elem* values_t;      // [key blocks][value_channels][kKeys], right operand of dO V^T
-  Elem* keys;          // [Lk][channels], right operand of dS K
-  float* bias1;        // [Lk]
-  Elem* queries;       // [kQueries][channels]
-  Elem* queries_t;     // [channels][kQueries]; the same memory as queries where read by broadcast
-  Elem* douts;         // [kQueries][value_channels]: dO
-  Elem* douts_t;       // as queries_t
-  float* scores;       // [key blocks][kQueries][kKeys]: the strip, scores and then p
-  float* dprobs;       // [key blocks][kQueries][kKeys]: dP
-  Elem* probs_right;   // [kQueries][kKeys], and so the next two; where kInPlace, tiles of the strip instead
+  Elem* keys_t;    // [tiles][channels][kKeys], right operand of Q K^T
+  Elem* values_t;  // [tiles][value_channels][kKeys], right operand of dO V^T
+  Elem* keys;      // [tiles][kKeys][channels], right operand of dS K
+  float* bias1;    // [tiles][kKeys]
+  KeyTile* tiles;
+  Elem* queries;      // [kQueries][channels]
+  Elem* queries_t;    // [channels][kQueries]; the same memory as queries where read by broadcast
+  Elem* douts;        // [kQueries][value_channels]: dO
+  Elem* douts_t;      // as queries_t
+  float* scores;      // [tiles][kQueries][kKeys]: the strip, scores and then p
+  float* dprobs;      // [tiles][kQueries][kKeys]: dP
+  Elem* probs_right;  // [kQueries][kKeys], and so the next two; where kInPlace, tiles of the strip instead
   Elem* dscores_right;
   Elem* dscores_left;
-  float* dq;           // [kQueries][channels]
-  float* gather;       // [kQueries][kKeys] for a bias2 whose columns are not contiguous
-  KeySums sums;        // chunk 0, then all chunks
-  KeySums part;        // one later chunk
+  float* dq;      // [kQueries][channels]
+  float* gather;  // [kQueries][kKeys] for a bias2 whose columns are not contiguous
+  KeySums sums;   // chunk 0, then all chunks
+  KeySums part;   // one later chunk
 
   int channels;  // D and Dv padded
   int value_channels;
@@ -66,6 +69,7 @@ struct BackwardScratch {
     values_t = carver.take<Elem>(padded_keys * value_channels);
     keys = carver.take<Elem>(padded_keys * channels);
     bias1 = carver.take<float>(padded_keys);
+    tiles = carver.take<KeyTile>(padded_keys / E::kKeys);
     queries = carver.take<Elem>(E::kQueries * channels);
     queries_t = E::kPacksTransposedLeft ? carver.take<Elem>(E::kQueries * channels) : queries;
     douts = carver.take<Elem>(E::kQueries * value_channels);

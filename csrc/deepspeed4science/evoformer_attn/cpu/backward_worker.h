@@ -6,10 +6,11 @@
 #include "bias.h"
 #include "engine.h"
 #include "gradient.h"
+#include "key_tiles.h"
 
 namespace ds4s::cpu {
 
-// A row's scores are shifted by its lse. Where that is large (a finite mask of -1e9 on every key; huge scores) one
+// A row's scores are shifted by its lse. Where that is large (a finite mask in bias2 on every key; huge scores) one
 // float cannot say lse closely enough, and exp might overflow: such rows are shifted by their maximum, found anew.
 constexpr float kLargeLse = 64.0f;
 
@@ -34,33 +35,73 @@ class BackwardWorker {
 
   // dbias2_runs: [dbias2_levels, B, H, Lq, Lk].
   BackwardWorker(const BwdParams& p, const BackwardScratch<E>& scratch, float* dbias2_runs)
-      : p_(p), s_(scratch), dbias2_runs_(dbias2_runs), dbias2_levels_(dbias2_levels<scalar_t>(p)) {
+      : p_(p),
+        s_(scratch),
+        tiles_(scratch.bias1, scratch.tiles),
+        dbias2_runs_(dbias2_runs),
+        dbias2_levels_(dbias2_levels<scalar_t>(p)) {
     wants_dscores_ = p.dq != nullptr || p.dk != nullptr || p.dbias1 != nullptr || p.dbias2 != nullptr;
   }
 
-  // Queries [q0, q1): dq, their rows of dbias2, and what they add to the gradients of the keys, into `sums`.
+  // The tiles of visible keys of one (b, n).
+  const KeyTiles<E::kKeys>& tiles(int64_t b, int64_t n) {
+    if (b != b_ || n != n_) {
+      tiles_.find(p_, b_ = b, n_ = n);
+      h_ = -1;
+    }
+    return tiles_;
+  }
+
+  // Queries [q0, q1): dq, their rows of dbias2, and what they add to the gradients of the visible keys, into `sums`.
   void run(int64_t b, int64_t n, int64_t h, int64_t q0, int64_t q1, const KeySums& sums) {
-    if (b != b_ || n != n_ || h != h_) pack_keys(b, n, h);
-    for (int64_t key = 0; p_.dbias1 != nullptr && key < s_.padded_keys; ++key) *sums.dbias1(key) = 0.0f;
+    tiles(b, n);
+    if (h != h_) pack_keys(h);
+    for (int64_t key = 0; p_.dbias1 != nullptr && key < tiles_.num() * E::kKeys; ++key) *sums.dbias1(key) = 0.0f;
     for (int64_t q = q0; q < q1; q += E::kQueries) {
-      query_block(q, int(q1 - q < E::kQueries ? q1 - q : E::kQueries), sums, /*first=*/q == q0);
+      const int rows = int(q1 - q < E::kQueries ? q1 - q : E::kQueries);
+      if (tiles_.num() != 0) {
+        query_block(q, rows, sums, /*first=*/q == q0);
+      } else if (p_.dq != nullptr) {
+        zero_rows(at(p_.dq, p_.dq_stride, b_, n_, q, h_), p_.dq_stride[2], rows, p_.D);
+      }
+      if (p_.dbias2 != nullptr) finish_dbias2(q, rows);
     }
   }
 
-  // Key block `key` of dk, dv [b, n, h] and of its part of dbias1 from finished sums.
-  void store_keys(int64_t b, int64_t n, int64_t h, int64_t key, const KeySums& sums, float* dbias1_part) {
-    const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
+  // One tile's sums of a later chunk.
+  void add_tile(const KeySums& to, const KeySums& from, int tile) const {
+    const int64_t key = int64_t(tile) * E::kKeys;
+    if (p_.dk != nullptr) add(to.dk_t(key), from.dk_t(key), int64_t(E::kKeys) * to.channels);
+    if (p_.dv != nullptr) add(to.dv_t(key), from.dv_t(key), int64_t(E::kKeys) * to.value_channels);
+    if (p_.dbias1 != nullptr) add(to.dbias1(key), from.dbias1(key), E::kKeys);
+  }
+
+  // One tile of dk, dv [b_, n_, h] and of its part of dbias1 from finished sums.
+  void store_tile(int64_t h, int tile, const KeySums& sums, float* dbias1_part) const {
+    const auto [key, count] = tiles_[tile];
+    const int64_t from = int64_t(tile) * E::kKeys;
     if (p_.dk != nullptr) {
-      store_transposed(at(p_.dk, p_.dk_stride, b, n, key, h), p_.dk_stride[2], count, sums.dk_t(key), int(p_.D),
+      store_transposed(at(p_.dk, p_.dk_stride, b_, n_, key, h), p_.dk_stride[2], count, sums.dk_t(from), int(p_.D),
                        p_.scale);
     }
     if (p_.dv != nullptr) {
-      store_transposed(at(p_.dv, p_.dv_stride, b, n, key, h), p_.dv_stride[2], count, sums.dv_t(key), int(p_.Dv),
+      store_transposed(at(p_.dv, p_.dv_stride, b_, n_, key, h), p_.dv_stride[2], count, sums.dv_t(from), int(p_.Dv),
                        1.0f);
     }
     if (p_.dbias1 != nullptr) {
-      for (int j = 0; j < count; ++j) dbias1_part[key + j] = *sums.dbias1(key + j);
+      for (int j = 0; j < count; ++j) dbias1_part[key + j] = *sums.dbias1(from + j);
     }
+  }
+
+  // The same of hidden keys.
+  void store_hidden(int64_t h, int64_t first, int64_t last, float* dbias1_part) const {
+    if (p_.dk != nullptr) {
+      zero_rows(at(p_.dk, p_.dk_stride, b_, n_, first, h), p_.dk_stride[2], last - first, p_.D);
+    }
+    if (p_.dv != nullptr) {
+      zero_rows(at(p_.dv, p_.dv_stride, b_, n_, first, h), p_.dv_stride[2], last - first, p_.Dv);
+    }
+    for (int64_t key = first; p_.dbias1 != nullptr && key < last; ++key) dbias1_part[key] = 0.0f;
   }
 
  private:
@@ -71,26 +112,27 @@ class BackwardWorker {
     return static_cast<scalar_t*>(data) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
   }
 
-  int keys_from(int64_t key) const { return int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys); }
+  static void add(float* to, const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+  }
 
-  void pack_keys(int64_t b, int64_t n, int64_t h) {
-    b_ = b;
-    n_ = n;
+  Elem* keys_t(int tile) const { return s_.keys_t + int64_t(tile) * E::kKeys * s_.channels; }
+  Elem* values_t(int tile) const { return s_.values_t + int64_t(tile) * E::kKeys * s_.value_channels; }
+  Elem* keys(int tile) const { return s_.keys + int64_t(tile) * E::kKeys * s_.channels; }
+
+  void pack_keys(int64_t h) {
     h_ = h;
-    const scalar_t* k = at(p_.k, p_.k_stride, b, n, 0, h);
-    const scalar_t* v = at(p_.v, p_.v_stride, b, n, 0, h);
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      const int count = keys_from(key);
-      E::pack_right_transposed(s_.keys_t + key * s_.channels, k + key * p_.k_stride[2], p_.k_stride[2], count,
-                               int(p_.D));
+    auto k = [&](int x) { return at(p_.k, p_.k_stride, b_, n_, tiles_[x].key, h); };
+    for (int x = 0; x < tiles_.num(); ++x) {
+      E::pack_right_transposed(keys_t(x), k(x), p_.k_stride[2], tiles_[x].count, int(p_.D));
       if (!wants_dscores_) continue;
-      E::pack_right_transposed(s_.values_t + key * s_.value_channels, v + key * p_.v_stride[2], p_.v_stride[2],
-                               count, int(p_.Dv));
+      E::pack_right_transposed(values_t(x), at(p_.v, p_.v_stride, b_, n_, tiles_[x].key, h), p_.v_stride[2],
+                               tiles_[x].count, int(p_.Dv));
     }
-    if (p_.dq != nullptr) {
-      E::pack_right(s_.keys, s_.channels, k, p_.k_stride[2], int(p_.Lk), round_up(p_.Lk, E::kDepthAlign), int(p_.D));
-    }
-    load_bias1(s_.bias1, p_, b, n, 0, int(p_.Lk));
+    if (p_.dq == nullptr) return;
+    tiles_.for_each_run([&](int x, int count) {
+      E::pack_right(keys(x), s_.channels, k(x), p_.k_stride[2], count, round_up(count, E::kDepthAlign), int(p_.D));
+    });
   }
 
   void pack_queries(int64_t q0, int rows) {
@@ -113,39 +155,39 @@ class BackwardWorker {
     // stalls when too many are on their way.
     const int64_t q1 = q0 + E::kQueries;
     const int next = int(p_.Lq - q1 < E::kQueries ? p_.Lq - q1 : E::kQueries);
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      prefetch_share<false>(at(p_.q, p_.q_stride, b_, n_, q1, h_), p_.q_stride[2], next, p_.D, key);
-      prefetch_share<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv, key);
-      first_pass(q0, rows, key);
+    for (int x = 0; x < tiles_.num(); ++x) {
+      prefetch_share<false>(at(p_.q, p_.q_stride, b_, n_, q1, h_), p_.q_stride[2], next, p_.D, x);
+      prefetch_share<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv, x);
+      first_pass(q0, rows, x);
     }
     rows_.finish(rows);
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
+    for (int x = 0; x < tiles_.num(); ++x) {
       if (p_.dq != nullptr) {
-        prefetch_share<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D, key);
+        prefetch_share<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D, x);
       }
-      second_pass(q0, rows, key, sums, first);
+      second_pass(q0, rows, x, sums, first);
     }
     if (p_.dq != nullptr) store_dq(q0, rows);
   }
 
-  // The rows of a block that fall to one key block's turn.
+  // The rows of a block that fall to one tile's turn.
   template <bool kWrite>
-  void prefetch_share(const scalar_t* first, int64_t stride, int rows, int64_t cols, int64_t key) const {
-    const int share = int((rows * int64_t(E::kKeys) + p_.Lk - 1) / p_.Lk);
-    const int done = int(key / E::kKeys) * share;
+  void prefetch_share(const scalar_t* first, int64_t stride, int rows, int64_t cols, int tile) const {
+    const int share = (rows + tiles_.num() - 1) / tiles_.num();
+    const int done = tile * share;
     const int left = rows - done < share ? rows - done : share;
     prefetch_rows<kWrite>(first + done * stride, stride, left, cols);
   }
 
-  float* strip_tile(float* strip, int64_t key) const { return strip + key * E::kQueries; }
+  static float* strip_tile(float* strip, int tile) { return strip + int64_t(tile) * E::kKeys * E::kQueries; }
 
-  BiasTile bias2(int64_t q0, int rows, int64_t key, int count) const {
-    return bias2_tile(p_, b_, h_, q0, key, rows, count, s_.gather, E::kKeys);
+  BiasTile bias2(int64_t q0, int rows, int tile) const {
+    return bias2_tile(p_, b_, h_, q0, tiles_[tile].key, rows, tiles_[tile].count, s_.gather, E::kKeys);
   }
 
-  void multiply_scores(int rows, int64_t key, int count) {
-    E::template multiply<false>(rows, count, int(p_.D), Left<Elem>{s_.queries, s_.channels, 1},
-                                s_.keys_t + key * s_.channels, E::kKeys, strip_tile(s_.scores, key), E::kKeys);
+  void multiply_scores(int rows, int tile) {
+    E::template multiply<false>(rows, tiles_[tile].count, int(p_.D), Left<Elem>{s_.queries, s_.channels, 1},
+                                keys_t(tile), E::kKeys, strip_tile(s_.scores, tile), E::kKeys);
   }
 
   void find_shifts(int64_t q0, int rows) {
@@ -160,14 +202,13 @@ class BackwardWorker {
 
     float highest[E::kQueries];
     for (int i = 0; i < rows; ++i) highest[i] = -kInfinity;
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      const int count = keys_from(key);
-      multiply_scores(rows, key, count);
-      const BiasTile tile = bias2(q0, rows, key, count);
+    for (int x = 0; x < tiles_.num(); ++x) {
+      multiply_scores(rows, x);
+      const BiasTile tile = bias2(q0, rows, x);
       for (int i = 0; i < rows; ++i) {
-        const float* row = strip_tile(s_.scores, key) + i * E::kKeys;
-        for (int j = 0; j < count; ++j) {
-          float s = p_.scale * row[j] + s_.bias1[key + j];
+        const float* row = strip_tile(s_.scores, x) + i * E::kKeys;
+        for (int j = 0; j < tiles_[x].count; ++j) {
+          float s = p_.scale * row[j] + tiles_.bias1(x)[j];
           if (tile.kind != kNoBias) s += load_element(tile.data, tile.kind, i * tile.row_stride + j);
           highest[i] = s > highest[i] ? s : highest[i];
         }
@@ -199,22 +240,23 @@ class BackwardWorker {
     return V::reduce_add(sum);
   }
 
-  void first_pass(int64_t q0, int rows, int64_t key) {
-    const int count = keys_from(key);
-    float* const dprobs = wants_dscores_ ? strip_tile(s_.dprobs, key) : nullptr;
-    multiply_scores(rows, key, count);
+  void first_pass(int64_t q0, int rows, int x) {
+    const int count = tiles_[x].count;
+    float* const dprobs = wants_dscores_ ? strip_tile(s_.dprobs, x) : nullptr;
+    multiply_scores(rows, x);
     if (wants_dscores_) {
-      E::template multiply<false>(rows, count, int(p_.Dv), Left<Elem>{s_.douts, s_.value_channels, 1},
-                                  s_.values_t + key * s_.value_channels, E::kKeys, dprobs, E::kKeys);
+      E::template multiply<false>(rows, count, int(p_.Dv), Left<Elem>{s_.douts, s_.value_channels, 1}, values_t(x),
+                                  E::kKeys, dprobs, E::kKeys);
     }
-    probabilities<kPreciseExp<scalar_t>, E>(strip_tile(s_.scores, key), dprobs, rows, count, p_.scale,
-                                            s_.bias1 + key, bias2(q0, rows, key, count), rows_);
+    probabilities<kPreciseExp<scalar_t>, E>(strip_tile(s_.scores, x), dprobs, rows, count, p_.scale, tiles_.bias1(x),
+                                            bias2(q0, rows, x), rows_);
   }
 
-  void second_pass(int64_t q0, int rows, int64_t key, const KeySums& sums, bool first) {
-    const int count = keys_from(key);
-    float* const probs = strip_tile(s_.scores, key);
-    float* const dprobs = strip_tile(s_.dprobs, key);
+  void second_pass(int64_t q0, int rows, int x, const KeySums& sums, bool first) {
+    const int count = tiles_[x].count;
+    const int64_t key = int64_t(x) * E::kKeys;  // in the sums
+    float* const probs = strip_tile(s_.scores, x);
+    float* const dprobs = strip_tile(s_.dprobs, x);
 
     GradientTile<kPreciseExp<scalar_t>, E> tile;
     tile.probs = probs;
@@ -228,45 +270,50 @@ class BackwardWorker {
       tile.dscores_left = s_.dscores_left;
     }
     tile.dbias1 = p_.dbias1 == nullptr ? nullptr : sums.dbias1(key);
-    const int64_t dbias2_offset = ((b_ * p_.H + h_) * p_.Lq + q0) * p_.Lk + key;
-    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : dbias2_level(0) + dbias2_offset;
+    tile.dbias2 = p_.dbias2 == nullptr ? nullptr : dbias2_row(0, q0) + tiles_[x].key;
     tile.dbias2_stride = p_.Lk;
-    tile.dbias2_first = dbias2_levels_ == 0 ? n_ == 0 : n_ % kDbias2Run == 0;
+    tile.dbias2_first = begins_dbias2();
     tile.rows = rows;
     tile.keys = count;
     tile.run(rows_);
-    if (dbias2_levels_ != 0) end_dbias2_runs(dbias2_offset, rows, count);
 
     if (p_.dv != nullptr) {
-      accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right,
-                 E::kKeys, sums.dv_t(key), E::kKeys);
+      accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right, E::kKeys,
+                 sums.dv_t(key), E::kKeys);
     }
     if (p_.dk != nullptr) {
       accumulate(first, int(p_.D), count, rows, transposed(s_.queries_t, s_.channels), tile.dscores_right, E::kKeys,
                  sums.dk_t(key), E::kKeys);
     }
     if (p_.dq != nullptr) {
-      accumulate(key == 0, rows, int(p_.D), count, Left<Elem>{tile.dscores_left, E::kKeys, 1},
-                 s_.keys + key * s_.channels, s_.channels, s_.dq, s_.channels);
+      accumulate(x == 0, rows, int(p_.D), count, Left<Elem>{tile.dscores_left, E::kKeys, 1}, keys(x), s_.channels,
+                 s_.dq, s_.channels);
     }
   }
 
-  float* dbias2_level(int level) const {
-    return level == dbias2_levels_ ? p_.dbias2 : dbias2_runs_ + level * (p_.B * p_.H * p_.Lq * p_.Lk);
+  // Row q of dbias2[b_, h_] or of one of the levels before it.
+  float* dbias2_row(int level, int64_t q) const {
+    float* const all = level == dbias2_levels_ ? p_.dbias2 : dbias2_runs_ + level * (p_.B * p_.H * p_.Lq * p_.Lk);
+    return all + ((b_ * p_.H + h_) * p_.Lq + q) * p_.Lk;
   }
 
-  // A tile of every level whose run ends with this n joins the next level.
-  void end_dbias2_runs(int64_t offset, int rows, int count) const {
+  // This n is the first of what level 0 sums: its tiles are stored and not added.
+  bool begins_dbias2() const { return n_ % (dbias2_levels_ == 0 ? p_.N : kDbias2Run) == 0; }
+
+  // What no tile writes: the first n's hidden keys. Then every level whose run ends with this n joins the next one.
+  void finish_dbias2(int64_t q0, int rows) const {
+    if (begins_dbias2()) {
+      tiles_.for_each_gap(
+          p_.Lk, [&](int64_t first, int64_t last) { zero_rows(dbias2_row(0, q0) + first, p_.Lk, rows, last - first); });
+    }
     int64_t length = 1;
     for (int level = 0; level < dbias2_levels_; ++level) {
       length *= kDbias2Run;
       if ((n_ + 1) % length != 0 && n_ != p_.N - 1) return;
       const bool first = n_ / length % kDbias2Run == 0;
-      for (int i = 0; i < rows; ++i) {
-        const float* from = dbias2_level(level) + offset + i * p_.Lk;
-        float* to = dbias2_level(level + 1) + offset + i * p_.Lk;
-        for (int j = 0; j < count; ++j) to[j] = first ? from[j] : to[j] + from[j];
-      }
+      const float* from = dbias2_row(level, q0);
+      float* to = dbias2_row(level + 1, q0);
+      for (int64_t j = 0; j < rows * p_.Lk; ++j) to[j] = first ? from[j] : to[j] + from[j];
     }
   }
 
@@ -298,8 +345,7 @@ class BackwardWorker {
   }
 
   // [channels][kKeys] to `count` rows.
-  static void store_transposed(scalar_t* to, int64_t stride, int count, const float* from, int channels,
-                               float scale) {
+  static void store_transposed(scalar_t* to, int64_t stride, int count, const float* from, int channels, float scale) {
     for (int i = 0; i < count; i += V::kWidth) {
       for (int j = 0; j < channels; j += V::kWidth) {
         Vec square[V::kWidth];
@@ -315,11 +361,12 @@ class BackwardWorker {
 
   const BwdParams& p_;
   const BackwardScratch<E> s_;
+  KeyTiles<E::kKeys> tiles_;  // of b_, n_
   float* const dbias2_runs_;
   const int dbias2_levels_;
   GradientRows<E> rows_;
   bool wants_dscores_;
-  int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed
+  int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed; h_ = -1: nobody's
 };
 
 }  // namespace ds4s::cpu

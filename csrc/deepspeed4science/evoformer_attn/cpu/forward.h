@@ -1,10 +1,10 @@
-// O = softmax(scale Q K^T + bias1 + bias2) V, lse = log(sum(exp(scores))): tiled, with an online softmax.
+// O = softmax(scale Q K^T + bias1 + bias2) V, lse = log(sum(exp(scores - shift))): tiled, with an online softmax.
 //
 // One task is (b, h, n) and a range of queries; a thread packs K and V once, then for each block of kQueries rows
-// walks over the keys: scores -> softmax_tile -> accumulator. Tasks have h innermost, so that the heads of a row, which
-// share pages and often lines, come one after the other; where bias2[b] of all heads is too large for a core's cache,
-// n is innermost, and bias2[b, h] stays there.
-// Scratch per thread: K and V packed, 4 Lk (D + Dv) bytes, and tiles of kQueries rows.
+// walks over the tiles of visible keys (key_tiles.h): scores -> softmax_tile -> accumulator. Tasks have h innermost, so
+// that the heads of a row, which share pages and often lines, come one after the other; where bias2[b] of all heads is
+// too large for a core's cache, n is innermost, and bias2[b, h] stays there. Scratch per thread: K and V packed, 4 Lk
+// (D + Dv) bytes, and tiles of kQueries rows.
 #pragma once
 
 #include <cerrno>
@@ -12,6 +12,7 @@
 #include "../params.h"
 #include "bias.h"
 #include "engine.h"
+#include "key_tiles.h"
 #include "parallel.h"
 #include "softmax.h"
 
@@ -21,15 +22,16 @@ template <typename E>
 struct ForwardScratch {
   using Elem = typename E::Elem;
 
-  Elem* keys;     // [key blocks][channels][kKeys], each block transposed
-  Elem* values;   // [Lk][value channels]
-  float* bias1;   // [Lk]
+  Elem* keys;    // [tiles][channels][kKeys], each tile transposed
+  Elem* values;  // [tiles][kKeys][value channels]
+  float* bias1;  // [tiles][kKeys]
+  KeyTile* tiles;
   Elem* queries;  // [kQueries][channels]
   float* scores;  // [kQueries][kKeys], and P in their place
   float* out;     // [kQueries][value channels]
   float* gather;  // [kQueries][kKeys] for a bias2 whose columns are not contiguous
 
-  int channels;        // D and Dv padded
+  int channels;  // D and Dv padded
   int value_channels;
   int64_t bytes;
 
@@ -41,6 +43,7 @@ struct ForwardScratch {
     keys = carver.take<Elem>(padded_keys * channels);
     values = carver.take<Elem>(padded_keys * value_channels);
     bias1 = carver.take<float>(padded_keys);
+    tiles = carver.take<KeyTile>(padded_keys / E::kKeys);
     queries = carver.take<Elem>(int64_t(E::kQueries) * channels);
     scores = carver.take<float>(E::kQueries * E::kKeys);
     out = carver.take<float>(int64_t(E::kQueries) * value_channels);
@@ -54,10 +57,12 @@ class Forward {
  public:
   using V = typename E::V;
 
-  Forward(const FwdParams& p, void* memory) : p_(p), s_(memory, p) {}
+  Forward(const FwdParams& p, void* memory) : p_(p), s_(memory, p), tiles_(s_.bias1, s_.tiles) {}
 
   // Queries [q0, q1) of one (b, h, n).
   void run(int64_t b, int64_t h, int64_t n, int64_t q0, int64_t q1) {
+    if (b != b_ || n != n_) tiles_.find(p_, b_ = b, n_ = n);
+    if (tiles_.num() == 0) return store_nothing(b, h, n, q0, q1);
     pack(b, h, n);
     for (int64_t q = q0; q < q1; q += E::kQueries) block(b, h, n, q, int(q1 - q < E::kQueries ? q1 - q : E::kQueries));
   }
@@ -70,17 +75,18 @@ class Forward {
   }
 
   void pack(int64_t b, int64_t h, int64_t n) {
-    const scalar_t* k = at(p_.k, p_.k_stride, b, n, 0, h);
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
-      E::pack_right_transposed(s_.keys + key * s_.channels, k + key * p_.k_stride[2], p_.k_stride[2], count,
+    for (int x = 0; x < tiles_.num(); ++x) {
+      E::pack_right_transposed(keys(x), at(p_.k, p_.k_stride, b, n, tiles_[x].key, h), p_.k_stride[2], tiles_[x].count,
                                int(p_.D));
     }
-    const int padded = round_up(p_.Lk, E::kDepthAlign);
-    E::pack_right(s_.values, s_.value_channels, at(p_.v, p_.v_stride, b, n, 0, h), p_.v_stride[2], int(p_.Lk), padded,
-                  int(p_.Dv));
-    load_bias1(s_.bias1, p_, b, n, 0, int(p_.Lk));
+    tiles_.for_each_run([&](int x, int count) {
+      E::pack_right(values(x), s_.value_channels, at(p_.v, p_.v_stride, b, n, tiles_[x].key, h), p_.v_stride[2], count,
+                    round_up(count, E::kDepthAlign), int(p_.Dv));
+    });
   }
+
+  typename E::Elem* keys(int tile) const { return s_.keys + int64_t(tile) * E::kKeys * s_.channels; }
+  typename E::Elem* values(int tile) const { return s_.values + int64_t(tile) * E::kKeys * s_.value_channels; }
 
   void block(int64_t b, int64_t h, int64_t n, int64_t q, int rows) {
     E::pack_left(s_.queries, s_.channels, at(p_.q, p_.q_stride, b, n, q, h), p_.q_stride[2], rows, E::kQueries,
@@ -92,24 +98,21 @@ class Forward {
                          next < E::kQueries ? next : E::kQueries, p_.D);
     prefetch_rows<true>(at(p_.o, p_.o_stride, b, n, q, h), p_.o_stride[2], rows, p_.Dv);
 
-    for (int64_t key = 0; key < p_.Lk; key += E::kKeys) {
-      const int count = int(p_.Lk - key < E::kKeys ? p_.Lk - key : E::kKeys);
+    for (int x = 0; x < tiles_.num(); ++x) {
+      const int count = tiles_[x].count;
       const Left<typename E::Elem> queries{s_.queries, s_.channels, 1};
-      E::template multiply<false>(rows, count, int(p_.D), queries, s_.keys + key * s_.channels, E::kKeys, s_.scores,
-                                  E::kKeys);
+      E::template multiply<false>(rows, count, int(p_.D), queries, keys(x), E::kKeys, s_.scores, E::kKeys);
 
-      const BiasTile bias2 = bias2_tile(p_, b, h, q, key, rows, count, s_.gather, E::kKeys);
-      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, rows, count, p_.scale, s_.bias1 + key, bias2,
-                                             state_);
+      const BiasTile bias2 = bias2_tile(p_, b, h, q, tiles_[x].key, rows, count, s_.gather, E::kKeys);
+      softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, rows, count, p_.scale, tiles_.bias1(x), bias2, state_);
 
       const Left<typename E::Elem> probs{reinterpret_cast<const typename E::Elem*>(s_.scores), kProbStride, 1};
-      const typename E::Elem* values = s_.values + key * s_.value_channels;
-      if (key == 0) {
-        E::template multiply<false>(rows, int(p_.Dv), count, probs, values, s_.value_channels, s_.out,
+      if (x == 0) {
+        E::template multiply<false>(rows, int(p_.Dv), count, probs, values(x), s_.value_channels, s_.out,
                                     s_.value_channels);
       } else {
         rescale(rows);
-        E::template multiply<true>(rows, int(p_.Dv), count, probs, values, s_.value_channels, s_.out,
+        E::template multiply<true>(rows, int(p_.Dv), count, probs, values(x), s_.value_channels, s_.out,
                                    s_.value_channels);
       }
     }
@@ -150,8 +153,17 @@ class Forward {
     }
   }
 
+  // A row n without a visible key: queries [q0, q1).
+  void store_nothing(int64_t b, int64_t h, int64_t n, int64_t q0, int64_t q1) {
+    zero_rows(const_cast<scalar_t*>(at(p_.o, p_.o_stride, b, n, q0, h)), p_.o_stride[2], q1 - q0, p_.Dv);
+    float* const lse = p_.lse == nullptr ? nullptr : p_.lse + ((b * p_.N + n) * p_.H + h) * p_.Lq;
+    for (int64_t q = q0; lse != nullptr && q < q1; ++q) lse[q] = -kInfinity;
+  }
+
   const FwdParams& p_;
   ForwardScratch<E> s_;
+  KeyTiles<E::kKeys> tiles_;
+  int64_t b_ = -1, n_ = -1;  // whose tiles those are
   RowState<E::kQueries> state_;
 };
 

@@ -45,24 +45,27 @@ inline void barrier(int team) {
 #endif
 }
 
-// Hands out consecutive items in runs, first come first served. Which thread does an item never changes its result.
+// Hands out consecutive items in runs, first come first served. Runs are an eighth of a thread's share of what is left,
+// so that the last ones are short: items differ where keys are hidden. Which thread does an item never changes its
+// result.
 class Queue {
  public:
-  Queue(int64_t items, int threads) : items_(items), run_(items / (int64_t(threads) * 8)) {
-    if (run_ < 1) run_ = 1;
-  }
+  Queue(int64_t items, int threads) : items_(items), runs_(int64_t(threads) * 8) {}
 
   // The next run [first, last); false when there is none.
   bool take(int64_t& first, int64_t& last) {
-    first = __atomic_fetch_add(&next_, run_, __ATOMIC_RELAXED);
-    if (first >= items_) return false;
-    last = first + run_ < items_ ? first + run_ : items_;
+    first = __atomic_load_n(&next_, __ATOMIC_RELAXED);
+    do {
+      if (first >= items_) return false;
+      const int64_t run = (items_ - first) / runs_;
+      last = first + (run < 1 ? 1 : run);
+    } while (!__atomic_compare_exchange_n(&next_, &first, last, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return true;
   }
 
  private:
   int64_t items_;
-  int64_t run_;
+  int64_t runs_;
   int64_t next_ = 0;
 };
 

@@ -1,0 +1,143 @@
+// Which keys of a row n are visible (params.h), as tiles: what neither direction reads or computes is between them.
+//
+// A tile begins at the first visible key after the tile before it and spans at most kKeys keys. It begins on a multiple
+// of kUnit and ends with a unit that has a visible key (or with the last key), so that all but the last key's vectors
+// are whole. Without a hidden key tiles are the blocks of kKeys keys.
+#pragma once
+
+#include <cstring>
+
+#include "../params.h"
+#include "bias.h"
+#include "gemm_fma.h"
+
+namespace ds4s::cpu {
+
+struct KeyTile {
+  int64_t key;  // the first one
+  int count;
+};
+
+constexpr int kUnit = 16;
+
+// What a hidden key or a row n without a visible one gets. Every number type is 0 where its bits are.
+template <typename T>
+inline void zero_rows(T* first, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t i = 0; i < rows; ++i) std::memset(first + i * stride, 0, size_t(cols) * sizeof(T));
+}
+
+template <typename Params>
+inline bool is_row_read(const Params& p, int64_t b, int64_t n) {
+  if (p.row_mask == nullptr) return true;
+  return static_cast<const uint8_t*>(p.row_mask)[b * p.row_mask_stride[0] + n * p.row_mask_stride[1]] != 0;
+}
+
+// The largest finite number of whole units; -inf without one.
+inline float largest_finite(const float* x, int64_t count) {
+  float lanes[kUnit];
+  for (int i = 0; i < kUnit; ++i) lanes[i] = -kInfinity;
+  for (int64_t k = 0; k < count; k += kUnit) {
+    for (int i = 0; i < kUnit; ++i) lanes[i] = (x[k + i] < kInfinity) & (x[k + i] > lanes[i]) ? x[k + i] : lanes[i];
+  }
+  float largest = lanes[0];
+  for (int i = 1; i < kUnit; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  return largest;
+}
+
+// Hidden: -inf, or far below the largest finite one. NaN is visible, and so is +inf.
+class Visibility {
+ public:
+  Visibility(float largest, int32_t dtype) : largest_(largest), limit_(largest - kMaskThreshold[dtype]) {}
+
+  bool of_unit(const float* x) const {
+    const float largest = largest_ == -kInfinity ? kInfinity : largest_;  // -inf is never visible
+    int visible = 0;
+    for (int i = 0; i < kUnit; ++i) visible |= !(x[i] <= limit_) | (x[i] == largest);
+    return visible != 0;
+  }
+
+ private:
+  float largest_, limit_;  // of a huge largest_, limit_ is the same number
+};
+
+// Tiles of kKeys keys of one (b, n), with bias1 as the scores meet it.
+template <int kKeys>
+class KeyTiles {
+  static_assert(kKeys % kUnit == 0, "a tile is whole units");
+
+ public:
+  static int64_t most(int64_t Lk) { return (Lk + kKeys - 1) / kKeys; }
+
+  // bias1: [most][kKeys]; tiles: [most].
+  KeyTiles(float* bias1, KeyTile* tiles) : bias1_(bias1), tiles_(tiles) {}
+
+  int num() const { return num_; }  // 0: the row has no visible key
+  const KeyTile& operator[](int tile) const { return tiles_[tile]; }
+  const float* bias1(int tile) const { return bias1_ + int64_t(tile) * kKeys; }  // bias1 - shift
+
+  template <typename Params>
+  void find(const Params& p, int64_t b, int64_t n) {
+    num_ = 0;
+    if (!is_row_read(p, b, n)) return;
+    const int64_t padded = round_up(p.Lk, kUnit);
+    load_bias1(bias1_, p, b, n, 0, int(p.Lk));
+    if (p.bias1 == nullptr) {
+      for (int64_t key = 0; key < p.Lk; key += kKeys) add(p, key, key + kKeys);
+      return;
+    }
+    for (int64_t k = p.Lk; k < padded; ++k) bias1_[k] = -kInfinity;
+    const float largest = largest_finite(bias1_, padded);
+    const Visibility visibility(largest, p.bias1_dtype);
+    for (int64_t key = 0; key < p.Lk;) {
+      if (!visibility.of_unit(bias1_ + key)) {
+        key += kUnit;
+        continue;
+      }
+      int64_t end = key + kKeys < padded ? key + kKeys : padded;
+      const int64_t next = end;
+      while (!visibility.of_unit(bias1_ + end - kUnit)) end -= kUnit;
+      // In place: a tile's bias1 never lies before where it was loaded from.
+      const float shift = largest == -kInfinity ? 0.0f : largest;
+      float* to = bias1_ + int64_t(num_) * kKeys;
+      for (int64_t k = key; k < end; ++k) *to++ = bias1_[k] - shift;
+      add(p, key, end);
+      key = next;
+    }
+  }
+
+  // Calls body(first, last) for every range of keys outside the tiles.
+  template <typename Body>
+  void for_each_gap(int64_t Lk, const Body& body) const {
+    int64_t done = 0;
+    for (int tile = 0; tile < num_; ++tile) {
+      if (tiles_[tile].key > done) body(done, tiles_[tile].key);
+      done = tiles_[tile].key + tiles_[tile].count;
+    }
+    if (done < Lk) body(done, Lk);
+  }
+
+  // Calls body(tile, keys) for every run of tiles that follow each other without a gap: what packing can take at once.
+  template <typename Body>
+  void for_each_run(const Body& body) const {
+    for (int tile = 0, next; tile < num_; tile = next) {
+      int keys = tiles_[tile].count;
+      for (next = tile + 1; next < num_ && tiles_[next].key == tiles_[next - 1].key + kKeys; ++next) {
+        if (tiles_[next - 1].count != kKeys) break;
+        keys += tiles_[next].count;
+      }
+      body(tile, keys);
+    }
+  }
+
+ private:
+  template <typename Params>
+  void add(const Params& p, int64_t key, int64_t end) {
+    tiles_[num_++] = {key, int((end < p.Lk ? end : p.Lk) - key)};
+  }
+
+  float* bias1_;
+  KeyTile* tiles_;
+  int num_ = 0;
+};
+
+}  // namespace ds4s::cpu
