@@ -31,9 +31,6 @@ struct BackwardArgs {
   int32_t dbias2_slices;       // into how many parts the rows n are cut
 };
 
-// The same in every lane, and the compiler knows it: such values live in uniform registers.
-CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
-
 // A kernel's matrices are [B, N, L, H, D]: element (b, n, l, h, 0).
 template <typename T>
 CUTLASS_DEVICE T* element(const void* ptr, const int64_t (&stride)[4], int64_t b, int64_t n, int64_t l, int64_t h) {

@@ -23,19 +23,25 @@ struct KeyMask {
   int32_t words;
 
   CUTLASS_DEVICE float shift_of(int64_t bn) const { return shift == nullptr ? 0.f : __ldg(shift + bn); }
+  // The same from (b, n) on, which counts as 0.
+  CUTLASS_DEVICE KeyMask from(int64_t bn) const {
+    if (range == nullptr) return *this;
+    return {shift + bn, visible + bn * words, range + bn, words};
+  }
+  CUTLASS_DEVICE int2 keys(int64_t bn) const { return __ldg(range + bn); }
   CUTLASS_DEVICE bool sees_nothing(int64_t bn) const {
     if (range == nullptr) return false;
-    int2 keys = __ldg(range + bn);
-    return keys.x >= keys.y;
+    int2 seen = keys(bn);
+    return seen.x >= seen.y;
   }
   // Bit i: keys from key + 16 i on have a visible one. `key` is a multiple of 16; at most 32 units.
   CUTLASS_DEVICE uint32_t units(int64_t bn, int key, int num_units) const {
     const uint32_t all = num_units < 32 ? (1u << num_units) - 1 : ~0u;
     if (visible == nullptr) return all;
     const uint32_t* row = visible + bn * words;
-    const int word = key / kWordKeys, bit = key / kUnit % 32;
-    uint32_t low = word < words ? __ldg(row + word) : 0, high = 0;
-    if (bit + num_units > 32 && word + 1 < words) high = __ldg(row + word + 1);
+    const uint32_t word = uint32_t(key) / kWordKeys, bit = uint32_t(key) / kUnit % 32;
+    uint32_t low = word < uint32_t(words) ? __ldg(row + word) : 0, high = 0;
+    if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
 };
