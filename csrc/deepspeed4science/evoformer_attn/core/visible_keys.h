@@ -37,6 +37,11 @@ struct VisibleKeys {
     return !kSkipsGroups || (units >> group * kGroupUnits & kGroup) != 0;
   }
 
+  // How many groups of a tile there are up to the last visible key, or more than there are.
+  CUTLASS_DEVICE static int groups_in_use(uint32_t units) {
+    return (32 - __clz(int(units)) + kGroupUnits - 1) / kGroupUnits;
+  }
+
   CUTLASS_DEVICE bool has(int tile) const { return tile * kTileKeys < num_keys; }
   // The first tile from `tile` on that has a visible key, or one that is not there. pass_over(): once for each before
   // it.
