@@ -115,36 +115,46 @@ struct RowPass {
     }
   };
 
+  // Which rows a block owns. Among kSideBySide neighbouring n the n runs fastest, then row blocks, then heads: those
+  // blocks read the same rows of bias2, and what they walk over stays in L2.
+  struct Place {
+    int64_t bn, b, n, h;
+    int row0, row_blocks;
+    uint32_t pair;  // (b, n, h), in the order of the blocks
+    CUTLASS_DEVICE Place(const BwdParams& p, uint32_t number) {
+      uint32_t blocks = uint32_t(int(kKeyRows ? p.Lk : p.Lq) + Config::kRows - 1) / Config::kRows;
+      uint32_t batches = uint32_t(p.B * p.N), per_batch = blocks * uint32_t(p.H);
+      uint32_t group = min(batches, uint32_t(kSideBySide));
+      uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
+      group = min(batches - first, group);
+      uint32_t rest = uniform(id / group);
+      bn = uniform(first + id - rest * group), h = uniform(rest / blocks);
+      row0 = int(rest - uint32_t(h) * blocks) * Config::kRows, row_blocks = int(blocks);
+      b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
+      pair = first * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first;
+    }
+  };
+
   CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared, const DqRing& ring = {}) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
-    // Which rows. Among kSideBySide neighbouring n the n runs fastest, then row blocks, then heads: those blocks read
-    // the same rows of bias2, and what they walk over stays in L2.
-    int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
-    uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
-    uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H);
-    uint32_t group = min(batches, uint32_t(kSideBySide));
     uint32_t number = blockIdx.x;
     if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
-    uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
-    group = min(batches - first, group);
-    uint32_t rest = uniform(id / group);
-    int64_t bn = uniform(first + id - rest * group), h = uniform(rest / row_blocks);
-    int row0 = int(rest - uint32_t(h) * row_blocks) * Config::kRows;
-    int64_t b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
-    int rows_left = num_rows - row0 - warp_row;
-
-    DqTurn<Config> turn{ring, first * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first, int32_t(row_blocks)};
-
-    if (is_hidden(args.mask, bn, row0)) {
-      store_zeros_of_rows(args, b, n, h, row0, num_rows, turn);
-      if constexpr (kFusesDq) {
-        scalar_t* gDq = element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h);
-        turn.finish_unseen(p, gDq, shared, args.mask.sees_nothing(bn));
-      }
-      return;
+    if (!kFusesDq && args.mask.range != nullptr) {
+      int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
+      ptx::keep(opaque);
+      const Place hidden(p, uint32_t(opaque));
+      if (is_hidden(args.mask, hidden)) return store_hidden(args, hidden, ring, shared);
     }
+    const Place place(p, number);
+    if constexpr (kFusesDq) {  // here that would make it spill
+      if (is_hidden(args.mask, place)) return store_hidden(args, place, ring, shared);
+    }
+    const int64_t bn = place.bn, b = place.b, n = place.n, h = place.h;
+    const int row0 = place.row0, num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
+    int rows_left = num_rows - row0 - warp_row;
+    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
     const bool hidden =
         kSkipsWarps && args.mask.units(bn, row0 + warp_row, 32 / KeyMask::kUnit) == 0;  // this warp's keys
 
@@ -391,7 +401,9 @@ struct RowPass {
         }
       }
 
-      if (kFusesDq && !computes && tile < 2) DsTile<Config>::clear(stage_ds(tile), warp_row, lane);
+      if constexpr (kFusesDq && kSkipsWarps) {
+        if (!computes && tile < 2) DsTile<Config>::clear(stage_ds(tile), warp_row, lane);
+      }
 
       if (stages == 1 && more) {
         __syncthreads();
@@ -444,27 +456,32 @@ struct RowPass {
     return ptx::any(sees);
   }
 
-  // Rows of this block that nobody sees, or that see nothing.
-  CUTLASS_DEVICE static bool is_hidden(const KeyMask& mask, int64_t bn, int row0) {
-    if constexpr (kKeyRows) return mask.units(bn, row0, Config::kRows / KeyMask::kUnit) == 0;
-    return mask.sees_nothing(bn);
+  // Rows of a block that nobody sees, or that see nothing.
+  CUTLASS_DEVICE static bool is_hidden(const KeyMask& mask, const Place& place) {
+    if constexpr (kKeyRows) return mask.units(place.bn, place.row0, Config::kRows / KeyMask::kUnit) == 0;
+    return mask.sees_nothing(place.bn);
   }
-  CUTLASS_DEVICE static void store_zeros_of_rows(const BackwardArgs& args, int64_t b, int64_t n, int64_t h, int row0,
-                                                 int num_rows, const DqTurn<Config>& turn) {
+  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Place& place, const DqRing& ring,
+                                          char* shared) {
     const BwdParams& p = args.p;
-    int thread = int(threadIdx.x), rows = min(Config::kRows, num_rows - row0);
+    int thread = int(threadIdx.x), rows = min(Config::kRows, int(kKeyRows ? p.Lk : p.Lq) - place.row0);
+    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
     auto store = [&](void* ptr, const int64_t (&stride)[4], int64_t cols) {
       if (ptr == nullptr) return;
-      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(element<scalar_t>(ptr, stride, b, n, row0, h),
-                                                                  stride[2], thread, rows, int(cols));
+      scalar_t* g = element<scalar_t>(ptr, stride, place.b, place.n, place.row0, place.h);
+      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, rows, int(cols));
     };
     if constexpr (!kKeyRows) return store(p.dq, p.dq_stride, p.D);
     if constexpr (kFusesDq) turn.wait_for_lent();
     if constexpr (kWantsDs) store(p.dk, p.dk_stride, p.D);
     if constexpr (kWantsDv) store(p.dv, p.dv_stride, p.Dv);
     if constexpr (Config::kWantsDbias1) {
-      float* parts = args.dbias1_parts + ((b * p.N + n) * p.H + h) * p.Lk + row0;
+      float* parts = args.dbias1_parts + (place.bn * p.H + place.h) * p.Lk + place.row0;
       if (args.dbias1_parts && thread < rows) parts[thread] = 0.f;
+    }
+    if constexpr (kFusesDq) {
+      scalar_t* gDq = element<scalar_t>(p.dq, p.dq_stride, place.b, place.n, 0, place.h);
+      turn.finish_unseen(p, gDq, shared, args.mask.sees_nothing(place.bn));
     }
   }
 
