@@ -141,14 +141,14 @@ struct RowPass {
 
     uint32_t number = blockIdx.x;
     if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
-    if (!kFusesDq && args.mask.range != nullptr) {
+    if (Config::kExact && args.mask.range != nullptr) {
       int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
       ptx::keep(opaque);
       const Place hidden(p, uint32_t(opaque));
       if (is_hidden(args.mask, hidden)) return store_hidden(args, hidden, ring, shared);
     }
     const Place place(p, number);
-    if constexpr (kFusesDq) {  // here that would make it spill
+    if constexpr (!Config::kExact) {  // these would spill by that: 104 bytes for keys at D = 32 on 8.0
       if (is_hidden(args.mask, place)) return store_hidden(args, place, ring, shared);
     }
     const int64_t bn = place.bn, b = place.b, n = place.n, h = place.h;
