@@ -1,12 +1,14 @@
 // Backward attention with biases for Sm70, Sm75 and Sm80: from q, k, v, the biases, o, lse and do,
 //
-//   P = 2^(log2e (scale Q K^T + bias1 + bias2 - lse))      delta = rowsum(do * o)      dS = P * (dO V^T - delta)
-//   dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over n of dS
+//   P = 2^(log2e (scale Q K^T + bias1 - shift + bias2 - lse))      delta = rowsum(do * o)      dS = P * (dO V^T -
+//   delta) dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over
+//   n of dS
 //
 // Each gradient is finished by the one block that owns it, so the results have the same bits every time, or, from 9.0 up
 // where the order of additions is free, all of them come from one pass over the keys:
 //
-//   backward/prepare.h     -delta, how far bias1 is shifted, bias2 aligned and transposed; final sums of parts
+//   common/key_mask.h      what bias1 and row_mask hide, and how far bias1 is shifted
+//   backward/prepare.h     -delta, bias2 aligned and transposed; final sums of parts
 //   backward/statistics.h  float in full precision: what takes the place of lse and delta
 //   backward/row_pass.h    over queries: dq;  over keys: dk, dv, dbias1
 //   backward/bias_pass.h   over tiles of bias2: dbias2

@@ -1,16 +1,18 @@
 // Forward attention with biases for Sm70, Sm75 and Sm80:
 //
-//   O = softmax(scale Q K^T + bias1 + bias2) V,   lse = log sum exp
+//   O = softmax(scale Q K^T + bias1 - shift + bias2) V,   lse = log sum exp of the same
 //
 // One block computes kQueriesPerBlock rows of one (batch, head) and walks over the keys in blocks of kKeysPerBlock;
 // each warp owns 32 rows and 32 keys of every block, scores and probabilities stay in its registers. Schedule, budgets
 // and reasons: docs/kernels-sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
 //
-// Shared memory: Q, kStages times (K, V, bias1 row), later reused for the merge of the warps and for O: kSharedBytes.
+// Shared memory: Q, kStages times (K, V, bias1 row), constants of the row n, later reused for the merge of the warps
+// and for O: kSharedBytes.
 #pragma once
 
 #include "core/forward_block.h"
 #include "core/forward_block_buffered.h"
+#include "core/forward_unseen.h"
 #include "core/softmax.h"
 #include "epilogue/epilogue_rescale_output.h"
 #include "transform/bias_broadcast.h"
@@ -94,6 +96,8 @@ struct AttentionKernel {
   using Bias1 = Bias<Broadcast1_>;
   using Bias2 = Bias<Broadcast2_>;
   static constexpr bool kHasRowBias = Bias1::kIsRow || Bias2::kIsRow;
+  // Without bias1 a row n sees all of its keys or none.
+  using Keys = ds4s::VisibleKeys<kKeysPerStage, kKeysPerBlock * kInFlight, /*kSkips=*/Bias1::kIsRow>;
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
   using KTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDim>;
@@ -101,7 +105,8 @@ struct AttentionKernel {
   using OTile = ds4s::Tile<output_t, kQueriesPerBlock, kHeadDimValue>;
   static constexpr int kRowBiasBytes = kHasRowBias ? kKeysPerStage / 2 * 16 : 0;
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes + kRowBiasBytes;
-  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes;
+  static constexpr int kConstantsBytes = Bias1::kIsRow ? 32 : 0;  // of the row n
+  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kConstantsBytes;
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
   static constexpr int kRowMaxBytes = kNumWarps * 32 * 4;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;
@@ -127,7 +132,8 @@ struct AttentionKernel {
     int32_t num_queries = 0, num_keys = 0;
     int32_t num_heads = 1, num_batches = 1;  // num_batches = B * N
     int32_t B = 1, N = 1;
-    int32_t group_log2 = 0;  // order of the blocks; the grid then counts num_batches rounded up to whole groups
+    int32_t group_log2 = 0;       // order of the blocks; the grid then counts num_batches rounded up to whole groups
+    ds4s::KeyMask key_mask = {};  // [batch, ...]: what bias1 hides, and its shift; null: nothing, and 0
 
     // Elements. M: next query or key; H: next head; B: next of the B * N batches; Outer: added for each next of the B.
     int64_t q_strideM = 0, k_strideM = 0, v_strideM = 0, o_strideM = 0;
@@ -163,6 +169,7 @@ struct AttentionKernel {
       if (logsumexp_ptr) logsumexp_ptr += out_row;
       bias1_ptr = to_tile<Bias1>(bias1_ptr, b, n, head, row);
       bias2_ptr = to_tile<Bias2>(bias2_ptr, b, n, head, row);
+      key_mask = key_mask.from(batch);
       num_queries -= row;
       return true;
     }
@@ -183,6 +190,10 @@ struct AttentionKernel {
 
   static CUTLASS_DEVICE void attention_kernel(Params& p) {
     extern __shared__ __align__(16) char shared[];
+    if (p.key_mask.range != nullptr) {
+      Params block = p;  // computed again below: held till then, it would take registers from the loop
+      if (block.advance_to_block() && block.key_mask.sees_nothing(0)) return ds4s::store_unseen<AttentionKernel>(block);
+    }
     Params block = p;
     if (!block.advance_to_block()) return;
     if constexpr (kSingleValueIteration) {

@@ -63,15 +63,15 @@ class Backward : BackwardHost {
   }
 
  private:
-  // Outputs lend their memory until the pass that writes them: dq, which is the last, each row to its own shifted lse, and
-  // dbias2 to the transpose of bias2, which the keys' pass needs before it.
+  // dbias2 lends its memory, until the pass that writes it, to the transpose of bias2, which the keys' pass needs
+  // before.
   void plan() {
     int64_t rows = p_.B * p_.N * p_.H * p_.Lq;
+    KeyMaskBuffers<BwdParams> key_mask(p_);
+    key_mask_ = reserve(key_mask.needed(), key_mask.bytes());
     softmax_ = reserve(Config::kExact, rows * int64_t(sizeof(float2)));
-    lse_ = reserve(!Config::kExact && p_.bias1 && !dq_holds_lse(), rows * 4);
     if constexpr (Config::kCanFuse) fuses_ = can_fuse();
     delta_ = reserve(!fuses_, rows * int64_t(sizeof(QueryValue)));
-    shift_ = reserve(p_.bias1, p_.B * p_.N * int64_t(sizeof(scalar_t)));
     bias1_ = reserve(p_.bias1 && p_.bias1_stride[2] != 1, p_.B * p_.N * p_.Lk * int64_t(sizeof(scalar_t)));
     if (fuses_) plan_fused();
     dbias1_parts_ = reserve(p_.dbias1 && p_.deterministic, p_.B * p_.N * p_.H * p_.Lk * 4);
@@ -83,7 +83,7 @@ class Backward : BackwardHost {
       bool in_place = reinterpret_cast<uintptr_t>(p_.bias2) % 16 == 0 && p_.bias2_stride[3] == 1 && p_.Lk % kVec == 0 &&
                       p_.bias2_stride[0] % kVec == 0 && p_.bias2_stride[1] % kVec == 0 && p_.bias2_stride[2] % kVec == 0;
       int64_t size = copies_b_ * copies_h_ * int64_t(sizeof(scalar_t));
-      bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || p_.bias1), size * p_.Lq * pitch_);
+      bias2_ = reserve(!in_place && (p_.dq || p_.dbias2 || Config::kExact), size * p_.Lq * pitch_);
       bool transposes = (p_.dk || p_.dv || p_.dbias1) && !(fuses_ && Fused::kTransposesBias2);
       bool lends = !fuses_ || padded_dbias2_ >= 0;
       dbias2_holds_bias2_t_ = transposes && lends && p_.dbias2 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0 &&
@@ -97,17 +97,11 @@ class Backward : BackwardHost {
     }
   }
 
-  bool dq_holds_lse() const {
-    bool holds = p_.dq && p_.D * int64_t(sizeof(scalar_t)) >= 4 && reinterpret_cast<uintptr_t>(p_.dq) % 4 == 0;
-    holds &= p_.dq_stride[2] < (int64_t(1) << 31);
-    for (int64_t s : p_.dq_stride) holds &= s * int64_t(sizeof(scalar_t)) % 4 == 0;
-    return holds;
-  }
-
   // Whether one pass may give all gradients: the order of additions is free, nothing is left out, and as many warps as
   // the passes have find room on a multiprocessor.
   bool can_fuse() const {
-    if (p_.deterministic || !p_.dq || !p_.dk || !p_.dv || !dq_holds_lse()) return false;
+    if (p_.deterministic || !p_.dq || !p_.dk || !p_.dv) return false;
+    if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq
     int shared = RowPass<Fused>::shared_bytes(2);
     return shared <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) &&
            Fused::kMinBlocks * (shared + 1024) <= device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
@@ -173,16 +167,15 @@ class Backward : BackwardHost {
   }
 
   void prepare() {
-    args_ = arguments(bias1_, shift_, lse_, sizeof(scalar_t));
+    args_ = arguments(bias1_, key_mask_);
     args_.softmax = at<float2>(softmax_);
-    args_.negative_delta = fuses_ ? args_.shifted_lse + 1 : at<const void>(delta_);
+    args_.negative_delta = at<const void>(delta_);
     args_.dbias1_parts = at<float>(dbias1_parts_);
     args_.dbias2_parts = at<float>(dbias2_parts_);
     args_.dbias2_slices = int32_t(slices_);
     int64_t batches = p_.B * p_.N;
-    if (p_.bias1) {
-      start(prepare_bias1<scalar_t>, batches, kPrepareThreads, 0, args_, at<scalar_t>(shift_), at<scalar_t>(bias1_));
-    }
+    KeyMaskBuffers<BwdParams> key_mask(p_);
+    check(key_mask.template fill<scalar_t>(at<void>(key_mask_), at<void>(bias1_), stream_));
     if constexpr (kHasBias2) {
       args_.bias2 = {p_.bias2, p_.bias2_stride[0], p_.bias2_stride[1], p_.bias2_stride[2]};
       if (bias2_ >= 0) args_.bias2 = copy(at<void>(bias2_), p_.Lq, pitch_);
@@ -277,7 +270,7 @@ class Backward : BackwardHost {
   int64_t ring_ = -1, progress_ = -1, padded_dbias2_ = -1;
   int64_t slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;
-  int64_t softmax_ = -1, lse_ = -1, delta_ = -1, shift_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
+  int64_t key_mask_ = -1, softmax_ = -1, delta_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,
           dbias2_parts_ = -1;
   int64_t copies_b_ = 1, copies_h_ = 1, pitch_ = 0, pitch_t_ = 0;
 };

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/key_mask_buffers.h"
 #include "kernel_forward.h"
 #include "launch_repack.h"
 #include "params.h"
@@ -60,7 +61,7 @@ struct Forward {
                                  kTiles.stripes, kTiles.in_flight, kTiles.warps>;
 
   static int64_t workspace_bytes(const FwdParams& p) {
-    return (needs_copy1(p) ? rows1(p).bytes() : 0) + (needs_copy2(p) ? rows2(p).bytes() : 0);
+    return KeyMaskBuffers<FwdParams>(p).bytes() + copy1_bytes(p) + (needs_copy2(p) ? rows2(p).bytes() : 0);
   }
 
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
@@ -73,7 +74,7 @@ struct Forward {
     if (blocks == 0) return cudaSuccess;
 
     typename Kernel::Params k;
-    cudaError_t error = set_biases(k, p, stream);
+    cudaError_t error = prepare(k, p, stream);
     if (error != cudaSuccess) return error;
     set_tensors(k, p);
     error = allow_shared_memory();
@@ -86,32 +87,33 @@ struct Forward {
   // 16 neighbouring n share a bias2 tile while it is in L2: 1.58 instead of 1.74 ms at (1,768,768,4,32) on an H200.
   static int32_t group_log2(const FwdParams& p) { return kBias2 && p.B * p.N >= 64 ? 4 : 0; }
 
-  static BiasRows<scalar_t> rows1(const FwdParams& p) {
-    return {p.bias1, {p.B, p.N, 1, p.Lk}, {p.bias1_stride[0], p.bias1_stride[1], 0, p.bias1_stride[2]}};
-  }
   static BiasRows<scalar_t> rows2(const FwdParams& p) {
     return {p.bias2,
             {p.B, p.H, p.Lq, p.Lk},
             {p.bias2_stride[0], p.bias2_stride[1], p.bias2_stride[2], p.bias2_stride[3]}};
   }
-  static bool needs_copy1(const FwdParams& p) { return kBias1 && !rows1(p).unit(); }  // read element by element
+  static bool needs_copy1(const FwdParams& p) {  // read element by element
+    return kBias1 && p.bias1_stride[2] != 1 && p.Lk != 1;
+  }
+  static int64_t copy1_bytes(const FwdParams& p) {
+    return needs_copy1(p) ? (p.B * p.N * p.Lk * int64_t(sizeof(scalar_t)) + 255) / 256 * 256 : 0;
+  }
   static bool needs_copy2(const FwdParams& p) { return kBias2 && !rows2(p).aligned(); }
 
-  static cudaError_t set_biases(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
+  // Workspace: what bias1 and row_mask hide, and its shift; bias1 in rows of neighbours; bias2 in aligned rows.
+  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
+    if (workspace_bytes(p) > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
+    KeyMaskBuffers<FwdParams> key_mask(p);
     char* workspace = static_cast<char*>(p.workspace);
-    auto prepare = [&](BiasRows<scalar_t>& rows, bool copy) {
-      if (!copy) return cudaSuccess;
-      if (workspace == nullptr) return cudaErrorInvalidValue;
-      char* dst = workspace;
-      workspace += rows.bytes();
-      return rows.repack(dst, stream);
-    };
-    BiasRows<scalar_t> r1 = rows1(p), r2 = rows2(p);
-    cudaError_t error = prepare(r1, needs_copy1(p));
-    if (error == cudaSuccess) error = prepare(r2, needs_copy2(p));
-    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(r1.ptr));
+    char* copy1 = workspace + key_mask.bytes();
+    bool copies1 = needs_copy1(p);
+    cudaError_t error = key_mask.template fill<scalar_t>(workspace, copies1 ? copy1 : nullptr, stream);
+    BiasRows<scalar_t> r2 = rows2(p);
+    if (error == cudaSuccess && needs_copy2(p)) error = r2.repack(copy1 + copy1_bytes(p), stream);
+    k.key_mask = key_mask.at(workspace);
+    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(copies1 ? copy1 : p.bias1));
+    k.bias1_strideB = copies1 ? p.N * p.Lk : p.bias1_stride[0], k.bias1_strideN = copies1 ? p.Lk : p.bias1_stride[1];
     k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(r2.ptr));
-    k.bias1_strideB = r1.stride[0], k.bias1_strideN = r1.stride[1];
     k.bias2_strideB = r2.stride[0], k.bias2_strideH = r2.stride[1], k.bias2_strideM = r2.stride[2];
     return error;
   }

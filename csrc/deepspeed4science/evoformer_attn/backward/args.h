@@ -1,6 +1,7 @@
 // What the kernels of the backward share: the caller's parameters and what backward/prepare.h made of them.
 #pragma once
 
+#include "common/key_mask.h"
 #include "core/mma.h"
 #include "core/ptx.h"
 #include "params.h"
@@ -21,18 +22,13 @@ struct BackwardArgs {
   BiasMatrix bias2_t;          // rows are keys
   const void* bias1;           // [B, N, Lk], stride 1 along Lk: the caller's own, or a copy of it
   int64_t bias1_stride[2];     // B, N
-  const void* shift;           // [B, N] of bias1's type, subtracted from bias1; null without bias1
-  float* shifted_lse;          // lse where shift is not 0; elsewhere p.lse is right
-  int64_t shifted_stride[4];   // of shifted_lse: B, N, Lq, H
-  const float2* softmax;       // full precision: [B, N, H, Lq], in place of either lse (statistics.h)
-  const void* negative_delta;  // [B, N, H, Lq] QueryValue; for the fused pass with the strides of shifted_lse
+  KeyMask mask;                // what bias1 and row_mask hide, and how far bias1 is shifted
+  const float2* softmax;       // full precision: [B, N, H, Lq], in place of lse (statistics.h)
+  const void* negative_delta;  // [B, N, H, Lq] QueryValue; null for the fused pass, whose is in dq (DeltaInDq)
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // into how many parts the rows n are cut
 };
-
-// The same in every lane, and the compiler knows it: such values live in uniform registers.
-CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // A kernel's matrices are [B, N, L, H, D]: element (b, n, l, h, 0).
 template <typename T>
@@ -40,16 +36,26 @@ CUTLASS_DEVICE T* element(const void* ptr, const int64_t (&stride)[4], int64_t b
   return const_cast<T*>(static_cast<const T*>(ptr)) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
 }
 
-// bias1 of one (b, n). What is loaded early is used late: `load` does not wait, `value` does.
+// -delta of one (b, n, h) for the fused pass: a float at the beginning of each row of dq, until dq is written.
+template <typename scalar_t>
+struct DeltaInDq {
+  float* ptr;
+  int stride;  // of queries
+  CUTLASS_DEVICE DeltaInDq(const BwdParams& p, int64_t b, int64_t n, int64_t h)
+      : ptr(reinterpret_cast<float*>(element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h))),
+        stride(int(p.dq_stride[2] * int64_t(sizeof(scalar_t)) / 4)) {}
+};
+
+// bias1 of one (b, n), shifted. What is loaded early is used late: `load` does not wait, `value` does.
 template <typename scalar_t>
 struct Bias1Row {
   const scalar_t* ptr = nullptr;  // null without bias1
   float shift = 0.f;
 
   CUTLASS_DEVICE Bias1Row(const BackwardArgs& args, int64_t b, int64_t n) {
-    if (!args.shift) return;
+    if (!args.bias1) return;
     ptr = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
-    shift = float(static_cast<const scalar_t*>(args.shift)[b * args.p.N + n]);
+    shift = args.mask.shift_of(b * args.p.N + n);
   }
   CUTLASS_DEVICE uint32_t load(int k) const { return ptr ? ptx::load_bits(ptr + k) : 0; }
   CUTLASS_DEVICE static float value(uint32_t bits, float shift) { return ptx::bits_to_float<scalar_t>(bits) - shift; }
@@ -61,13 +67,11 @@ struct Bias1Row {
 // number on all keys of that query (bias1's are shifted). Such a query counts as one with no visible key.
 constexpr float kLargestLse = 4194304.f;
 
-// What the exponents of one (b, n, h) begin with: -lse of the shifted scores, or in full precision -max and 1 / sum. Begins
-// with the forward's lse, so that loads need not wait for the shift; where this is not 0, they are done again.
+// What the exponents of one (b, n, h) begin with: -lse, or in full precision -max and 1 / sum.
 template <typename QueryValue>
 struct NegativeLse {
   static constexpr bool kExact = sizeof(QueryValue) == sizeof(float2);
   const QueryValue* ptr;
-  int stride = 1;
 
   CUTLASS_DEVICE NegativeLse(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
     int64_t offset = ((b * args.p.N + n) * args.p.H + h) * args.p.Lq;
@@ -77,20 +81,7 @@ struct NegativeLse {
       ptr = args.p.lse + offset;
     }
   }
-  // True where what was loaded is to be loaded again.
-  CUTLASS_DEVICE bool shift(const BackwardArgs& args, int64_t b, int64_t n, int64_t h, float shift) {
-    if constexpr (!kExact) {
-      if (shift != 0.f) {
-        ptr = shifted(args, b, n, h), stride = int(args.shifted_stride[2]);
-        return true;
-      }
-    }
-    return false;
-  }
-  CUTLASS_DEVICE static float* shifted(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
-    return args.shifted_lse + b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
-  }
-  CUTLASS_DEVICE QueryValue load(int q) const { return ptr[int64_t(q) * stride]; }
+  CUTLASS_DEVICE QueryValue load(int q) const { return ptr[q]; }
   // -inf, not inf, for a query with no visible key: its P is 0.
   CUTLASS_DEVICE static QueryValue value(QueryValue x) {
     if constexpr (!kExact) x = x < -kLargestLse ? -infinity() : -x;

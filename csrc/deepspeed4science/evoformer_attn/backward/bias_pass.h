@@ -2,11 +2,14 @@
 // bias2 and of dbias2 in registers and walks over the rows n (or a slice of them): S and dP are computed again, bias2 is
 // read once for all n, and nothing is added through memory until the end.
 //
+// Rows n that see none of the keys are left out (visible_rows.h).
+//
 // A warp owns 32 queries x 32 kStripes keys. Shared memory, for each stage: tiles of Q, dO, K, V and the statistics of
 // their rows for one n.
 #pragma once
 
 #include "backward/scores.h"
+#include "backward/visible_rows.h"
 #include "epilogue/atomic_add.h"
 
 namespace ds4s {
@@ -38,7 +41,8 @@ struct BiasPass {
 
   // What a thread brings for one n: bias1 of a key, lse and -delta of a query.
   struct Statistics {
-    uint32_t column, shift;  // bits, as they lie in memory
+    uint32_t column;  // bits, as they lie in memory
+    float shift;
     QueryValue lse, dp;
   };
 
@@ -89,8 +93,6 @@ struct BiasPass {
             .load(s + (second ? kRowElements : 0), rows_left);
         Loader<ColTile>(g_cols[x], second ? p.v_stride[2] : p.k_stride[2], cols, t)
             .load(s + 2 * kRowElements + (second ? kColElements : 0), cols_left);
-        g_rows[x] += second ? p.do_stride[1] : p.q_stride[1];
-        g_cols[x] += second ? p.v_stride[1] : p.k_stride[1];
       }
       if constexpr (Config::kAsync) ptx::cp_async_commit();
     };
@@ -102,8 +104,8 @@ struct BiasPass {
                               n_begin * args.bias1_stride[1] + col0 + thread;
     auto load_statistics = [&](int n) {
       Statistics x{};
-      if (args.shift) {
-        x.shift = ptx::load_bits(static_cast<const scalar_t*>(args.shift) + b * p.N + n);
+      if (args.bias1) {
+        x.shift = args.mask.shift_of(b * p.N + n);
         if (has_column) x.column = ptx::load_bits(g_bias1);
       }
       if (has_row) {
@@ -114,22 +116,31 @@ struct BiasPass {
         }
         x.dp = static_cast<const QueryValue*>(args.negative_delta)[row_index];
       }
-      g_bias1 += args.bias1_stride[1], row_index += p.H * p.Lq;
       return x;
     };
-    auto store_statistics = [&](int stage, const Statistics& x, int n) {
+    // From one n to a later one; what load() and load_statistics() read.
+    auto advance = [&](int num_rows) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; num_rows > 0; --num_rows) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kSources; ++x) {
+          bool second = x + half == 1;
+          g_rows[x] += second ? p.do_stride[1] : p.q_stride[1];
+          g_cols[x] += second ? p.v_stride[1] : p.k_stride[1];
+        }
+        g_bias1 += args.bias1_stride[1], row_index += p.H * p.Lq;
+      }
+    };
+    auto store_statistics = [&](int stage, const Statistics& x) {
       float* sColumns = stage_columns(stage);
       if (thread < kCols) {
-        float bias1 = Bias1Row<scalar_t>::value(x.column, ptx::bits_to_float<scalar_t>(x.shift)) * unit;
+        float bias1 = Bias1Row<scalar_t>::value(x.column, x.shift) * unit;
         store_column(sColumns, thread, has_column ? bias1 : -infinity());
       }
       if (thread < Config::kRows) {
         float* sRows = sColumns + 2 * kCols;
         QueryValue exponent = x.lse;
         if constexpr (!Config::kExact) {
-          if (x.shift != 0 && has_row) {  // rare
-            exponent = NegativeLse<QueryValue>::shifted(args, b, n, h)[(row0 + thread) * args.shifted_stride[2]];
-          }
           exponent = NegativeLse<QueryValue>::value(exponent) * Exponent::row_unit;
         }
         if (!has_row) exponent = one_part<QueryValue>(-infinity());
@@ -157,20 +168,27 @@ struct BiasPass {
     }
 
     int lane_nk = Mma::template lane_b_nk<ColTile>(lane) + ColTile::offset(warp_col), stage = 0;
-    if (n_begin < n_end) {
+    // 16 bytes spilled in wide tiles, with 32 bits 228; elsewhere it is the other way round (0, 16).
+    using Index = typename cutlass::platform::conditional<Config::kIsWide, int64_t, int>::type;
+    VisibleRows<kCols, Index> rows(args.mask, Index(b * p.N), col0, n_begin, n_end);
+    int n = rows.next(n_begin);
+    if (n < n_end) {
+      advance(n - n_begin);
       load(0);
-      store_statistics(0, load_statistics(n_begin), n_begin);
+      store_statistics(0, load_statistics(n));
     }
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int n = n_begin; n < n_end; ++n) {
+    while (n < n_end) {
       // This n arrives; the next one sets out.
       if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
       __syncthreads();
-      bool more = n + 1 < n_end;
+      const int next_n = rows.next(n + 1);
+      bool more = next_n < n_end;
+      if (more) advance(next_n - n);
       int next_stage = stages == 2 ? stage ^ 1 : 0;
       Statistics next;
       if (Config::kMaxStages == 2 && stages == 2 && more) load(next_stage);
-      if (more) next = load_statistics(n + 1);
+      if (more) next = load_statistics(next_n);
 
       const scalar_t* s = stage_begin(stage);
       const float* sColumns = stage_columns(stage) + 2 * warp_col;
@@ -224,8 +242,8 @@ struct BiasPass {
         __syncthreads();
         load(0);
       }
-      if (more) store_statistics(next_stage, next, n + 1);
-      stage = next_stage;
+      if (more) store_statistics(next_stage, next);
+      n = next_n, stage = next_stage;
     }
 
     // One slice stores; several add, or leave their parts.

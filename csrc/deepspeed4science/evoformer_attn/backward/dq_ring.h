@@ -7,7 +7,7 @@
 //              pair waits until that one's dq is written. Blocks draw their numbers when they begin, so those that are
 //              waited for have begun. Slots may lie in the memory of dk: the last pairs, whose dk that is, do without
 //              them, and write dk when nobody uses them any more.
-//   DqTurn     one block's part in it
+//   DqTurn     one block's part in it; a block whose keys are hidden adds nothing, but counts
 #pragma once
 
 #include "backward/scores.h"
@@ -53,6 +53,13 @@ struct DsTile {
     return key * kQueries + (chunk ^ swizzle(key)) * 8;
   }
 
+  // All queries of a warp's 32 keys.
+  CUTLASS_DEVICE static void clear(scalar_t* sDs, int warp_row, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int chunk = 0; chunk < kQueries / 8; ++chunk) {
+      *reinterpret_cast<uint4*>(sDs + offset(warp_row + lane, chunk)) = make_uint4(0, 0, 0, 0);
+    }
+  }
   // A warp's 32 keys x 32 queries: the operands of both steps of from_scores.
   CUTLASS_DEVICE static void store(scalar_t* sDs, const typename Mma::FragA (&a)[2], int warp_row, int stripe,
                                    int lane) {
@@ -197,13 +204,43 @@ struct DqTurn {
 
   // After the last addition: the last block of a pair writes dq and leaves zeros.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, char* shared) const {
+    if (!is_last(shared)) return;
+    write_dq(p, gDq);
+    announce();
+  }
+  // The same for a block that has nothing to add, for its keys are hidden. The others of the pair may be such blocks
+  // too: then nobody has waited for the slot yet. Who has it next waits for this pair alone, so this pair must not be
+  // done before the one that had it last.
+  CUTLASS_DEVICE void finish_unseen(const BwdParams& p, scalar_t* gDq, char* shared, bool row_sees_nothing) const {
+    if (!is_last(shared)) return;
+    if (threadIdx.x == 0) wait();
+    __syncthreads();
+    if (row_sees_nothing) {
+      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(gDq, p.dq_stride[2], int(threadIdx.x), int(p.Lq),
+                                                                  int(p.D));
+    } else {
+      write_dq(p, gDq);
+    }
+    announce();
+  }
+
+ private:
+  CUTLASS_DEVICE bool is_last(char* shared) const {
     int32_t* sOthers = reinterpret_cast<int32_t*>(shared);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) *sOthers = atomicAdd(ring.progress + pair, 1);
     __syncthreads();
-    if (*sOthers != blocks - 1) return;
+    bool last = *sOthers == blocks - 1;
+    if (last) __threadfence();
+    return last;
+  }
+  CUTLASS_DEVICE void announce() const {
     __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::store_release(ring.progress + pair, blocks + 1);
+  }
+  CUTLASS_DEVICE void write_dq(const BwdParams& p, scalar_t* gDq) const {
     constexpr int kChunks = Config::kHeadDim / 8, kAtATime = 4;
     int num_chunks = int(p.Lq) * kChunks;
     float4* rows = reinterpret_cast<float4*>(slot());
@@ -227,12 +264,7 @@ struct DqTurn {
                        pack(x[y][1].z, x[y][1].w));
       }
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(ring.progress + pair, blocks + 1);
   }
-
- private:
   CUTLASS_DEVICE int64_t slot_size() const { return int64_t(ring.padded_queries) * Config::kHeadDim; }
   CUTLASS_DEVICE void wait_for(uint32_t other) const { ptx::wait_until_equal(ring.progress + other, blocks + 1); }
 };

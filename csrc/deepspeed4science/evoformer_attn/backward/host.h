@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "backward/prepare.h"
+#include "common/key_mask_buffers.h"
 
 namespace ds4s {
 
@@ -64,20 +65,14 @@ class BackwardHost {
           inner);
   }
 
-  // Arguments about bias1 and lse, from offsets of the workspace: bias1's copy if there is one, its shifts, and a place
-  // for shifted lse, which is dq where the workspace has none.
-  BackwardArgs arguments(int64_t bias1, int64_t shift, int64_t lse, int64_t element_bytes) const {
+  // Arguments about bias1, from offsets of the workspace: its copy if there is one, and what it hides.
+  BackwardArgs arguments(int64_t bias1, int64_t key_mask) const {
     BackwardArgs args{};
     args.p = p_;
     args.bias1 = bias1 < 0 ? p_.bias1 : at<void>(bias1);
     args.bias1_stride[0] = bias1 < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;
     args.bias1_stride[1] = bias1 < 0 ? p_.bias1_stride[1] : p_.Lk;
-    args.shift = at<void>(shift);
-    args.shifted_lse = lse < 0 ? static_cast<float*>(p_.dq) : at<float>(lse);
-    int64_t own[4] = {p_.N * p_.H * p_.Lq, p_.H * p_.Lq, 1, p_.Lq};
-    for (int i = 0; i < 4; ++i) {
-      args.shifted_stride[i] = lse < 0 ? p_.dq_stride[i] * element_bytes / 4 : own[i];
-    }
+    args.mask = KeyMaskBuffers<BwdParams>(p_).at(at<void>(key_mask));
     return args;
   }
 

@@ -1,12 +1,10 @@
 // Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of parts.
 //
-//   prepare_bias1    its largest value where that is so far from 0 that lse loses precision; neighbours side by side
-//   prepare_rows     -delta, delta = rowsum(do * o), and lse where bias1 is shifted; in full precision statistics.h
+//   prepare_rows     -delta, delta = rowsum(do * o); in full precision statistics.h
 //   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
 //   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
 //
-// A float near -1e9, where a finite mask stands on every key, has no room for log(sum): such rows (rare) have their lse
-// and delta computed again from the shifted bias, one key after the other.
+// What bias1 and row_mask hide, and the shift of bias1, come from common/key_mask.h.
 #pragma once
 
 #include "backward/scores.h"
@@ -14,35 +12,6 @@
 namespace ds4s {
 
 constexpr int kPrepareThreads = 128;
-constexpr float kLargeShift = 4096.f;  // half a unit in the last place is 2.4e-4 there, a bfloat16's is 3.9e-3
-
-// One block for each (b, n).
-template <typename scalar_t>
-__global__ void __launch_bounds__(kPrepareThreads)
-    prepare_bias1(const __grid_constant__ BackwardArgs args, scalar_t* shift, scalar_t* copy) {
-  ptx::let_next_kernel_start();
-  const BwdParams& p = args.p;
-  int64_t bn = blockIdx.x, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
-  const scalar_t* g =
-      static_cast<const scalar_t*>(p.bias1) + b * p.bias1_stride[0] + n * p.bias1_stride[1];
-  __shared__ float sMax[kPrepareThreads / 32];
-
-  float largest = -infinity();
-  for (int64_t k = threadIdx.x; k < p.Lk; k += kPrepareThreads) {
-    scalar_t x = g[k * p.bias1_stride[2]];
-    largest = fmaxf(largest, float(x));
-    if (copy) copy[bn * p.Lk + k] = x;
-  }
-  CUTLASS_PRAGMA_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, ptx::shfl_xor(largest, mask));
-  if (threadIdx.x % 32 == 0) sMax[threadIdx.x / 32] = largest;
-  __syncthreads();
-  CUTLASS_PRAGMA_UNROLL
-  for (int warp = 0; warp < kPrepareThreads / 32; ++warp) largest = fmaxf(largest, sMax[warp]);
-
-  bool shifts = fabsf(largest) > kLargeShift && fabsf(largest) < infinity();
-  if (threadIdx.x == 0) shift[bn] = scalar_t(shifts ? largest : 0.f);
-}
 
 // 16 bytes of a row, from element kVec chunk on; past its end 0.
 template <typename Config, typename scalar_t = typename Config::scalar_t>
@@ -59,14 +28,14 @@ CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
   return x;
 }
 
-// The sum of products of two such parts. As the matrix products do it: with TF32 operands are rounded (x may be exempt).
-template <typename Config, bool kRoundsX, typename Share>
+// The sum of products of two such parts, x from o and y from do: with TF32, y is rounded as the matrix products do it.
+template <typename Config, typename Share>
 CUTLASS_DEVICE float dot_share(const Share& x, const Share& y) {
   auto operand = [](float a) { return Config::kTf32 ? __uint_as_float(ptx::to_tf32(a)) : a; };
   float sum = 0.f;
   CUTLASS_PRAGMA_UNROLL
   for (int e = 0; e < Share::kElements; ++e) {
-    sum = fmaf(kRoundsX ? operand(float(x[e])) : float(x[e]), operand(float(y[e])), sum);
+    sum = fmaf(float(x[e]), operand(float(y[e])), sum);
   }
   return sum;
 }
@@ -99,7 +68,7 @@ struct PrepareRows {
     }
   };
 
-  // negative_delta: [B, N, H, Lq]; null: beside the place of a shifted lse.
+  // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
     ptx::wait_for_kernel_before();
     const BwdParams& p = args.p;
@@ -110,30 +79,19 @@ struct PrepareRows {
     int lane = threadIdx.x % kGroup;
     Row row(first, H);
     const Row step(kRowsAtOnce, H);
+    const bool unseen = args.mask.sees_nothing(bn);
 
     Share o[kTurns], do_[kTurns];
     CUTLASS_PRAGMA_UNROLL
     for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
-      int count = row.q < p.Lq ? int(p.Dv) : 0;
+      int count = row.q < p.Lq && !unseen ? int(p.Dv) : 0;
       o[turn] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
       do_[turn] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
     row = Row(first, H);
-    if (Bias1Row<scalar_t>(args, b, n).shift != 0.f) {  // rare
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
-        bool exists = row.q < p.Lq;
-        float lse, delta;
-        again(args, b, n, exists ? row.q : 0, row.h, lane, lse, delta);
-        if (!exists || lane != 0) continue;
-        NegativeLse<float>::shifted(args, b, n, row.h)[row.q * args.shifted_stride[2]] = lse;
-        store(args, negative_delta, bn, b, n, row, delta);
-      }
-      return;
-    }
     CUTLASS_PRAGMA_UNROLL
     for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
-      float delta = reduce(dot_share<Config, /*kRoundsX=*/false>(o[turn], do_[turn]));
+      float delta = reduce(dot_share<Config>(o[turn], do_[turn]));
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
     }
   }
@@ -144,33 +102,9 @@ struct PrepareRows {
     if (negative_delta) {
       negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
     } else {
-      NegativeLse<float>::shifted(args, b, n, row.h)[row.q * args.shifted_stride[2] + 1] = -delta;
+      DeltaInDq<scalar_t> place(args.p, b, n, row.h);
+      place.ptr[int64_t(row.q) * place.stride] = -delta;
     }
-  }
-  // lse of the shifted scores and delta, from the definition.
-  CUTLASS_DEVICE static void again(const BackwardArgs& args, int64_t b, int64_t n, int64_t q, int64_t h, int lane,
-                                   float& lse, float& delta) {
-    const BwdParams& p = args.p;
-    auto share_q = load_share<Config>(element<const scalar_t>(p.q, p.q_stride, b, n, q, h), int(p.D), lane);
-    auto share_do = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, q, h), int(p.Dv), lane);
-    Bias1Row<scalar_t> bias1(args, b, n);
-    const scalar_t* bias2 = static_cast<const scalar_t*>(args.bias2.ptr) + b * args.bias2.stride_b +
-                            h * args.bias2.stride_h + q * args.bias2.stride_row;
-    float m = -infinity(), sum = 0.f, sum_dp = 0.f;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int k = 0; k < int(p.Lk); ++k) {
-      auto share_k = load_share<Config>(element<const scalar_t>(p.k, p.k_stride, b, n, k, h), int(p.D), lane);
-      auto share_v = load_share<Config>(element<const scalar_t>(p.v, p.v_stride, b, n, k, h), int(p.Dv), lane);
-      float s = p.scale * reduce(dot_share<Config, true>(share_q, share_k)) + bias1.at(k);
-      if constexpr (Config::kHasBias2) s += float(bias2[k]);
-      float dp = reduce(dot_share<Config, true>(share_do, share_v));
-      if (s == -infinity()) continue;
-      float m_new = fmaxf(m, s), keep = ptx::exp2((m - m_new) * kLog2e), e = ptx::exp2((s - m_new) * kLog2e);
-      sum = sum * keep + e, sum_dp = sum_dp * keep + e * dp;
-      m = m_new;
-    }
-    lse = sum > 0.f ? m + ptx::log2(sum) / kLog2e : -infinity();
-    delta = sum > 0.f ? sum_dp / sum : 0.f;
   }
 };
 

@@ -12,6 +12,10 @@
 // exponent. Warp w owns rows 32 w .. 32 w + 31 and all columns. Shared memory: for each stage two column tiles and two
 // values for each column; two row tiles, in the second stage's place if the loop does not read them there.
 //
+// Hidden keys (common/key_mask.h): the pass over queries loads no tile of columns without a visible one, and computes
+// no stripe behind a tile's last one; in the pass over keys a block of them stores zeros, and (kSkipsWarps) a warp of
+// them computes nothing.
+//
 // With kFusesDq the pass over keys gives dq and dbias2 too (dq_ring.h). dS of a column tile then lies in shared memory
 // after its turn of the loop, and the next turn multiplies it by K: one barrier a tile serves both. Shared memory: the
 // stages; K, and V unless it is in registers (then it comes in where dS will be); two tiles of dS; bias2 where it comes
@@ -20,6 +24,7 @@
 
 #include "backward/bias_tile.h"
 #include "backward/dq_ring.h"
+#include "core/visible_keys.h"
 
 namespace ds4s {
 
@@ -65,6 +70,10 @@ struct RowPass {
     return bias_begin(stages) + (Config::kTransposesBias2 ? BiasTile<Config>::kBytes : 0);
   }
 
+  // Wider ones spill: 88 instead of 4 bytes in the fused pass of D = 64.
+  static constexpr bool kSkipsWarps = kKeyRows && Config::kRowBytes <= 64;
+  using Keys = VisibleKeys<kCols, 32, /*kSkips=*/!kKeyRows>;
+
   // What a row and a column contribute, on their way from global memory.
   using RowValue = typename cutlass::platform::conditional<kKeyRows, uint32_t, QueryValue>::type;
   struct ColumnValues {
@@ -106,27 +115,48 @@ struct RowPass {
     }
   };
 
+  // Which rows a block owns. Among kSideBySide neighbouring n the n runs fastest, then row blocks, then heads: those
+  // blocks read the same rows of bias2, and what they walk over stays in L2.
+  struct Place {
+    int64_t bn, b, n, h;
+    int row0, row_blocks;
+    uint32_t pair;  // (b, n, h), in the order of the blocks
+    CUTLASS_DEVICE Place(const BwdParams& p, uint32_t number) {
+      uint32_t blocks = uint32_t(int(kKeyRows ? p.Lk : p.Lq) + Config::kRows - 1) / Config::kRows;
+      uint32_t batches = uint32_t(p.B * p.N), per_batch = blocks * uint32_t(p.H);
+      uint32_t group = min(batches, uint32_t(kSideBySide));
+      uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
+      group = min(batches - first, group);
+      uint32_t rest = uniform(id / group);
+      bn = uniform(first + id - rest * group), h = uniform(rest / blocks);
+      row0 = int(rest - uint32_t(h) * blocks) * Config::kRows, row_blocks = int(blocks);
+      b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
+      pair = first * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first;
+    }
+  };
+
   CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared, const DqRing& ring = {}) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
-    // Which rows. Among kSideBySide neighbouring n the n runs fastest, then row blocks, then heads: those blocks read
-    // the same rows of bias2, and what they walk over stays in L2.
-    int num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
-    uint32_t row_blocks = uint32_t(num_rows + Config::kRows - 1) / Config::kRows;
-    uint32_t batches = uint32_t(p.B * p.N), per_batch = row_blocks * uint32_t(p.H);
-    uint32_t group = min(batches, uint32_t(kSideBySide));
     uint32_t number = blockIdx.x;
     if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
-    uint32_t first = number / (per_batch * group) * group, id = number - first * per_batch;
-    group = min(batches - first, group);
-    uint32_t rest = uniform(id / group);
-    int64_t bn = uniform(first + id - rest * group), h = uniform(rest / row_blocks);
-    int row0 = int(rest - uint32_t(h) * row_blocks) * Config::kRows;
-    int64_t b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
+    if (Config::kExact && args.mask.range != nullptr) {
+      int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
+      ptx::keep(opaque);
+      const Place hidden(p, uint32_t(opaque));
+      if (is_hidden(args.mask, hidden)) return store_hidden(args, hidden, ring, shared);
+    }
+    const Place place(p, number);
+    if constexpr (!Config::kExact) {  // these would spill by that: 104 bytes for keys at D = 32 on 8.0
+      if (is_hidden(args.mask, place)) return store_hidden(args, place, ring, shared);
+    }
+    const int64_t bn = place.bn, b = place.b, n = place.n, h = place.h;
+    const int row0 = place.row0, num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     int rows_left = num_rows - row0 - warp_row;
-
-    DqTurn<Config> turn{ring, first * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first, int32_t(row_blocks)};
+    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
+    const bool hidden =
+        kSkipsWarps && args.mask.units(bn, row0 + warp_row, 32 / KeyMask::kUnit) == 0;  // this warp's keys
 
     // Operands: rows (q, do) or (k, v); columns the other two.
     int d = int(p.D), dv = int(p.Dv);
@@ -142,19 +172,27 @@ struct RowPass {
     const scalar_t* g_cols[kSources];
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g_cols[x] = x + half == 1 ? (kKeyRows ? gDo : gV) : (kKeyRows ? gQ : gK);
+    const Keys keys{args.mask, bn, num_cols};
+    auto seek = [&](int tile) {
+      return keys.seek(tile, [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kSources; ++x) g_cols[x] += kCols * (x + half == 1 ? cols2_stride : cols1_stride);
+      });
+    };
+    int tile = seek(0), stage = 0;
 
     // Statistics of the rows and of the columns: they set out before the tiles and are used after them.
     Exponent probabilities(p.scale);
-    int64_t delta_offset = (bn * p.H + h) * p.Lq;
-    if constexpr (kFusesDq) {
-      delta_offset = b * args.shifted_stride[0] + n * args.shifted_stride[1] + h * args.shifted_stride[3];
-    }
     Columns columns{{args, b, n, h},
                     {args, b, n},
-                    static_cast<const QueryValue*>(args.negative_delta) + delta_offset,
+                    static_cast<const QueryValue*>(args.negative_delta) + (bn * p.H + h) * p.Lq,
                     probabilities.column_unit(),
                     num_cols,
-                    kFusesDq ? int(args.shifted_stride[2]) : 1};
+                    1};
+    if constexpr (kFusesDq) {
+      DeltaInDq<scalar_t> delta(p, b, n, h);
+      columns.negative_delta = delta.ptr, columns.delta_stride = delta.stride;
+    }
     ColumnValues first_columns;
     RowValue row_values[Mma::kSlots] = {};
     QueryValue row_dp[Mma::kSlots] = {};
@@ -165,18 +203,11 @@ struct RowPass {
         if (r < rows_left) load(slot, row0 + warp_row + r);
       }
     };
-    auto load_lse = [&] {
-      if constexpr (kKeyRows) {
-        first_columns = columns.load(0);
-      } else {
-        load_rows([&](int slot, int r) { row_values[slot] = columns.negative_lse.load(r); });
-      }
-    };
-    load_lse();
+    first_columns = columns.load(tile * kCols);
     if constexpr (kKeyRows) {
       load_rows([&](int slot, int r) { row_values[slot] = columns.bias1.load(r); });
     } else {
-      first_columns = columns.load(0);
+      load_rows([&](int slot, int r) { row_values[slot] = columns.negative_lse.load(r); });
       load_rows([&](int slot, int r) { row_dp[slot] = columns.negative_delta[r]; });
     }
     const BiasMatrix& bias2 = kKeyRows && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
@@ -195,7 +226,7 @@ struct RowPass {
     scalar_t* sRows1 = reinterpret_cast<scalar_t*>(shared + rows_begin(stages));
     scalar_t* sRows2 = sRows1 + RowTile::kBytes / sizeof(scalar_t);
     int lane_nk = Mma::template lane_b_nk<ColTile>(lane), lane_kn = Mma::template lane_b_kn<ColTile>(lane);
-    // Called once for each tile, in order.
+    // Called once for each tile that is not passed over, in order.
     auto load_columns = [&](int tile, int stage) {
       scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
       int t = thread - half * Config::kLoadThreads;
@@ -236,15 +267,14 @@ struct RowPass {
     // First tiles.
     rows1.load(sRows1, num_rows - row0);
     if constexpr (kWantsDs) rows2.load(sRows2, num_rows - row0);
-    load_columns(0, 0);
+    load_columns(tile, 0);
     if constexpr (Config::kTransposesBias2) {
       CUTLASS_PRAGMA_UNROLL
       for (int stripe = 0; stripe < Config::kStripes; ++stripe) bias_tile.load(stripe, lane);
     }
 
     // Statistics, on their arrival.
-    columns.bias1.shift = __uint_as_float(uniform(__float_as_uint(columns.bias1.shift)));
-    if (columns.negative_lse.shift(args, b, n, h, columns.bias1.shift)) load_lse();
+    columns.bias1.shift = uniform(columns.bias1.shift);
     typename Exponent::Row row_exponent[Mma::kSlots];
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
@@ -255,12 +285,12 @@ struct RowPass {
       }
       if constexpr (!Config::kExact) row_exponent[slot] *= probabilities.row_unit;
       bool exists = Mma::row_of_lane(lane) + slot * Mma::kRowStep < rows_left;
-      if (!exists) row_exponent[slot] = one_part<typename Exponent::Row>(-infinity());
+      if (!exists || hidden) row_exponent[slot] = one_part<typename Exponent::Row>(-infinity());
     }
     RowBegin<Mma> dp_begin;
     if constexpr (!kKeyRows && !Config::kExact) dp_begin.set(row_dp);
-    columns.store(stage_columns(0), first_columns, 0);
-    if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) load_bias(0);
+    columns.store(stage_columns(0), first_columns, tile * kCols);
+    if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) load_bias(tile * kCols);
     Operand operand1, operand2;
     operand1.attach(sRows1, warp_row, lane);
     operand2.attach(sRows2, warp_row, lane);
@@ -273,17 +303,18 @@ struct RowPass {
     float out_dv[kWantsDv ? kTiles : 2][8] = {}, out_ds[kWantsDs ? kTiles : 2][8] = {};
     float row_sum[Mma::kSlots] = {};
 
-    int num_tiles = (num_cols + kCols - 1) / kCols, stage = 0;
+    int num_tiles = (num_cols + kCols - 1) / kCols;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = 0; tile < num_tiles; ++tile) {
+    while (tile < num_tiles) {
       // This tile arrives; the next one sets out.
+      int next_tile = seek(tile + 1);
       if (kFusesDq && tile == 1 && thread == 0) turn.wait();
       arrive();
-      bool more = tile + 1 < num_tiles;
+      bool more = next_tile < num_tiles;
       int next_stage = stages == 2 ? stage ^ 1 : 0;
       ColumnValues next;
-      if (Config::kMaxStages == 2 && stages == 2 && more) load_columns(tile + 1, next_stage);
-      if (more) next = columns.load((tile + 1) * kCols);
+      if (Config::kMaxStages == 2 && stages == 2 && more) load_columns(next_tile, next_stage);
+      if (more) next = columns.load(next_tile * kCols);
       if (kFusesDq && tile > 0) add_dq(tile - 1);
 
       const scalar_t* s1 = reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
@@ -292,14 +323,18 @@ struct RowPass {
       // One stripe is no loop: ptxas would keep room for the accumulators of D = 128 twice (456 bytes spilled, not 16).
       int stripes = Config::kStripes;
       if (Config::kStripes > 1 && !kFusesDq) stripes = min(stripes, (num_cols - tile * kCols + 31) / 32);
+      if (Config::kStripes > 1 && Keys::kSkips) stripes = min(stripes, Keys::groups_in_use(keys.units_of(tile)));
+      const bool computes = !kSkipsWarps || sees_rows(row_exponent);
       constexpr int kUnrolledStripes = Config::kUnrolledStripes;
 #pragma unroll(kUnrolledStripes)
-      for (int stripe = 0; stripe < stripes; ++stripe) {
+      for (int stripe = computes ? 0 : stripes; stripe < stripes; ++stripe) {
         const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s2_nk = s2 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s1_kn = s1 + ColTile::offset(32) * stripe + lane_kn;
         const scalar_t* s2_kn = s2 + ColTile::offset(32) * stripe + lane_kn;
         const float* column = sColumns + 64 * stripe;
+        int next_col = tile * kCols + 32 * (stripe + 1);
+        if (Keys::kSkips && stripe + 1 == stripes) next_col = next_tile * kCols;
         float s[4][8], dp[4][8];
         CUTLASS_PRAGMA_UNROLL
         for (int first = 0; first < 4; first += kChunkTiles) {
@@ -311,7 +346,7 @@ struct RowPass {
             __syncwarp();
             if (more) bias_tile.load(stripe, lane);
           } else if (Config::kHasBias2 && first + kChunkTiles == 4) {
-            load_bias(tile * kCols + 32 * (stripe + 1));
+            load_bias(next_col);
           }
           if constexpr (kWantsDv) {
             CUTLASS_PRAGMA_UNROLL
@@ -366,12 +401,16 @@ struct RowPass {
         }
       }
 
+      if constexpr (kFusesDq && kSkipsWarps) {
+        if (!computes && tile < 2) DsTile<Config>::clear(stage_ds(tile), warp_row, lane);
+      }
+
       if (stages == 1 && more) {
         __syncthreads();
-        load_columns(tile + 1, 0);
+        load_columns(next_tile, 0);
       }
-      if (more) columns.store(stage_columns(next_stage), next, (tile + 1) * kCols);
-      stage = next_stage;
+      if (more) columns.store(stage_columns(next_stage), next, next_tile * kCols);
+      tile = next_tile, stage = next_stage;
     }
 
     if constexpr (kFusesDq) {
@@ -404,6 +443,46 @@ struct RowPass {
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
+  }
+
+  // Whether some row of the warp has a probability. Asked again for each tile: kept, it would take a register.
+  template <typename Row>
+  CUTLASS_DEVICE static bool sees_rows(const Row& row_exponent) {
+    bool sees = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      if constexpr (kKeyRows) sees |= row_exponent[slot] != -infinity();
+    }
+    return ptx::any(sees);
+  }
+
+  // Rows of a block that nobody sees, or that see nothing.
+  CUTLASS_DEVICE static bool is_hidden(const KeyMask& mask, const Place& place) {
+    if constexpr (kKeyRows) return mask.units(place.bn, place.row0, Config::kRows / KeyMask::kUnit) == 0;
+    return mask.sees_nothing(place.bn);
+  }
+  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Place& place, const DqRing& ring,
+                                          char* shared) {
+    const BwdParams& p = args.p;
+    int thread = int(threadIdx.x), rows = min(Config::kRows, int(kKeyRows ? p.Lk : p.Lq) - place.row0);
+    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
+    auto store = [&](void* ptr, const int64_t (&stride)[4], int64_t cols) {
+      if (ptr == nullptr) return;
+      scalar_t* g = element<scalar_t>(ptr, stride, place.b, place.n, place.row0, place.h);
+      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, rows, int(cols));
+    };
+    if constexpr (!kKeyRows) return store(p.dq, p.dq_stride, p.D);
+    if constexpr (kFusesDq) turn.wait_for_lent();
+    if constexpr (kWantsDs) store(p.dk, p.dk_stride, p.D);
+    if constexpr (kWantsDv) store(p.dv, p.dv_stride, p.Dv);
+    if constexpr (Config::kWantsDbias1) {
+      float* parts = args.dbias1_parts + (place.bn * p.H + place.h) * p.Lk + place.row0;
+      if (args.dbias1_parts && thread < rows) parts[thread] = 0.f;
+    }
+    if constexpr (kFusesDq) {
+      scalar_t* gDq = element<scalar_t>(p.dq, p.dq_stride, place.b, place.n, 0, place.h);
+      turn.finish_unseen(p, gDq, shared, args.mask.sees_nothing(place.bn));
+    }
   }
 
   CUTLASS_DEVICE static float sum_of_slot(const float (&x)[4][8], int first, int slot) {

@@ -44,6 +44,12 @@ struct RowStatistics {
     int row0 = int(blockIdx.x - bnh * row_blocks) * Config::kRows;
     int64_t h = bnh - bn * uint32_t(p.H), b = bn / uint32_t(p.N), n = bn - b * p.N;
     int rows_left = int(p.Lq) - row0;
+    if (args.mask.sees_nothing(bn)) {  // P = 0, and nothing is read
+      if (thread >= rows_left) return;
+      softmax[bnh * p.Lq + row0 + thread] = make_float2(-infinity(), 0.f);
+      negative_delta[bnh * p.Lq + row0 + thread] = make_float2(0.f, 0.f);
+      return;
+    }
 
     // Rows.
     scalar_t* sQ = reinterpret_cast<scalar_t*>(shared);
@@ -60,9 +66,8 @@ struct RowStatistics {
     if (thread < rows_left) {
       const scalar_t* gO = element<const scalar_t>(p.o, p.o_stride, b, n, row0 + thread, h);
       for (int chunk = 0; chunk * 4 < int(p.Dv); ++chunk) {  // each chunk of four is summed first
-        center += dot_share<Config, /*kRoundsX=*/false>(
-            load_share<Config>(gO, int(p.Dv), chunk),
-            load_share<Config>(gDo + thread * p.do_stride[2], int(p.Dv), chunk));
+        center += dot_share<Config>(load_share<Config>(gO, int(p.Dv), chunk),
+                                    load_share<Config>(gDo + thread * p.do_stride[2], int(p.Dv), chunk));
       }
     }
     sCenter[thread] = center;
@@ -87,6 +92,10 @@ struct RowStatistics {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int col0 = 0; col0 < int(p.Lk); col0 += kCols) {
       int cols_left = int(p.Lk) - col0;
+      if (args.mask.units(bn, col0, kCols / KeyMask::kUnit) == 0) {
+        k_loader.advance(), v_loader.advance();
+        continue;
+      }
       __syncthreads();
       k_loader.load(sK, cols_left), k_loader.advance();
       v_loader.load(sV, cols_left), v_loader.advance();

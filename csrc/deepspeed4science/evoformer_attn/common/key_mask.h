@@ -24,10 +24,16 @@ struct KeyMask {
   int32_t words;
 
   CUTLASS_DEVICE float shift_of(int64_t bn) const { return shift == nullptr ? 0.f : __ldg(shift + bn); }
+  // The same from (b, n) on, which counts as 0.
+  CUTLASS_DEVICE KeyMask from(int64_t bn) const {
+    if (range == nullptr) return *this;
+    return {shift + bn, visible + bn * words, range + bn, words};
+  }
+  CUTLASS_DEVICE int2 keys(int64_t bn) const { return __ldg(range + bn); }
   CUTLASS_DEVICE bool sees_nothing(int64_t bn) const {
     if (range == nullptr) return false;
-    int2 keys = __ldg(range + bn);
-    return keys.x >= keys.y;
+    int2 seen = keys(bn);
+    return seen.x >= seen.y;
   }
   // All visible keys lie from x to below y.
   CUTLASS_DEVICE int2 keys_of(int64_t bn, int Lk) const {
@@ -38,9 +44,9 @@ struct KeyMask {
     const uint32_t all = num_units < 32 ? (1u << num_units) - 1 : ~0u;
     if (visible == nullptr) return all;
     const uint32_t* row = visible + bn * words;
-    const int word = key / kWordKeys, bit = key / kUnit % 32;
-    uint32_t low = word < words ? __ldg(row + word) : 0, high = 0;
-    if (bit + num_units > 32 && word + 1 < words) high = __ldg(row + word + 1);
+    const uint32_t word = uint32_t(key) / kWordKeys, bit = uint32_t(key) / kUnit % 32;
+    uint32_t low = word < uint32_t(words) ? __ldg(row + word) : 0, high = 0;
+    if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
 };

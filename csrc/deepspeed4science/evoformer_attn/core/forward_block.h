@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/softmax.h"
+#include "core/visible_keys.h"
 #include "transform/bias_broadcast.h"
 
 namespace ds4s {
@@ -27,6 +28,7 @@ struct ForwardBlock {
 
   static constexpr int kQueries = K::QTile::kRows;
   static constexpr int kKeys = K::kKeysPerStage;
+  using Keys = typename K::Keys;
 
   const Params& p;
   char* const shared;
@@ -35,7 +37,7 @@ struct ForwardBlock {
   int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
   Loader<KTile> k_loader;
   Loader<VTile> v_loader;
-  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element of the next block
+  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element
   cutlass::MatrixCoord bias_start;
 
   CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
@@ -62,17 +64,39 @@ struct ForwardBlock {
     if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
   }
 
+  // What is asked for once a block of keys: in shared memory, for the loop leaves no registers for it (24 bytes
+  // spilled).
+  struct Constants {
+    const uint32_t* visible = nullptr;
+    const scalar_t* bias1 = nullptr;
+    float shift = 0.f;
+  };
+  static_assert(sizeof(Constants) <= 32, "K::kConstantsBytes");
+  CUTLASS_DEVICE Constants constants() const {
+    if constexpr (Keys::kSkips) return *sConstants();
+    return {};
+  }
+  CUTLASS_DEVICE Keys keys(const Constants& row) const {
+    return {{nullptr, row.visible, nullptr, p.key_mask.words}, 0, p.num_keys};
+  }
+  CUTLASS_DEVICE bool has_keys(int block) const { return block * kKeys < p.num_keys; }
+  // The next block with a visible key. The loaders stand at `block`, and afterwards there.
+  CUTLASS_DEVICE int seek(int block, const Constants& row) {
+    return keys(row).seek(block, [&] { pass_over(); });
+  }
+
   // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
   CUTLASS_DEVICE void run(Params& whole) {
     Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
     Frag1 bias1[K::kInFlight];
     Frag2 bias2[K::kInFlight];
-    if constexpr (K::kAsync) load_keys(0, 0), store_row(0, 0, load_row(0));
+    int block = begin(), stage = 0;
     CUTLASS_PRAGMA_UNROLL
-    for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], t * K::kKeysPerBlock);
+    for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], block * kKeys + t * K::kKeysPerBlock);
 
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
     prepare_q(q);
+    if constexpr (Keys::kSkips && !kPreparesQ) __syncthreads();  // constants
 
     Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
     float o[K::kTilesO][8];
@@ -82,19 +106,20 @@ struct ForwardBlock {
       for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
     }
 
-    int num_blocks = (p.num_keys + kKeys - 1) / kKeys;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int block = 0; block < num_blocks; ++block) {
+    while (has_keys(block)) {
       // This block's K, V and row bias arrive; the next one's set out.
-      int stage = block % K::kStages;
-      bool more = block + 1 < num_blocks;
+      int next = block + 1;
+      uint32_t units = Keys::kSkipsGroups ? keys(constants()).units_of(block) : 0;
       RowElement next_row;
       if constexpr (K::kAsync) {
+        next = seek(next, constants());
         wait_for_loads();
-        if (more) load_keys(block + 1, stage ^ 1), next_row = load_row(block + 1);
+        if (has_keys(next)) load_keys(next, stage ^ 1), next_row = load_row(next, constants());
       } else {
         __syncthreads();
-        load_keys(block, 0), store_row(block, 0, load_row(block));
+        load_keys(block, 0), store_row(block, 0, load_row(block, constants()), constants());
+        next = seek(next, constants());
         __syncthreads();
       }
 
@@ -104,9 +129,15 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
+        int key = block * kKeys + stripe * K::kKeysPerBlock, next_key = key + K::kInFlight * K::kKeysPerBlock;
+        if (Keys::kSkips && stripe + K::kInFlight == K::kStripes) next_key = next * kKeys;
+        if (!Keys::is_visible(units, stripe / K::kInFlight)) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
+          continue;
+        }
         // Scores.
         float s[K::kInFlight][4][8];
-        int key = block * kKeys + stripe * K::kKeysPerBlock;
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           init_scores(s[t], stage, stripe + t);
@@ -116,7 +147,7 @@ struct ForwardBlock {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
-          load_matrices(bias1[t], bias2[t], key + (K::kInFlight + t) * K::kKeysPerBlock);
+          load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
           if constexpr (!K::kHasRowBias) mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
@@ -138,8 +169,9 @@ struct ForwardBlock {
       }
 
       if constexpr (K::kAsync) {
-        if (more) store_row(block + 1, stage ^ 1, next_row);
+        if (has_keys(next)) store_row(next, stage ^ 1, next_row, constants());
       }
+      block = next, stage = Keys::kSkips ? (stage + 1) % K::kStages : block % K::kStages;
     }
 
     softmax.finish();
@@ -161,12 +193,31 @@ struct ForwardBlock {
     return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
   }
 
+  CUTLASS_DEVICE Constants* sConstants() const {
+    return reinterpret_cast<Constants*>(shared + K::kLoopBytes - K::kConstantsBytes);
+  }
+
+  // The first block with a visible key, with what comes before the loop but for Q and the matrices.
+  CUTLASS_DEVICE int begin() {
+    Constants row;
+    if constexpr (Keys::kSkips) row = {p.key_mask.visible, p.bias1_ptr, p.key_mask.shift_of(0)};
+    int block = seek(0, row);
+    if constexpr (K::kAsync && K::kSingleValueIteration) {
+      load_keys(block, 0), store_row(block, 0, load_row(block, row), row);
+    }
+    if constexpr (Keys::kSkips) {
+      if (thread == 0) *sConstants() = row;
+    }
+    return block;
+  }
+
   // Everything this thread loaded is there, and every warp is done with what it read before.
   CUTLASS_DEVICE static void wait_for_loads() {
     if constexpr (K::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
   }
 
+  static constexpr bool kPreparesQ = K::kQInRegisters || K::kScalesQ;
   // Q, which has been sent for, times kQFactor, in registers or where it is.
   template <int kCount>
   CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount]) const {
@@ -191,6 +242,11 @@ struct ForwardBlock {
     }
   }
 
+  // In place of load_keys.
+  CUTLASS_DEVICE void pass_over() {
+    k_loader.advance();
+    if constexpr (K::kSingleValueIteration) v_loader.advance();
+  }
   CUTLASS_DEVICE void load_keys(int block, int stage) {
     int left = p.num_keys - block * kKeys;
     k_loader.load(sK(stage), left);
@@ -206,9 +262,9 @@ struct ForwardBlock {
   struct RowElement {
     uint32_t bias1 = 0, bias2 = 0;
   };
-  CUTLASS_DEVICE RowElement load_row(int block) const {
+  CUTLASS_DEVICE RowElement load_row(int block, const Constants& row) const {
     RowElement x;
-    load_row_element<typename K::Bias1>(x.bias1, p.bias1_ptr, block);
+    load_row_element<typename K::Bias1>(x.bias1, row.bias1, block);
     load_row_element<typename K::Bias2>(x.bias2, p.bias2_ptr, block);
     return x;
   }
@@ -219,10 +275,10 @@ struct ForwardBlock {
       if (key < uint32_t(p.num_keys)) x = ptx::load_bits(ptr + key);
     }
   }
-  // In raw units; -inf past the last key, which masks the tail.
-  CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element) const {
+  // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
+  CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element, const Constants& row) const {
     if constexpr (K::kHasRowBias) {
-      float x = ptx::bits_to_float<scalar_t>(element.bias1);
+      float x = ptx::bits_to_float<scalar_t>(element.bias1) - row.shift;
       if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += ptx::bits_to_float<scalar_t>(element.bias2);
       if constexpr (!K::Bias1::kIsRow) x = ptx::bits_to_float<scalar_t>(element.bias2);
       float raw = x * inv_scale;
@@ -235,16 +291,15 @@ struct ForwardBlock {
     }
   }
 
-  // From `key` on. The pointers and the extent contain the lane's part: the policy sees the first thread of its map.
+  // Keys from `key` on. The pointers and the extent contain the lane's part: the policy sees the first thread of its
+  // map.
   CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int key) {
     cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - key - bias_start.column());
     if constexpr (K::Bias1::kIsMatrix) {
-      K::Bias1::Matrix::load(bias1, bias1_ptr, 0, extent, p.bias2_strideM);
-      bias1_ptr += K::kKeysPerBlock;
+      K::Bias1::Matrix::load(bias1, bias1_ptr + key, 0, extent, p.bias2_strideM);
     }
     if constexpr (K::Bias2::kIsMatrix) {
-      K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
-      bias2_ptr += K::kKeysPerBlock;
+      K::Bias2::Matrix::load(bias2, bias2_ptr + key, 0, extent, p.bias2_strideM);
     }
   }
   CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {

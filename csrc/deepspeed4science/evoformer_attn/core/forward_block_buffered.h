@@ -39,19 +39,21 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
     typename Base::template Loader<typename K::QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread)
         .load(this->sQ(), p.num_queries);
     if constexpr (K::kAsync) ptx::cp_async_commit();
+    const int first_block = this->begin();
     typename Mma::FragA q[K::kQInRegisters ? K::kStepsD : 1];
     this->prepare_q(q);
 
     Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
-    int num_blocks = (p.num_keys + kKeys - 1) / kKeys;
+    int next;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int block = 0; block < num_blocks; ++block) {
+    for (int block = first_block; this->has_keys(block); block = next) {
       __syncthreads();
       this->load_keys(block, 0);
-      this->store_row(block, 0, this->load_row(block));
+      this->store_row(block, 0, this->load_row(block, this->constants()), this->constants());
       typename Base::Frag1 bias1;
       typename Base::Frag2 bias2;
       this->load_matrices(bias1, bias2, block * kKeys);
+      next = this->seek(block + 1, this->constants());
       Base::wait_for_loads();
 
       float s[4][8];
@@ -68,7 +70,7 @@ struct ForwardBlockBuffered : ForwardBlock<K> {
       softmax.move(largest);
       softmax.exponentiate(s);
 
-      bool first = block == 0, last = block + 1 == num_blocks;
+      bool first = block == first_block, last = !this->has_keys(next);
       Row sums;
       sums.fill(1.f);
       if (last) finish(softmax, sums);

@@ -15,6 +15,10 @@ namespace ds4s {
 CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
+// The same in every lane, and the compiler knows it: such values live in uniform registers.
+CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+CUTLASS_DEVICE float uniform(float x) { return __uint_as_float(uniform(__float_as_uint(x))); }
+
 }  // namespace ds4s
 
 namespace ds4s::ptx {

@@ -113,4 +113,20 @@ struct TileStorer {
   }
 };
 
+// Zeros in rows [0, rows) x columns [0, cols) of a matrix in global memory.
+template <typename T, int kThreads, bool kAligned>
+CUTLASS_DEVICE void store_zeros(T* g, int64_t stride, int thread, int rows, int cols) {
+  constexpr int kVec = kAligned ? 16 / int(sizeof(T)) : 1;
+  int chunks = (cols + kVec - 1) / kVec;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = thread; i < rows * chunks; i += kThreads) {
+    int row = i / chunks, col = (i - row * chunks) * kVec;
+    if constexpr (kAligned) {
+      *reinterpret_cast<uint4*>(g + row * stride + col) = make_uint4(0, 0, 0, 0);
+    } else {
+      g[row * stride + col] = T(0);
+    }
+  }
+}
+
 }  // namespace ds4s

@@ -1,0 +1,39 @@
+// Which rows n a tile of keys is walked over for: those that see one of them, in order. A warp asks for 32 n at a time,
+// one a lane, so that hidden ones cost next to nothing.
+#pragma once
+
+#include "common/key_mask.h"
+
+namespace ds4s {
+
+template <int kKeys, typename Index>  // Index: of (b, n)
+struct VisibleRows {
+  const KeyMask& mask;
+  Index first_bn;  // of n = 0
+  int key, end;
+  int base;  // of the 32 n that `seen` has a bit for
+  uint32_t seen = 0;
+
+  CUTLASS_DEVICE VisibleRows(const KeyMask& mask_, Index first_bn_, int key_, int begin, int end_)
+      : mask(mask_), first_bn(first_bn_), key(key_), end(end_), base(begin - 32) {}
+
+  // The first from n on, which is none before the one of the last call; `end` if there is none. All lanes together.
+  CUTLASS_DEVICE int next(int n) {
+    if (mask.visible == nullptr) return n;
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (n < end) {
+      if (n >= base + 32) {
+        base = n;
+        const int mine = n + int(threadIdx.x) % 32;
+        const bool sees = mine < end && mask.units(first_bn + mine, key, kKeys / KeyMask::kUnit) != 0;
+        seen = __ballot_sync(0xffffffffu, sees);
+      }
+      const uint32_t rest = seen >> (n - base);
+      if (rest != 0) return n + __ffs(int(rest)) - 1;
+      n = base + 32;
+    }
+    return end;
+  }
+};
+
+}  // namespace ds4s

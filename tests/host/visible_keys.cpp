@@ -1,0 +1,108 @@
+// core/visible_keys.h and backward/visible_rows.h against plain loops: `visible_keys SEED` walks over random masks and
+// prints a line for each walk that went wrong, and at the end how many there were.
+#include "core/visible_keys.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "backward/visible_rows.h"
+
+using namespace ds4s;
+
+int walks = 0;
+
+// Bits of random runs, so that whole words are hidden too, over Lk keys.
+std::vector<uint32_t> random_units(std::mt19937& random, int Lk) {
+  std::vector<uint32_t> words(KeyMask::num_words(Lk));
+  bool visible = random() % 2;
+  for (int unit = 0; unit * KeyMask::kUnit < Lk; ++unit) {
+    if (random() % (random() % 4 == 0 ? 2 : 40) == 0) visible = !visible;
+    if (visible) words[unit / 32] |= 1u << unit % 32;
+  }
+  return words;
+}
+bool any(const std::vector<uint32_t>& words, int key, int count) {
+  bool any = false;
+  for (int unit = key / KeyMask::kUnit; unit < (key + count) / KeyMask::kUnit; ++unit) {
+    any |= unit / 32 < int(words.size()) && (words[unit / 32] >> unit % 32 & 1) != 0;
+  }
+  return any;
+}
+
+template <int kTile, int kGroup>
+void check_keys(const std::vector<uint32_t>& words, int Lk, bool masked) {
+  KeyMask mask{nullptr, masked ? words.data() : nullptr, nullptr, int(words.size())};
+  VisibleKeys<kTile, kGroup, true> keys{mask, 0, Lk};
+  int passed = 0;
+  auto pass_over = [&] { ++passed; };
+  std::set<int> tiles;
+  bool right = true;
+  for (int tile = keys.seek(0, pass_over); keys.has(tile); tile = keys.seek(tile + 1, pass_over)) {
+    tiles.insert(tile);
+    uint32_t units = keys.units_of(tile);
+    int last = kTile / kGroup;
+    while (masked && last > 0 && !any(words, tile * kTile + (last - 1) * kGroup, kGroup)) --last;
+    right &= masked ? keys.groups_in_use(units) == last : keys.groups_in_use(units) >= last;
+    for (int group = 0; group < kTile / kGroup && keys.kSkipsGroups; ++group) {
+      right &= keys.is_visible(units, group) == (!masked || any(words, tile * kTile + group * kGroup, kGroup));
+    }
+  }
+  int num_tiles = (Lk + kTile - 1) / kTile;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    right &= (tiles.count(tile) == 1) == (!masked || any(words, tile * kTile, kTile));
+  }
+  right &= passed + int(tiles.size()) == num_tiles;  // a loader stands where the next tile is
+  ++walks;
+  if (!right) std::printf("wrong: tiles of %d in groups of %d, Lk = %d, %d\n", kTile, kGroup, Lk, masked);
+}
+
+template <int kKeys, typename Index>
+void check_rows(std::mt19937& random, int Lk, bool masked) {
+  int N = 1 + random() % 100, b = random() % 2, num_words = KeyMask::num_words(Lk);
+  std::vector<uint32_t> all;
+  std::vector<std::vector<uint32_t>> rows;
+  for (int bn = 0; bn < 2 * N; ++bn) {
+    rows.push_back(random() % 3 ? random_units(random, Lk) : std::vector<uint32_t>(num_words));
+    all.insert(all.end(), rows.back().begin(), rows.back().end());
+  }
+  KeyMask mask{nullptr, masked ? all.data() : nullptr, nullptr, num_words};
+  int begin = random() % N, end = begin + random() % (N - begin + 1),
+      key = random() % ((Lk + kKeys - 1) / kKeys) * kKeys;
+  std::vector<int> found[32], expected;
+  std::vector<std::thread> warp;
+  for (int lane = 0; lane < 32; ++lane) {
+    warp.emplace_back([&, lane] {
+      threadIdx.x = lane;
+      VisibleRows<kKeys, Index> walk(mask, Index(b * N), key, begin, end);
+      for (int n = walk.next(begin); n < end; n = walk.next(n + 1)) found[lane].push_back(n);
+    });
+  }
+  for (std::thread& lane : warp) lane.join();
+  for (int n = begin; n < end; ++n) {
+    if (!masked || any(rows[b * N + n], key, kKeys)) expected.push_back(n);
+  }
+  ++walks;
+  bool right = true;
+  for (const std::vector<int>& lane : found) right &= lane == expected;
+  if (!right) std::printf("wrong: rows %d to %d of %d, keys %d of %d, %d\n", begin, end, N, key, Lk, masked);
+}
+
+int main(int, char** argv) {
+  std::mt19937 random(std::atoi(argv[1]));
+  for (int round = 0; round < 1000; ++round) {
+    int Lk = 1 + random() % 2100;
+    bool masked = random() % 8 != 0;
+    std::vector<uint32_t> words = random_units(random, Lk);
+    check_keys<32, 32>(words, Lk, masked), check_keys<64, 32>(words, Lk, masked),
+        check_keys<128, 32>(words, Lk, masked);
+    check_keys<96, 96>(words, Lk, masked), check_keys<64, 64>(words, Lk, masked),
+        check_keys<512, 128>(words, Lk, masked);
+    check_keys<384, 96>(words, Lk, masked);
+    if (round % 10 == 0) check_rows<128, int>(random, Lk, masked), check_rows<64, int64_t>(random, Lk, masked);
+  }
+  std::printf("%d walks\n", walks);
+}

@@ -1,0 +1,27 @@
+"""Which tiles of keys and rows n the older families walk over, compiled for the host: every visible
+one, once and in order, and no other.
+"""
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths, toolchain
+
+HOST = Path(__file__).resolve().parents[1] / "host"
+
+
+def test_walks_over_what_is_visible(tmp_path):
+    host = toolchain.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path / "visible_keys"
+    command = [host.path, "-std=c++17", "-O1", "-pthread", f"-I{HOST}", f"-I{paths.csrc_root()}"]
+    command += [HOST / "visible_keys.cpp", "-o", path]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seed = random.randrange(2**31)
+    printed = subprocess.run([path, str(seed)], capture_output=True, text=True, check=True)
+    assert printed.stdout == "7200 walks\n", f"seed {seed}"
