@@ -29,15 +29,11 @@ struct KeyMask {
     if (range == nullptr) return *this;
     return {shift + bn, visible + bn * words, range + bn, words};
   }
-  CUTLASS_DEVICE int2 keys(int64_t bn) const { return __ldg(range + bn); }
-  CUTLASS_DEVICE bool sees_nothing(int64_t bn) const {
-    if (range == nullptr) return false;
-    int2 seen = keys(bn);
-    return seen.x >= seen.y;
-  }
   // All visible keys lie from x to below y.
-  CUTLASS_DEVICE int2 keys_of(int64_t bn, int Lk) const {
-    return range == nullptr ? make_int2(0, Lk) : __ldg(range + bn);
+  CUTLASS_DEVICE int2 keys(int64_t bn, int Lk) const { return range == nullptr ? make_int2(0, Lk) : __ldg(range + bn); }
+  CUTLASS_DEVICE bool sees_nothing(int64_t bn) const {
+    int2 seen = keys(bn, /*Lk=*/1);
+    return seen.x >= seen.y;
   }
   // Bit i: keys from key + 16 i on have a visible one. `key` is a multiple of 16; at most 32 units.
   CUTLASS_DEVICE uint32_t units(int64_t bn, int key, int num_units) const {

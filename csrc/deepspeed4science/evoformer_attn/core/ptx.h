@@ -17,6 +17,7 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // The same in every lane, and the compiler knows it: such values live in uniform registers.
 CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+CUTLASS_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 CUTLASS_DEVICE float uniform(float x) { return __uint_as_float(uniform(__float_as_uint(x))); }
 
 }  // namespace ds4s
@@ -164,8 +165,6 @@ CUTLASS_DEVICE void wait_for_kernel_before() {
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) { return __shfl_sync(0xffffffffu, x, lane_in_quad, 4); }
-// The same in every lane, and the compiler knows it: such values live in uniform registers.
-CUTLASS_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 CUTLASS_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
 
 // Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones), lanes 8i..8i+7 giving the rows of matrix i.

@@ -25,9 +25,10 @@ struct BiasPassProducer {
   // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const BiasPassMaps& maps) {
     const int rank = Config::rank();
+    constexpr int kRowsAhead = 4;  // taking a tile takes as long
     const bool shares = Config::num_blocks() > 1;
     typename Config::Turn turn;
-    for (ClusterTiles</*kTakes=*/true> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles<Config, /*kTakes=*/true> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
       shared.empty[turn.stage].wait(turn.parity ^ 1);
@@ -37,6 +38,7 @@ struct BiasPassProducer {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 1; i <= rows.count; ++i) {
         if (i < rows.count) rows.load(next, i);
+        if (i + kRowsAhead == rows.count) tiles.take_next();
         CUTLASS_PRAGMA_UNROLL
         for (int product = 0; product < 2; ++product, turn.advance()) {
           typename Config::Stage& stage = shared.stages[turn.stage];
@@ -100,7 +102,8 @@ struct BiasPassProducer {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
     typename Config::Turn turn;
-    for (ClusterTiles</*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
+         tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
       Statistics statistics;
@@ -223,7 +226,7 @@ struct BiasPassConsumer {
       const typename Config::Turn of_products = turn;
       turn.advance();
       shared.full[of_scores.stage].wait(of_scores.parity);
-      if (left == 0) left = ptx::uniform(shared.num_rows[of_scores.stage]);
+      if (left == 0) left = uniform(shared.num_rows[of_scores.stage]);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
@@ -284,7 +287,8 @@ struct BiasPassConsumer {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
     Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Turn turn;
-    for (ClusterTiles</*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
+         tiles.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
         Biases bias2;

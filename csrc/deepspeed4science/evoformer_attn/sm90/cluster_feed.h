@@ -25,7 +25,7 @@ struct ClusterFeed {
 
 // One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
 // tiles.
-template <bool kTakes>
+template <typename Config, bool kTakes>
 class ClusterTiles {
  public:
   int tile;
@@ -42,30 +42,44 @@ class ClusterTiles {
       tile += int(cute::cluster_grid_dims().x);
       return;
     }
-    if constexpr (kTakes) take();
+    if constexpr (kTakes) take_next();
     wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
     tile = feed_.tiles[turn_.stage];
-    turn_.advance();
+    turn_.advance(), has_next_ = false;
   }
-
- private:
-  CUTLASS_DEVICE void take() {
+  // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
+  // nothing to do.
+  CUTLASS_DEVICE void take_next() {
+    if (has_next_ || args_.next_bias_tile == nullptr) return;
+    has_next_ = true;
     FullBarrier& full = feed_.full[turn_.stage];
     int& place = feed_.tiles[turn_.stage];
     const uint32_t num_blocks = cute::cluster_shape().x;
+    if (num_blocks > 1) full.arrive_and_expect_tx(sizeof(int));
+    if (cute::block_rank_in_cluster() != 0) return;
+    const int number = take();
     if (num_blocks == 1) {  // st.async is not legal without a cluster
-      place = atomicAdd(args_.next_bias_tile, 1);
+      place = number;
       full.arrive();
       return;
     }
-    full.arrive_and_expect_tx(sizeof(int));
-    if (cute::block_rank_in_cluster() != 0) return;
-    const int number = atomicAdd(args_.next_bias_tile, 1);
     for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&place, number, full, rank);
+  }
+
+ private:
+  // Tiles to which nothing is added are left out.
+  CUTLASS_DEVICE int take() {
+    int number;
+    do {
+      number = atomicAdd(args_.next_bias_tile, 1);
+    } while (number < args_.num_tiles && args_.adds_dbias2 &&
+             !Config::Rows(args_, Config::locate(args_, number)).exist());
+    return number;
   }
 
   ClusterFeed& feed_;
   const BackwardArgs& args_;
+  bool has_next_ = false;
   ClusterFeed::Turn turn_;
 };
 

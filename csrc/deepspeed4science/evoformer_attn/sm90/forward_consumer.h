@@ -240,11 +240,14 @@ struct ForwardConsumer {
     Turn turn;
     QTurn q_turn;
     PendingStore pending;
+#ifdef EXP_LAG
+    if (Config::kRows == 2 ? at.row == 1 : at.tile % 2 == 1) __nanosleep(EXP_LAG);
+#endif
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
       shared.q_full[q_turn.stage].wait(q_turn.parity);
-      const int num_steps = ptx::uniform(shared.visible[q_turn.stage].num_steps);
+      const int num_steps = uniform(shared.visible[q_turn.stage].num_steps);
       const uint32_t rows = shared.visible[q_turn.stage].rows;
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
       if (exists && (rows >> at.row & 1) != 0) {

@@ -259,7 +259,7 @@ class Backward : BackwardHost {
       if (p_.dbias2) with_bias_pass([this](auto pass) { list_rows<decltype(pass)>(); });
     }
     ds4s::BackwardArgs args{};
-    args.p = p_;
+    args.p = p_, args.mask = args_.mask;
     int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
     start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
     args_.waits = true;

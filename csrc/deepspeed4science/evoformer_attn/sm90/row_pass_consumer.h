@@ -331,8 +331,7 @@ struct RowPassConsumer {
       int buffer = owned_turn.stage;
       shared.owned_full[buffer].wait(owned_turn.parity);
       const typename Config::Visible visible = shared.visible[buffer];
-      const bool computed =
-          ptx::uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
+      const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
       DqWalk dq{maps, block, owned_turn, false, false};
       if constexpr (kFused) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
@@ -350,16 +349,14 @@ struct RowPassConsumer {
           RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
                                          shared.owned_empty[buffer], block, at);
         } else {
-          const int num_steps = kKeys ? Config::columns(args).num_steps() : ptx::uniform(visible.num_steps);
+          const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
           walk(shared, args, turn, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but the ring goes on
         if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
         if constexpr (kRing) RingDq<Config>::add_nothing(ring.walk, shared);
         pending.finish(shared.owned_empty, at);
-        const int num_steps = !computed ? 0
-                              : kKeys   ? Config::columns(args).num_steps()
-                                        : ptx::uniform(visible.num_steps);
+        const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
         for (int step = 0; step < num_steps; ++step, turn.advance()) {
           shared.full[turn.stage].wait(turn.parity);
           if constexpr (kFused) hand_nothing_over(shared, turn.stage, exists, at);

@@ -87,7 +87,7 @@ struct FusedWalk {
   CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kSplit; }
   CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kSplit; }
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
-    return walk * args.num_blocks < args.num_tiles ? args.mask.keys_of(walk / args.H, args.Lk) : make_int2(0, 0);
+    return walk * args.num_blocks < args.num_tiles ? args.mask.keys(walk / args.H, args.Lk) : make_int2(0, 0);
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int walk) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
@@ -114,7 +114,7 @@ struct ToldWalk {
  private:
   CUTLASS_DEVICE void read(typename Config::Shared& shared) {
     shared.owned_full[turn_.stage].wait(turn_.parity);
-    tile = ptx::uniform(shared.visible[turn_.stage].tile);
+    tile = uniform(shared.visible[turn_.stage].tile);
   }
   typename Config::OwnedTurn turn_;
 };
