@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 SOURCE = """\
 #include "toy.h"
 #define EXPORT extern "C" __attribute__((visibility("default")))
-EXPORT int ds4s_abi_version() {{ return 1; }}
+EXPORT int ds4s_abi_version() {{ return {abi}; }}
 EXPORT const char* ds4s_name() {{ return "{name}"; }}
 EXPORT long long ds4s_workspace_bytes(const void*) {{ return 0; }}
 EXPORT int ds4s_run(const void* params, void* {stream}) {{
@@ -120,9 +120,13 @@ class Workshop:
         return len(path.read_text().split()) if path.exists() else 0
 
     def source(self, name: str = "toy") -> str:
+        from op_builder.instantiations import ABI_VERSION
+
+        fields = {"name": name, "abi": ABI_VERSION}
         if self.language == "C++":
-            return SOURCE.format(name=name, stream="", launch="")
-        header, rest = SOURCE.format(name=name, stream="stream", launch=CUDA_LAUNCH).split("\n", 1)
+            return SOURCE.format(**fields, stream="", launch="")
+        source = SOURCE.format(**fields, stream="stream", launch=CUDA_LAUNCH)
+        header, rest = source.split("\n", 1)
         return f"{header}\n{CUDA_KERNEL}{rest}"
 
     def job(self, name: str = "toy", **changes):

@@ -240,9 +240,6 @@ struct ForwardConsumer {
     Turn turn;
     QTurn q_turn;
     PendingStore pending;
-#ifdef EXP_LAG
-    if (Config::kRows == 2 ? at.row == 1 : at.tile % 2 == 1) __nanosleep(EXP_LAG);
-#endif
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
