@@ -26,16 +26,10 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
     def cxx_args(self) -> list[str]:
         """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be seen.
 
-        -fopenmp makes the compiler call an OpenMP runtime; which one, openmp.py decides at load.
+        No -fopenmp: cpu/parallel.h calls the runtime by names that every one has; openmp.py decides
+        at load which one it is.
         """
-        return [
-            "-std=c++17",
-            "-O3",
-            "-ffp-contract=fast",
-            "-fopenmp",
-            "-fPIC",
-            "-fvisibility=hidden",
-        ]
+        return ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
 
     def cpu_arch(self) -> str:
         """The flag for exactly this processor; our units use `isa_args`, the same everywhere."""

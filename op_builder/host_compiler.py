@@ -21,14 +21,13 @@ _INSTALL_COMPILER = (
 )
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
 
-# What every CPU kernel asks of a compiler: C++17 and its library, OpenMP, shared libraries.
-_SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fopenmp")
+# What every CPU kernel asks of a compiler: C++17 and its library, shared libraries.
+_SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC")
 _SMOKE_SOURCE = """\
 #include <cmath>
 #include <cstdint>
 extern "C" float smoke(float* x, std::int64_t n) {
   if constexpr (sizeof(float) == 4) {
-#pragma omp parallel for
     for (std::int64_t i = 0; i < n; ++i) x[i] = std::exp(x[i]);
   }
   return x[0];
@@ -92,7 +91,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
     name, where = "host compiler", candidate.where
     try:
         identity: str = memo.remember(
-            "compiler-1", memo.file_stamp(path), lambda: _try_compiler(str(path))
+            "compiler-2", memo.file_stamp(path), lambda: _try_compiler(str(path))
         )
     except UnfitError as unfit:
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=_INSTALL_COMPILER)

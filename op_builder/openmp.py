@@ -1,10 +1,10 @@
 """One OpenMP runtime in the process: the one that is already there.
 
-Our CPU libraries are compiled with -fopenmp and linked to no runtime. torch brings its own
-(libgomp, libiomp5 or libomp, often a private copy); a second one would start a second pool of
-threads that fights with the first for the cores. All three answer to the GOMP_* names that
-compilers emit, so those names are made visible to the libraries loaded next by opening the present
-runtime again, globally. Without one, the system's libgomp is opened.
+Our CPU libraries call GOMP_* functions (cpu/parallel.h) and are linked to no runtime. torch brings
+its own (libgomp, libiomp5 or libomp, often a private copy); a second one would start a second pool
+of threads that fights with the first for the cores. All three have the GOMP_* functions, so those
+names are made visible to the libraries loaded next by opening the present runtime again, globally.
+Without one, the system's libgomp is opened.
 
 libgomp's pool of threads does not survive a fork: a parallel region in the child would wait for
 threads that are not there. `threads` therefore answers 1 in a child that was forked after a library

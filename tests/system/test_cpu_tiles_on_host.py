@@ -22,7 +22,13 @@ def program(tmp_path_factory):
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
     path = tmp_path_factory.mktemp("host") / "cpu_tiles"
-    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", HOST / "cpu_tiles.cpp"]
+    command = [
+        host.path,
+        "-std=c++17",
+        "-fopenmp",
+        f"-I{paths.csrc_root()}",
+        HOST / "cpu_tiles.cpp",
+    ]
     done = subprocess.run([*map(str, command), "-o", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

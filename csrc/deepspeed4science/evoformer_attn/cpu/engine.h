@@ -1,6 +1,11 @@
 // Which engine multiplies for a type on an ISA, and which ISAs this translation unit was compiled for.
 #pragma once
 
+// gcc's names; clang 14 and 15 have their own.
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || (defined(__AMXTILE__) && defined(__AMXBF16__))
+#define DS4S_AMX 1
+#endif
+
 #include "gemm_fma.h"
 #include "isa_portable.h"
 #include "scalar.h"
@@ -12,7 +17,7 @@
 #include "isa_avx512.h"
 #if defined(__AVX512BF16__)
 #include "gemm_pair.h"
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(DS4S_AMX)
 #include "isa_amx.h"
 #endif
 #endif
@@ -41,7 +46,7 @@ template <int kKeys>
 struct EngineFor<bfloat16_t, Avx512, kKeys> {
   using type = PairEngine<DotMultiplier, kPairQueries<kKeys>, kKeys>;
 };
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(DS4S_AMX)
 template <int kKeys>
 struct EngineFor<bfloat16_t, Amx, kKeys> {
   using type = PairEngine<AmxMultiplier, kPairQueries<kKeys>, kKeys>;

@@ -4,11 +4,16 @@
 #include <cstdint>
 #include <cstdlib>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "gemm_fma.h"
+
+// What gcc makes of `#pragma omp parallel` and `barrier`, called by name: libgomp, libomp and libiomp5 all have these
+// functions, while clang would ask for names that libgomp, which PyTorch brings, does not have.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+void GOMP_barrier();
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
 
 namespace ds4s::cpu {
 
@@ -24,25 +29,16 @@ inline int useful_threads(int64_t limit, double flops, int64_t items) {
 // body(thread, team): once for each thread of a team that may turn out smaller than asked for.
 template <typename Body>
 inline void in_parallel(int threads, const Body& body) {
-#if defined(_OPENMP)
-  if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-    body(omp_get_thread_num(), omp_get_num_threads());
-    return;
-  }
-#endif
-  body(0, 1);
+  if (threads <= 1) return body(0, 1);
+  const auto call = [](void* data) {
+    (*static_cast<const Body*>(data))(omp_get_thread_num(), omp_get_num_threads());
+  };
+  GOMP_parallel(call, const_cast<Body*>(&body), unsigned(threads), /*flags=*/0);
 }
 
 // Only inside in_parallel, reached by every thread.
 inline void barrier(int team) {
-#if defined(_OPENMP)
-  if (team > 1) {
-#pragma omp barrier
-  }
-#else
-  (void)team;
-#endif
+  if (team > 1) GOMP_barrier();
 }
 
 // Hands out consecutive items in runs, first come first served. Runs are an eighth of a thread's share of what is left,
