@@ -47,6 +47,19 @@ struct KeyMask {
   }
 };
 
+// Which keys a row n sees, by the largest finite bias1 of that row: -inf where it has none.
+template <typename scalar_t>
+struct MaskRule {
+  static constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
+  static constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
+
+  // Not -inf and not so far below the largest (of which a huge one is its own limit). NaN is visible, and so is +inf.
+  CUTLASS_DEVICE static bool is_visible(float bias1, float largest) {
+    return !(bias1 <= largest - kThreshold) || (bias1 == largest && bias1 > -infinity());
+  }
+  CUTLASS_DEVICE static float shift(float largest) { return largest > -infinity() ? largest : 0.f; }
+};
+
 // One after another, the steps of 64 keys in which one of up to kRows neighbouring rows n sees a key.
 template <int kRows>
 class VisibleSteps {
@@ -128,8 +141,7 @@ constexpr int kKeyMaskThreads = 128;
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
-  constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
-  constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
+  using Rule = MaskRule<scalar_t>;
   constexpr int kWarps = kKeyMaskThreads / 32;
   ptx::let_next_kernel_start();
   const int64_t bn = blockIdx.x, b = uint32_t(bn) / args.N, n = bn - b * args.N;
@@ -171,16 +183,14 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   CUTLASS_PRAGMA_UNROLL
   for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, sLargest[w]);
 
-  // Hidden: -inf, or so far below it. NaN is visible, and so is +inf.
-  const float limit = largest - kThreshold;  // of a huge `largest`, itself
   for (int word = warp; word < args.words; word += kWarps) {
     if (args.words > kWarps) load(word);
     uint32_t bits = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPerLane; ++i) {
       const int64_t k = int64_t(word) * KeyMask::kWordKeys + 32 * i + lane;
-      const bool visible = !(x[i] <= limit) || (x[i] == largest && x[i] > -infinity());
-      const uint32_t votes = __ballot_sync(0xffffffffu, is_read && k < args.Lk && visible);
+      const bool visible = is_read && k < args.Lk && Rule::is_visible(x[i], largest);
+      const uint32_t votes = __ballot_sync(0xffffffffu, visible);
       bits |= ((votes & 0xffffu) != 0 ? 1u : 0u) << 2 * i | (votes >> 16 != 0 ? 1u : 0u) << (2 * i + 1);
     }
     if (lane != 0) continue;
@@ -191,7 +201,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  args.shift[bn] = row != nullptr && largest > -infinity() ? largest : 0.f;
+  args.shift[bn] = Rule::shift(largest);
   args.range[bn] = make_int2(sFirst, sEnd);
   if (bn == 0) *args.counter = 0;
 }

@@ -162,6 +162,13 @@ CUTLASS_DEVICE void wait_for_kernel_before() {
 #endif
 }
 
+// The larger one, NaN where one is NaN: max.NaN.f32 (9.7.3.12), from 8.0 up.
+CUTLASS_DEVICE float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) { return __shfl_sync(0xffffffffu, x, lane_in_quad, 4); }

@@ -1,7 +1,7 @@
 // What the forward kernel needs beside its tensor maps.
 #pragma once
 
-#include "common/key_mask.h"
+#include "core/ptx.h"
 
 namespace ds4s::sm90 {
 
@@ -9,7 +9,8 @@ struct ForwardArgs {
   const void* bias1;        // [B, N, Lk], or null
   float* lse;               // [B, N, H, Lq] contiguous, or null
   int64_t bias1_stride[3];  // B, N, Lk
-  KeyMask mask;
+  const uint8_t* row_mask;  // [B, N], or null
+  int64_t row_mask_stride[2];
 
   int32_t N, H, Lq, Lk;
   int32_t num_query_blocks;  // per row n and head
@@ -24,8 +25,10 @@ struct ForwardArgs {
   float f;
   float c;  // log2(e) / f
 
-  // The index of a row n among all B N.
-  CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }
+  CUTLASS_DEVICE bool has_mask() const { return bias1 != nullptr || row_mask != nullptr; }
+  CUTLASS_DEVICE bool is_read(int batch, int n) const {
+    return row_mask == nullptr || row_mask[batch * row_mask_stride[0] + n * row_mask_stride[1]] != 0;
+  }
 };
 
 }  // namespace ds4s::sm90

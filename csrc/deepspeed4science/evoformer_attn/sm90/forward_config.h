@@ -4,6 +4,7 @@
 #include "core/arch.h"
 #include "sm90/block.h"
 #include "sm90/forward_args.h"
+#include "sm90/forward_mask.h"
 
 namespace ds4s::sm90 {
 
@@ -54,8 +55,9 @@ struct ForwardConfig {
   };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
-  using Steps = VisibleSteps<kRows>;
-  static_assert(Steps::kKeys == kKeys, "what is visible is asked for step by step");
+  using Mask = TileMask<kRows>;
+  static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
+  static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
   // Of a block's tile: steps with a visible key, and of each of its rows n (a bit) whether it sees any.
   struct Visible {
     int num_steps;
@@ -66,7 +68,9 @@ struct ForwardConfig {
     KeyStage keys[kStages];
     ValueStage values[kStages];
     alignas(16) Bias1Stage bias1[kStages];
+    Mask mask[2];  // of this tile and the next
     Visible visible[2];
+    EmptyBarrier mask_full[2], mask_empty[2];
     FullBarrier q_full[2], k_full[kStages], v_full[kStages];
     EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
   };
@@ -87,7 +91,7 @@ struct ForwardConfig {
   }
 
   using Turn = RingTurn<kStages>;
-  using QTurn = RingTurn<2>;
+  using QTurn = RingTurn<2>;  // of masks too
 };
 
 }  // namespace ds4s::sm90

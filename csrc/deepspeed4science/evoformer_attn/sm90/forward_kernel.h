@@ -29,7 +29,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
   if (threadIdx.x == 0) {
-    for (int b = 0; b < 2; ++b) shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
+    for (int b = 0; b < 2; ++b) {
+      shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
+      shared.mask_full[b].init(Config::kScanningWarps), shared.mask_empty[b].init(Config::kBias1 ? 2 : 1);
+    }
     for (int s = 0; s < Config::kStages; ++s) {
       shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);
       shared.v_full[s].init(1), shared.v_empty[s].init(128 * kWarpgroups);
@@ -44,11 +47,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (args.mask.visible != nullptr) ptx::wait_for_kernel_before();  // find_visible_keys
     if (warp == 0 && cute::elect_one_sync()) {
       ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
     }
     if (Config::kBias1 && warp == 1) ForwardProducer<Config>::run_bias1(shared, args);
+    if (warp >= 2 && warp < 2 + Config::kScanningWarps && args.has_mask()) {
+      ForwardProducer<Config>::run_mask(shared, args, warp - 2);
+    }
   }
 }
 

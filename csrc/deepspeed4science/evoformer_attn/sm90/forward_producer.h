@@ -1,5 +1,6 @@
-// What brings tiles into shared memory: one thread for everything that TMA takes, one warp for bias1. Each waits until
-// a stage is empty, fills it, and lets its barrier complete when the bytes have arrived.
+// What brings tiles into shared memory: one thread for everything that TMA takes, one warp for bias1, up to two for
+// what is visible of a tile. Each waits until a stage is empty, fills it, and lets its barrier complete when the bytes
+// have arrived.
 #pragma once
 
 #include "sm90/forward_config.h"
@@ -16,7 +17,8 @@ struct ForwardProducer {
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
   using BiasTile = typename Config::BiasTile;
-  using Steps = typename Config::Steps;
+  using Mask = typename Config::Mask;
+  using Steps = TileSteps<Config::kRows>;
   static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr bool kBias2 = Config::kBias2;
@@ -29,17 +31,17 @@ struct ForwardProducer {
     constexpr uint32_t kKeyBytes = kValueBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0);
     Turn turn;
     QTurn q_turn;
-    Tile tile(args, blockIdx.x);
-    for (; tile.index < args.num_tiles; q_turn.advance()) {
-      Coordinates at = Config::locate(args, tile.index);
-      Steps steps = tile.steps;
-      const typename Config::Visible visible = tile.visible;
-      tile = Tile(args, tile.index + gridDim.x);  // long before it is needed
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
+      Coordinates at = Config::locate(args, tile);
+      const Mask* mask = begin_mask(shared, args, q_turn);
+      Steps steps(mask, args.Lk);
+      const int num_steps = steps.count();
       FullBarrier& q_full = shared.q_full[q_turn.stage];
       shared.q_empty[q_turn.stage].wait(q_turn.parity ^ 1);
-      shared.visible[q_turn.stage] = visible;
-      if (visible.num_steps == 0) {
+      shared.visible[q_turn.stage] = {num_steps, rows_that_see(mask, args, at)};
+      if (num_steps == 0) {
         q_full.arrive();
+        end_mask(shared, mask, q_turn);
         continue;
       }
       q_full.arrive_and_expect_tx(kQBytes);
@@ -48,7 +50,7 @@ struct ForwardProducer {
                          at.row + w / kQueryTiles, at.batch);
       }
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+      for (int step = 0; step < num_steps; ++step, turn.advance()) {
         const int key = steps.next();
         typename Config::KeyStage& keys = shared.keys[turn.stage];
         FullBarrier& k_full = shared.k_full[turn.stage];
@@ -70,6 +72,7 @@ struct ForwardProducer {
           load_tile<KTile>(map_v, v_full, shared.values[turn.stage].v[r], 0, key, at.head, at.row + r, at.batch);
         }
       }
+      end_mask(shared, mask, q_turn);
     }
   }
 
@@ -79,19 +82,19 @@ struct ForwardProducer {
     constexpr int kPerLane = kKeys / 32;
     int lane = threadIdx.x % 32;
     Turn turn;
-    Tile tile(args, blockIdx.x);
-    while (tile.index < args.num_tiles) {
-      Coordinates at = Config::locate(args, tile.index);
-      Steps steps = tile.steps;
-      const int num_steps = tile.visible.num_steps;
-      tile = Tile(args, tile.index + gridDim.x);
+    QTurn q_turn;
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
+      Coordinates at = Config::locate(args, tile);
+      const Mask* mask = begin_mask(shared, args, q_turn);
+      Steps steps(mask, args.Lk);
+      const int num_steps = steps.count();
       const Element* row[kRows];
       float value[kRows][kPerLane], shift[kRows];
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kRows; ++r) {
         int n = at.row + r < args.N ? at.row + r : args.N - 1;
         row[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
-        shift[r] = args.mask.shift_of(args.row_index(at.batch, n));
+        shift[r] = mask->shift[r];
       }
       auto load = [&](int key) {
         CUTLASS_PRAGMA_UNROLL
@@ -113,28 +116,45 @@ struct ForwardProducer {
         shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
         if (step < num_steps) load(steps.next());
       }
+      __syncwarp();
+      if (lane == 0) end_mask(shared, mask, q_turn);
+    }
+  }
+
+  // One of kScanningWarps warps: what its rows n see of each tile.
+  CUTLASS_DEVICE static void run_mask(Shared& shared, const ForwardArgs& args, int warp) {
+    QTurn turn;
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, turn.advance()) {
+      const Coordinates at = Config::locate(args, tile);
+      shared.mask_empty[turn.stage].wait(turn.parity ^ 1);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int r = warp; r < kRows; r += Config::kScanningWarps) {
+        RowScan<Element, Config::kBias1>(args, at.batch, at.row + r).run(shared.mask[turn.stage], r);
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.mask_full[turn.stage].arrive();
     }
   }
 
  private:
-  // What is visible of a tile, which takes a few loads, one after the other, to find out.
-  struct Tile {
-    int index;
-    Steps steps;
-    typename Config::Visible visible{};
-
-    CUTLASS_DEVICE Tile(const ForwardArgs& args, int index_) : index(index_) {
-      if (index >= args.num_tiles) return;
-      const Coordinates at = Config::locate(args, index);
-      const int64_t row = args.row_index(at.batch, at.row);
-      steps = {args.mask, row, min(kRows, args.N - at.row), args.Lk};
-      visible.num_steps = steps.count();
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        visible.rows |= uint32_t(at.row + r < args.N && !args.mask.sees_nothing(row + r)) << r;
-      }
+  // The mask of a tile; null without one. Between the two it stays in its place.
+  CUTLASS_DEVICE static const Mask* begin_mask(Shared& shared, const ForwardArgs& args, const QTurn& turn) {
+    if (!args.has_mask()) return nullptr;
+    shared.mask_full[turn.stage].wait(turn.parity);
+    return &shared.mask[turn.stage];
+  }
+  CUTLASS_DEVICE static void end_mask(Shared& shared, const Mask* mask, const QTurn& turn) {
+    if (mask != nullptr) shared.mask_empty[turn.stage].arrive();
+  }
+  // A bit for each row n of the tile.
+  CUTLASS_DEVICE static uint32_t rows_that_see(const Mask* mask, const ForwardArgs& args, const Coordinates& at) {
+    uint32_t rows = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      rows |= uint32_t(at.row + r < args.N && (mask == nullptr || mask->sees_any[r])) << r;
     }
-  };
+    return rows;
+  }
 };
 
 }  // namespace ds4s::sm90

@@ -4,11 +4,9 @@
 
 #include <cmath>
 
-#include "common/key_mask_buffers.h"
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward_kernel.h"
-#include "sm90/launch.h"
 #include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
@@ -42,8 +40,7 @@ struct ForwardLaunch {
   static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
   static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
 
-  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, const KeyMask& mask,
-                         cudaStream_t stream) {
+  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     CUtensorMap q, k, v, o, b{};
@@ -54,11 +51,9 @@ struct ForwardLaunch {
     if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2.view);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
-    args.mask = mask;
     if (args.num_tiles < blocks) blocks = args.num_tiles;
-    sm90::Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
-    if (mask.visible != nullptr) launch.overlap();
-    return cudaLaunchKernelEx(launch.config(), forward<Config>, args, q, k, v, o, b);
+    forward<Config><<<blocks, Config::kNumThreads, Config::kSharedBytes, stream>>>(args, q, k, v, o, b);
+    return cudaGetLastError();
   }
 
   static cudaError_t resident_blocks(int& blocks) {
@@ -68,8 +63,9 @@ struct ForwardLaunch {
  private:
   static ForwardArgs make_args(const FwdParams& p, const Bias2Rows<Element>& bias2) {
     ForwardArgs args{};
-    args.bias1 = p.bias1, args.lse = p.lse;
+    args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
+    for (int d = 0; d < 2; ++d) args.row_mask_stride[d] = p.row_mask_stride[d];
     args.N = int32_t(p.N), args.H = int32_t(p.H), args.Lq = int32_t(p.Lq), args.Lk = int32_t(p.Lk);
     args.num_query_blocks = int32_t(num_query_blocks(p)), args.num_row_groups = int32_t(num_row_groups(p));
     args.num_tiles = int32_t(num_tiles(p));
@@ -83,9 +79,7 @@ struct ForwardLaunch {
 
 template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
 struct Forward {
-  static int64_t workspace_bytes(const FwdParams& p) {
-    return KeyMaskBuffers<FwdParams>(p).bytes() + Bias2Rows<Element>(p).workspace_bytes();
-  }
+  static int64_t workspace_bytes(const FwdParams& p) { return Bias2Rows<Element>(p).workspace_bytes(); }
 
   static int run(const FwdParams& p, cudaStream_t stream) {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -96,19 +90,16 @@ struct Forward {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
 
     Bias2Rows<Element> bias2(p);
-    KeyMaskBuffers<FwdParams> buffers(p);
-    cudaError_t error = bias2.prepare(static_cast<char*>(p.workspace) + buffers.bytes(), stream);
-    if (error == cudaSuccess) error = buffers.template fill<Element>(p.workspace, /*copy=*/nullptr, stream);
+    cudaError_t error = bias2.prepare(p.workspace, stream);
     if (error != cudaSuccess) return error;
-    const KeyMask mask = buffers.at(p.workspace);
     using Choice = ForwardChoice<kHeadDim>;
-    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, mask, stream);
+    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
     int blocks = 0;
     error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
     if (error != cudaSuccess) return error;
     bool few = Launch<typename Choice::OneRow>::num_tiles(p) < blocks;
-    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, mask, stream)
-               : Launch<typename Choice::OneRow>::run(p, bias2, mask, stream);
+    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, stream)
+               : Launch<typename Choice::OneRow>::run(p, bias2, stream);
   }
 
  private:
