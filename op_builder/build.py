@@ -208,7 +208,7 @@ class Build:
                 workdir.remove(folder)
 
     def _deliver(self, built: Built) -> LoadedKernel:
-        """Verify, publish, load; from the private folder where publishing is not possible."""
+        """Verify, load, publish; from the private folder where publishing is not possible."""
         _verify(built)
         name = built.job.name
         try:
@@ -235,11 +235,12 @@ class Build:
         return kernel
 
     def _publish(self, built: Built) -> LoadedKernel:
-        entry = publish.publish(self._root, built)
+        def load(library: Path) -> LoadedKernel:
+            return LoadedKernel(library, built.job.name, "built")
+
         try:
-            return LoadedKernel(entry.library, built.job.name, "built")
+            return load(publish.publish(self._root, built, load).library)
         except ValueError as error:
-            publish.discard(entry)
             raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
 
     def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:

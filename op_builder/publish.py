@@ -17,6 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,14 @@ class Built:
         return content_key(self.job, self.headers, found.machine, found.glibc)
 
 
-def publish(root: Path, built: Built) -> Entry:
+def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
     """Put a finished library under `root`; the entry that was there first wins if it is sound.
 
-    Raises OSError when `root` cannot be written (read-only, full, not allowed).
+    load   raises OSError or ValueError for a library that this process cannot use: then it is not
+           published, and an entry of its key that cannot be loaded either gives way
+
+    Raises OSError when `root` cannot be written (read-only, full, not allowed), and what `load`
+    raises.
     """
     units = root / "units"
     units.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,7 @@ def publish(root: Path, built: Built) -> Entry:
         os.chmod(temporary, 0o755)  # mkdtemp's 0700 would keep a shared cache from being shared
         entry = Entry(folder, _write_entry(temporary, built))
         _fsync(temporary)
+        load(temporary / entry.library.name)  # the folder's new name is the same library to dlopen
         for _ in range(2):
             try:
                 os.rename(temporary, folder)
@@ -71,16 +77,27 @@ def publish(root: Path, built: Built) -> Entry:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
                 winner = cache.read(folder)
-                damage = winner.damage() if winner else "its meta.json is damaged"
-                if winner is not None and damage is None:
+                damage = _damage(winner, load) if winner else "its meta.json is damaged"
+                if winner is not None and not damage:
                     return winner
-                set_aside(root, folder, damage or "")
+                set_aside(root, folder, damage)
                 continue
             _fsync(units)
             return entry
         raise OSError(errno.EEXIST, "a damaged entry cannot be moved away", str(folder))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _damage(entry: Entry, load: Callable[[Path], object]) -> str:
+    """Why an entry is of no use here; empty when it is."""
+    if damage := entry.damage():
+        return damage
+    try:
+        load(entry.library)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def set_aside(root: Path, folder: Path, why: str) -> bool:
@@ -97,11 +114,6 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
         return False
     logger.warning("%s cannot be used (%s); moved to %s, compiled again", folder, why, aside)
     return True
-
-
-def discard(entry: Entry) -> None:
-    """Take back what was published and turned out to be wrong from the beginning."""
-    shutil.rmtree(entry.folder, ignore_errors=True)
 
 
 def _write_entry(folder: Path, built: Built) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from op_builder.instantiations import ABI_VERSION as ABI
+
 pytestmark = pytest.mark.parametrize("workshop", ["C++", "CUDA"], indirect=True)
 
 FAILS = "\ntry:\n    load()\nexcept {error} as error:\n    report(error=str(error))\n"
@@ -269,8 +271,12 @@ def test_compiler_that_succeeds_with_rubbish(workshop):
     ("before", "after", "words"),
     [
         ("ds4s_run", "ds4s_ran", "got none named ds4s_run"),
-        ("return 1;", "return 2;", "expected toy with ABI version 1, got toy with 2"),
-        ('return "toy";', 'return "tot";', "expected toy with ABI version 1, got tot with 1"),
+        (f"return {ABI};", "return 99;", f"expected toy with ABI version {ABI}, got toy with 99"),
+        (
+            'return "toy";',
+            'return "tot";',
+            f"expected toy with ABI version {ABI}, got tot with {ABI}",
+        ),
     ],
     ids=["export", "abi", "name"],
 )

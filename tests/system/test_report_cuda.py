@@ -28,7 +28,7 @@ def plant(root, architecture, count=2):
     builder = EvoformerAttnBuilder()
     kernels = builder.kernels_for(calls.INSTALL, arch.parse(architecture))[:count]
     for job in builder.jobs(kernels):
-        publish(Path(root), Built(job, Path({library!r}), Path({log!r}), (), 1.0))
+        publish(Path(root), Built(job, Path({library!r}), Path({log!r}), (), 1.0), load=Path.exists)
 """
 
 
@@ -240,9 +240,9 @@ def test_kernels_for_a_newer_system(tmp_path: Path) -> None:
 
 def test_kernels_of_other_sources(tmp_path: Path) -> None:
     """An image of last month beside a package of today."""
-    changed = "(), 1.0))"
+    changed = "(), 1.0)"
     made = planted(machine(tmp_path, A100), "shared", "8.0")
-    made.prelude = made.prelude.replace(changed, "(Header(0, 'params.h', '0'),), 1.0))")
+    made.prelude = made.prelude.replace(changed, "(Header(0, 'params.h', '0'),), 1.0)")
     seen = report(made)
     assert (seen.code, seen.op(OP)["state"]) == (0, "buildable")
     assert "2 unfit: its sources have changed since" in seen.op(OP)["detail"]
