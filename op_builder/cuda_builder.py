@@ -47,8 +47,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return list(nvcc.FLAGS)
 
     def extra_ldflags(self) -> list[str]:
-        """The static runtime: one library serves every torch, and needs no libcudart.so."""
-        return ["-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+        return list(nvcc.LINK_FLAGS)
 
     def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
         """The templates begin at 7.0; what nvcc cannot do goes too."""
@@ -222,7 +221,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
                 ("host compiler", host.identity),
                 *((name, env.text(name) or "") for name in nvcc_flags),
             ),
-            local_flags=("-ccbin", str(host.path)) if host.ok else (),
+            local_flags=nvcc.local_flags(compiler, host) if host.ok else (),
             problem="; ".join(lacks),
             memory_bytes=_MEMORY_BYTES,
             label=f"{kernel.name} for {kernel.arch}",

@@ -37,6 +37,8 @@ FLAGS = (
     *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014"),
     *(word for flag in HOST_FLAGS for word in ("-Xcompiler", flag)),
 )
+# The static runtime: one library serves every torch, and needs no libcudart.so.
+LINK_FLAGS = ("-cudart", "static", "-Xlinker", "--exclude-libs=ALL")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,14 @@ def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
 def cudart_folder(nvcc: Tool) -> Path | None:
     """The folder of libcudart_static.a, which every kernel links; None when it is missing."""
     return _first(_roots(nvcc.root, "lib64", "lib"), "libcudart_static.a")
+
+
+def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
+    """What names folders of this machine: the host compiler, and the runtime's libraries, for which
+    the nvcc of the wheels of CUDA 13.0 and 13.1 looks in lib64, while the wheels have lib.
+    """
+    folder = cudart_folder(nvcc)
+    return ("-ccbin", str(host.path), *([f"-L{folder}"] if folder else []))
 
 
 def include_folders(nvcc: Tool) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Does a CUDA toolkit compile? A small kernel tells in less than a second, once for each toolkit.
+"""Does a CUDA toolkit compile and link? A small kernel tells in a second, once for each toolkit.
 
 Wheels come in parts that pip may take from different releases: nvcc, its device compiler (nvvm),
 its headers (crt, cccl) and the runtime. Each may look well and the whole still fail, late and with
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import memo
-from .nvcc import FLAGS, WHEELS, include_folders
+from .nvcc import FLAGS, LINK_FLAGS, WHEELS, cudart_folder, include_folders, local_flags
 from .tool import Tool, run
 
 # Both sides of a kernel: device compiler and assembler; the stub that launches it, made of nvcc's
@@ -24,6 +24,7 @@ SOURCE = """\
 __global__ void smoke(float* x) { *x = exp2f(*x); }
 extern "C" int run(float* x) { return smoke<<<1, 1>>>(x), cudaGetLastError(); }
 """
+_COMMAND = (*FLAGS, "-shared", *LINK_FLAGS)
 _PARTS = ("nvcc", "crt", "runtime")  # of nvidia-cuda-...; and nvidia-nvvm
 _SMALL_DISK_BYTES = 16 << 20
 
@@ -35,25 +36,26 @@ class Problem:
 
 
 class _UnprovenError(Exception):
-    """It did not compile for a reason that says nothing of the toolkit."""
+    """It failed for a reason that says nothing of the toolkit."""
 
 
 def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
-    """Why `nvcc` cannot compile with `host`; None when it can, or when nobody knows.
+    """Why `nvcc` cannot compile and link with `host`; None when it can, or when nobody knows.
 
     prove: try it if nobody has; without, what has been found out before has to do.
     """
     if nvcc.path is None or nvcc.root is None or host.path is None:
         return None
-    path, compiler = nvcc.path, host.path
+    command = [str(nvcc.path), *_COMMAND, *local_flags(nvcc, host), "smoke.cu", "-o", "smoke.so"]
     headers = (folder / name for folder in include_folders(nvcc) for name in _HEADERS)
-    files = (path, *(nvcc.root / name for name in _PROGRAMS), *headers, compiler)
+    runtime = (cudart_folder(nvcc) or nvcc.root) / "libcudart_static.a"
+    files = (nvcc.path, *(nvcc.root / name for name in _PROGRAMS), *headers, runtime, host.path)
     stamps = [memo.file_stamp(file) for file in files]
-    key = "\n".join((nvcc.identity, host.identity, *FLAGS, SOURCE, *stamps))
+    key = "\n".join((nvcc.identity, host.identity, *command, SOURCE, *stamps))
     try:
-        words = memo.known("nvcc-smoke-1", key)
+        words = memo.known("nvcc-smoke-2", key)
         if words is None and prove:
-            words = memo.remember("nvcc-smoke-1", key, lambda: _compile(path, compiler))
+            words = memo.remember("nvcc-smoke-2", key, lambda: _try(command))
     except _UnprovenError:
         return None
     return _explain(words, nvcc, host) if words else None
@@ -64,15 +66,14 @@ _PROGRAMS = ("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc")
 _HEADERS = ("crt/host_config.h", "crt/host_runtime.h", "cuda_runtime_api.h")
 
 
-def _compile(nvcc: Path, host: Path) -> str:
+def _try(command: list[str]) -> str:
     """What the compiler says when it refuses; empty when all is well."""
     try:
         with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
             (Path(folder) / "smoke.cu").write_text(SOURCE)
-            command = [str(nvcc), *FLAGS, "-ccbin", str(host), "-c", "smoke.cu", "-o", "smoke.o"]
             ran = run(command, cwd=folder)
-            if not ran.problem and not (Path(folder) / "smoke.o").is_file():
-                return f"{nvcc} says it compiled a kernel but wrote nothing"
+            if not ran.problem and not (Path(folder) / "smoke.so").is_file():
+                return f"{command[0]} says it compiled a kernel but wrote nothing"
             full = shutil.disk_usage(folder).free < _SMALL_DISK_BYTES
     except OSError as error:
         raise _UnprovenError from error
@@ -105,7 +106,7 @@ def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:
     if meaning := _meaning(words):
         return Problem(f"the parts of {nvcc.root} are of different versions: {meaning}", _FRESH)
     return Problem(
-        f"it cannot compile a small kernel: {first}",
+        f"it cannot compile and link a small kernel: {first}",
         f"set CUDA_HOME to another toolkit, or {WHEELS} in a fresh environment",
     )
 

@@ -6,6 +6,7 @@ Finding never raises and never prints: an unfit or missing program is a `Tool` w
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -110,6 +111,7 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
         return Ran("", f"{command[0]} cannot be run: {getattr(error, 'strerror', None) or error}")
     if done.returncode != 0:
         words = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        first = next((line for line in words if "error" in line.lower()), words[0] if words else "")
+        telling = (line for line in words if re.search("error|cannot find", line, re.IGNORECASE))
+        first = next(telling, words[0] if words else "")
         return Ran(done.stdout, f"{command[0]} ended with {done.returncode}: {first or 'no word'}")
     return Ran(done.stdout)

@@ -2,7 +2,7 @@
 
 Of several CUDA toolkits (nvcc.py says where they are looked for) one is chosen for each
 architecture: what `CUDA_HOME` or `CUDA_PATH` names, since naming one is an instruction; else the
-newest that compiles for it, of a CUDA that the driver serves. A toolkit that cannot compile a small
+newest that compiles for it, of a CUDA that the driver serves. A toolkit that cannot make a small
 kernel with the host compiler (smoke.py) is passed over and told. ninja: the PyPI package's program,
 then `PATH`. The host compiler: see host_compiler.py.
 """
@@ -63,7 +63,7 @@ def nvccs(*, prove: bool = False) -> Iterator[Tool]:
 
 
 def prove(nvcc: Tool, host: Tool) -> None:
-    """Raises UnfitToolkitError when it cannot compile a small kernel; tried once for each."""
+    """Raises UnfitToolkitError when it cannot make a small kernel; tried once for each."""
     if problem := smoke.problem(nvcc, host, prove=True):
         raise UnfitToolkitError(f"nvcc: {problem.reason}; {problem.remedy}")
 

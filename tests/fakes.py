@@ -73,6 +73,20 @@ def changed_toolkit(real: Path, root: Path, part: str, script: str) -> Path:
     return root / "bin" / "nvcc"
 
 
+def wheel_toolkit(real: Path, root: Path) -> Path:
+    """A real toolkit as the wheels of CUDA 13.0 lay it out: libraries in `lib`, and an nvcc.profile
+    that says `lib64`; returns its nvcc.
+    """
+    path = changed_toolkit(real, root, "bin/bin2c", f'exec {real}/bin/bin2c "$@"')
+    for name in ("lib64", "targets", "bin/nvcc.profile"):
+        (root / name).unlink(missing_ok=True)
+    profile = (real / "bin" / "nvcc.profile").read_text()
+    lines = [line for line in profile.splitlines() if not line.startswith("LIBRARIES")]
+    lines.append('LIBRARIES =+ $(_SPACE_) "-L$(TOP)/$(_TARGET_DIR_)/lib$(_TARGET_SIZE_)"')
+    file(root / "bin" / "nvcc.profile", "\n".join(lines) + "\n")
+    return path
+
+
 def wrapper(path: Path, program_behind: Path) -> Path:
     return program(path, f'#!/bin/sh\nexec {program_behind} "$@"\n')
 

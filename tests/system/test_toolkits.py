@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,13 +41,13 @@ def chosen(path, monkeypatch, where="CUDA_HOME"):
     return toolchain.find_nvcc(prove=True)
 
 
-def test_a_good_toolkit_is_tried_once_and_in_less_than_a_second(real, tmp_path, monkeypatch):
+def test_a_good_toolkit_is_tried_once_and_in_a_second(real, tmp_path, monkeypatch):
     """Processor time, the compilers' included: what else the machine does is not the toolkit's."""
     count = tmp_path / "count"
     monkeypatch.setenv("COUNT", str(count))
-    fatbinary = real.root / "bin" / "fatbinary"
+    cicc = real.root / "nvvm" / "bin" / "cicc"
     path = fakes.changed_toolkit(
-        real.root, tmp_path / "toolkit", "bin/fatbinary", COUNTED.format(real=fatbinary)
+        real.root, tmp_path / "toolkit", "nvvm/bin/cicc", COUNTED.format(real=cicc)
     )
     toolchain.find_host_compiler()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -182,6 +183,37 @@ def test_a_mixed_toolkit_is_passed_over_for_a_good_one(real, tmp_path):
     (tmp_path / "usr-local" / "cuda").symlink_to(real.root)
     good = workshop.run(TOY_OP.format(prefix=str(tmp_path / "usr-local")), **variables).report
     assert good == {"origin": ["built"]}
+
+
+def link(path, folder, *flags):
+    """What nvcc says when it links a source of nothing as kernels are linked."""
+    (folder / "empty.cu").write_text("")
+    command = [str(path), "-shared", *nvcc_module.LINK_FLAGS, *flags, "empty.cu", "-o", "empty.so"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+
+
+def test_a_toolkit_of_wheels_whose_nvcc_looks_in_another_folder(real, tmp_path, monkeypatch):
+    """It cannot link by itself; told where its libraries are, it can, and kernels are made."""
+    path = fakes.wheel_toolkit(real.root, tmp_path / "site-packages" / "nvidia" / "cu13")
+    assert "cannot find -lcudart_static" in link(path, tmp_path)
+    assert link(path, tmp_path, f"-L{path.parents[1] / 'lib'}") == ""
+    assert chosen(path, monkeypatch).ok
+    workshop = Workshop.make(tmp_path / "workshop", "CUDA")
+    script = TOY_OP.format(prefix=str(tmp_path / "usr-local"))
+    made = workshop.run(script, CUDA_HOME=str(path.parents[1])).report
+    assert made == {"origin": ["built"]}
+
+
+def test_a_toolkit_that_compiles_and_cannot_link(real, tmp_path, monkeypatch):
+    """Found out before anything long is compiled, with the library that it lacks."""
+    path = fakes.wheel_toolkit(real.root, tmp_path / "toolkit")
+    (tmp_path / "toolkit" / "lib").unlink()
+    fakes.file(tmp_path / "toolkit" / "lib" / "libcudart_static.a", "!<arch>\n")
+    tool = chosen(path, monkeypatch)
+    assert not tool.ok
+    assert "it cannot compile and link a small kernel" in tool.reason
+    assert "cannot find -lcudadevrt" in tool.reason
+    assert nvcc_module.WHEELS in tool.remedy
 
 
 def candidate(path):
