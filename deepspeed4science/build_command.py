@@ -17,13 +17,22 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, arch, calls, jit, memo, paths
+from op_builder import (
+    EvoformerAttnBuilder,
+    EvoformerAttnCPUBuilder,
+    arch,
+    calls,
+    jit,
+    memo,
+    paths,
+    search,
+)
 from op_builder.calls import Call, Row
 from op_builder.errors import BuildError
 from op_builder.instantiations import CUDA_BIASES, CUDA_DTYPES, DIRECTIONS, DTYPES, HEAD_DIM_TIERS
 from op_builder.key import CompileJob
 from op_builder.loaded import LoadedKernel
-from op_builder.prebuild import build_into
+from op_builder.prebuild import build_into, require_kept
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +130,9 @@ def _calls(options: argparse.Namespace) -> tuple[Call, ...]:
 
 def _build(out: Path | None, jobs: list[CompileJob], *, verbose: bool) -> list[LoadedKernel]:
     if out is None:
-        return jit.load(jobs, verbose=verbose)
+        kernels = jit.load(jobs, verbose=verbose)
+        require_kept(kernels, [root.path for root in search.roots()])
+        return kernels
     kernels = build_into(out, jobs, verbose=verbose)
     memo.export(out)
     return kernels

@@ -219,8 +219,14 @@ class Build:
                 "serves this process and is not kept"
             )
         except OSError as error:
+            reason = error.strerror or str(error)
+            if self._roots[-1].origin == "prebuilt":  # asked for there: a copy elsewhere is none
+                raise BuildError(
+                    f"{name} was compiled but cannot be written to {self._root} ({reason}): free "
+                    "some space there, or name a folder that can be written"
+                ) from error
             private = (
-                f"compiled kernels cannot be kept in {self._root} ({error.strerror or error}); "
+                f"compiled kernels cannot be kept in {self._root} ({reason}); "
                 "this process uses a private copy and the next one compiles again: set "
                 "DS4S_CACHE_DIR to a folder that can be written"
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import ALL_OPS, env
 from .builder import OpBuilder
+from .errors import BuildError
 from .key import CompileJob
 from .loaded import LoadedKernel
 from .loader import Loader
@@ -52,12 +53,28 @@ def build_into(
 ) -> list[LoadedKernel]:
     """Compile `jobs` into `folder` and load each once, which proves it; keep what fits already.
 
-    Raises BuildError or one of its kinds.
+    Raises BuildError or one of its kinds, also when a kernel cannot be written there.
     """
     target = folder.absolute()
     loader = Loader(lambda: (Root(target, "prebuilt", shared=False),))
     try:
-        return loader.load(jobs, verbose=verbose)
+        kernels = loader.load(jobs, verbose=verbose)
+        require_kept(kernels, [target])
+        return kernels
     finally:
         for passing in ("locks", "aside"):  # of use to a cache only
             shutil.rmtree(target / passing, ignore_errors=True)
+
+
+def require_kept(kernels: Sequence[LoadedKernel], folders: Sequence[Path]) -> None:
+    """Raises BuildError for a kernel that serves this process alone, from a passing copy."""
+    passing = [
+        kernel.name
+        for kernel in kernels
+        if not any(kernel.path.is_relative_to(folder / "units") for folder in folders)
+    ]
+    if passing:
+        raise BuildError(
+            f"{len(passing)} of {len(kernels)} kernels could not be kept in {folders[-1]}: "
+            f"{', '.join(passing)}; name a folder that can be written and has room"
+        )
