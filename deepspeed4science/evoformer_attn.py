@@ -7,7 +7,8 @@ Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors
     evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5], row_mask?)
         -> (dq, dk, dv, dbias1, dbias2)    bias gradients in float32
 
-`Library.define/impl` rather than `custom_op`: the wrapper of the latter costs 9 to 15 us a call.
+`Library.define/impl` (registration.py) rather than `custom_op`: the wrapper of the latter costs 9
+to 15 us a call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed4science import backends
+from deepspeed4science import backends, registration
 from deepspeed4science.errors import DoubleBackwardError
 from deepspeed4science.problem import (
     canonicalise,
@@ -26,24 +27,6 @@ from deepspeed4science.problem import (
     describe,
     split_biases,
 )
-
-_LIBRARY = torch.library.Library("deepspeed4science", "DEF")
-_FORWARD = "deepspeed4science::evoformer_attn"
-_BACKWARD = "deepspeed4science::evoformer_attn_backward"
-
-_LIBRARY.define(
-    "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse, "
-    "Tensor? row_mask=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    "Tensor? bias1, Tensor? bias2, bool[5] wanted, Tensor? row_mask=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_FORWARD_OP = torch.ops.deepspeed4science.evoformer_attn.default
-_BACKWARD_OP = torch.ops.deepspeed4science.evoformer_attn_backward.default
 
 
 def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
@@ -290,11 +273,25 @@ def _autocast(device_type: str) -> Any:
     return call
 
 
-_LIBRARY.impl("evoformer_attn", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("evoformer_attn_backward", _backward, "CompositeExplicitAutograd")
-for _device_type in ("cpu", "cuda"):
-    _LIBRARY.impl("evoformer_attn", _autocast(_device_type), f"Autocast{_device_type.upper()}")
-torch.library.register_fake(_FORWARD, _fake_forward, lib=_LIBRARY)
-torch.library.register_fake(_BACKWARD, _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd(_FORWARD, _autograd, setup_context=_setup_context, lib=_LIBRARY)
-torch.library.register_autograd(_BACKWARD, _no_double_backward, lib=_LIBRARY)
+_FORWARD_OP, _BACKWARD_OP = registration.register(
+    registration.Operator(
+        "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse, "
+        "Tensor? row_mask=None) -> (Tensor, Tensor)",
+        kernels={
+            "CompositeExplicitAutograd": _forward,
+            "AutocastCPU": _autocast("cpu"),
+            "AutocastCUDA": _autocast("cuda"),
+        },
+        fake=_fake_forward,
+        backward=_autograd,
+        setup_context=_setup_context,
+    ),
+    registration.Operator(
+        "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        "Tensor? bias1, Tensor? bias2, bool[5] wanted, Tensor? row_mask=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        kernels={"CompositeExplicitAutograd": _backward},
+        fake=_fake_backward,
+        backward=_no_double_backward,
+    ),
+)

@@ -1,0 +1,141 @@
+"""Makes the operators known to PyTorch once in a process, however often this package is imported.
+
+PyTorch keeps an operator until the process ends and takes no second one of its name. What it gets
+here are therefore functions that look up which ones the last import gave: after a reload, or an
+import behind `del sys.modules[...]`, the operators are the same and run the new code.
+
+Registering is all or nothing. It happens in a thread of its own, since Ctrl-C stops the main thread
+only: it may end an import, and the next import finds all that was registered.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_NAMESPACE = "deepspeed4science"
+_STATE = "_registered"  # an attribute of torch.ops.deepspeed4science, which nothing imports again
+
+
+Functions = dict[str, dict[str, Callable[..., Any]]]  # of each operator, by their role
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: what it takes and returns, and the functions that PyTorch calls."""
+
+    schema: str
+    kernels: Mapping[str, Callable[..., Any]]  # by dispatch key: "CompositeExplicitAutograd", ...
+    fake: Callable[..., Any]  # results without values
+    backward: Callable[..., Any]
+    setup_context: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """By their role: a dispatch key, or one of the names above."""
+        found = {"fake": self.fake, "backward": self.backward, **self.kernels}
+        return found | ({"setup_context": self.setup_context} if self.setup_context else {})
+
+
+@dataclass
+class _State:
+    """What has been registered; kept by torch, so that no import makes a second one."""
+
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    library: torch.library.Library | None = None
+    # Of each operator: the roles for which torch has a function.
+    known: dict[str, set[str]] = field(default_factory=dict)
+    functions: Functions = field(default_factory=dict)
+
+
+def register(*operators: Operator) -> list[Any]:
+    """The operators' overloads in `torch.ops`, registered now or before.
+
+    Raises ImportError when an operator of that name and another signature is there already.
+    """
+    state: _State = vars(_namespace()).setdefault(_STATE, _State())
+    problems: list[BaseException] = []
+    finished = threading.Lock()
+    finished.acquire()
+
+    def run() -> None:
+        try:
+            with state.guard:
+                _register(state, operators)
+        except BaseException as problem:
+            problems.append(problem)
+        finally:
+            finished.release()
+
+    try:
+        _thread.start_new_thread(run, ())  # threading.Thread takes an interrupt less well
+    except RuntimeError:  # no more threads can be had
+        run()
+    finished.acquire()
+    if problems:
+        raise problems[0]
+    for operator in operators:
+        state.functions[operator.name] = operator.functions
+    return [_overload(operator) for operator in operators]
+
+
+def _register(state: _State, operators: tuple[Operator, ...]) -> None:
+    """Define what is not defined yet, with functions that call the latest ones."""
+    if state.library is None:
+        state.library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    for operator in operators:
+        if hasattr(_namespace(), operator.name):
+            _require_same(state, operator)
+        else:
+            state.library.define(operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
+            state.known[operator.name] = set()
+    for operator in operators:
+        known = state.known[operator.name]
+        for role in operator.functions.keys() - known:
+            _bind(state.library, state.functions, operator, role)
+            known.add(role)
+
+
+def _require_same(state: _State, operator: Operator) -> None:
+    wanted = str(torch._C.parse_schema(f"{_NAMESPACE}::{operator.schema}"))
+    got = str(_overload(operator)._schema)
+    if got != wanted or operator.name not in state.known:
+        raise ImportError(
+            f"another version of deepspeed4science is in this process already: expected its "
+            f"operator to be {wanted}, got {got}; restart the process"
+        )
+
+
+def _bind(library: torch.library.Library, table: Functions, operator: Operator, role: str) -> None:
+    """Give torch a function for `role` that calls the one in `table` by then."""
+    qualified = f"{_NAMESPACE}::{operator.name}"
+
+    def latest(role: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: table[operator.name][role](*args, **kwargs)
+
+    if role in operator.kernels:
+        library.impl(operator.name, latest(role), role)
+    elif role == "fake":
+        torch.library.register_fake(qualified, latest(role), lib=library)
+    elif role == "backward":
+        setup_context = latest("setup_context") if operator.setup_context else None
+        torch.library.register_autograd(
+            qualified, latest(role), setup_context=setup_context, lib=library
+        )
+
+
+def _overload(operator: Operator) -> Any:
+    return getattr(_namespace(), operator.name).default
+
+
+def _namespace() -> Any:
+    return getattr(torch.ops, _NAMESPACE)

@@ -1,0 +1,174 @@
+"""One process, many imports: the operators are registered once, and Ctrl-C does no harm."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ..toys import REPOSITORY
+
+PRELUDE = """\
+import importlib, os, signal, sys, threading
+import torch
+OURS = ("deepspeed4science", "op_builder")
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+def check():
+    from deepspeed4science import DS4Sci_EvoformerAttention as attention
+    from deepspeed4science.reference import evoformer_attention as reference
+    q = torch.randn(1, 1, 4, 1, 8, requires_grad=True)
+    got, = torch.autograd.grad(attention(q, q, q).square().sum(), q)
+    expected, = torch.autograd.grad(reference(q, q, q).square().sum(), q)
+    torch.testing.assert_close(got, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, q, q).dtype == torch.bfloat16
+"""
+
+
+def run(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stderr)
+    return done.stdout
+
+
+def test_second_import():
+    run("check()\nforget()\ncheck()\nforget()\ncheck()")
+
+
+def test_reload():
+    run(
+        "check()\nfrom deepspeed4science import evoformer_attn\n"
+        "importlib.reload(evoformer_attn)\ncheck()"
+    )
+
+
+def test_last_import_serves():
+    """Errors of the operator are those that the caller can name: of the modules he has now."""
+    run(
+        """
+check()
+forget()
+from deepspeed4science import DS4Sci_EvoformerAttention as attention
+from deepspeed4science.errors import InvalidInputError
+q = torch.randn(1, 1, 4, 1, 8)
+try:
+    torch.ops.deepspeed4science.evoformer_attn(q, q[..., :4], q, None, None, False)
+except InvalidInputError:
+    print("named")
+"""
+    )
+
+
+def test_what_was_compiled_before_a_second_import_still_runs(tmp_path):
+    run(
+        """
+from deepspeed4science import DS4Sci_EvoformerAttention as attention
+compiled = torch.compile(attention, fullgraph=True)
+q = torch.randn(1, 1, 4, 1, 8)
+before = compiled(q, q, q)
+forget()
+check()
+torch.testing.assert_close(compiled(q, q, q), before)
+""",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+    )
+
+
+def test_another_version_in_the_same_process():
+    """Its operator has another signature: an error that says so, and the old one goes on."""
+    said = run(
+        """
+from deepspeed4science import registration
+check()
+other = registration.Operator("evoformer_attn(Tensor q) -> Tensor", {}, len, len)
+try:
+    registration.register(other)
+except ImportError as error:
+    print(error)
+check()
+"""
+    )
+    assert "another version of deepspeed4science" in said
+    assert "(Tensor q) -> Tensor, got deepspeed4science::evoformer_attn(Tensor q, Ten" in said
+    assert "restart the process" in said
+
+
+# Raises KeyboardInterrupt in the main thread at the `place`-th line of the files named. Not where
+# Python lets go of a lock, which no signal interrupts.
+INTERRUPT = """
+import linecache
+FILES = ("deepspeed4science", "op_builder", "torch/library.py", "torch/_library")
+def interrupted(place):
+    seen = 0
+    def tracer(frame, event, argument):
+        nonlocal seen
+        if not any(part in frame.f_code.co_filename for part in FILES):
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith("with "):
+            seen += 1
+            if seen == place:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return tracer
+    sys.settrace(tracer)
+    try:
+        from deepspeed4science import DS4Sci_EvoformerAttention
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+        num_lines.append(seen)
+num_lines = []
+def in_child(place):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        code = 1
+        try:
+            if interrupted(place):
+                check()
+            code = 0
+        except BaseException as error:
+            sys.stderr.write(f"place {place}: {error!r}\\n")
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+@functools.cache
+def _warm_cache() -> None:
+    run("check()")
+
+
+@pytest.mark.parametrize("where", ["registration", "anywhere"])
+def test_interrupt_inside_the_first_import(where):
+    """Ctrl-C at 25 lines of registering and of the whole import; the next one works."""
+    _warm_cache()
+    only = 'FILES = ("registration.py", "torch/library.py", "torch/_library")'
+    script = f"""
+{only if where == "registration" else ""}
+reading, writing = os.pipe()
+if os.fork() == 0:
+    interrupted(0)
+    os.write(writing, str(num_lines[0]).encode())
+    os._exit(0)
+total = int(os.read(reading, 20))
+places = range(1, total + 1, max(total // 25, 1))
+failed = [place for place in places if in_child(place)]
+print(total, failed)
+"""
+    total, failed = run(INTERRUPT + script).split(" ", 1)
+    assert int(total) > 30, "the lines were not seen"
+    assert failed.strip() == "[]"
