@@ -2,6 +2,7 @@
 rest: pyproject.toml.
 """
 
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,14 +20,20 @@ from op_builder import prebuild  # noqa: E402
 
 
 class BuildPackageAndKernels(build_py):
-    """Copies the Python files, then compiles what was asked for; a failure stops the install with
-    its reason.
+    """Copies the Python files and our headers, then compiles what was asked for; a failure stops
+    the install with its reason.
+
+    A checkout and an editable install read csrc/ where it is, a wheel carries it as data of the
+    package (op_builder/paths.py).
     """
 
     def run(self) -> None:
         super().run()
-        root = HERE if self.editable_mode else Path(self.build_lib)
-        prebuild.build_requested(root / "deepspeed4science" / "prebuilt")
+        package = (HERE if self.editable_mode else Path(self.build_lib)) / "deepspeed4science"
+        if not self.editable_mode:
+            shutil.rmtree(package / "csrc", ignore_errors=True)  # of an earlier build
+            shutil.copytree(HERE / "csrc", package / "csrc")
+        prebuild.build_requested(package / "prebuilt")
 
 
 class Distribution(setuptools.Distribution):

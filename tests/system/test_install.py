@@ -18,7 +18,8 @@ import pytest
 
 from op_builder.toolchain import find_nvcc
 
-from .toys import REPOSITORY
+from . import trees
+from .trees import backend, environment, pip
 
 # Loads what its argument says in a process that may run no program, and reports where from.
 LOAD = """
@@ -49,53 +50,11 @@ except op_builder.errors.ToolchainError as error:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     """A copy of what git knows, cut to one kernel for each op."""
-    copy = tmp_path_factory.mktemp("install") / "tree"
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, names.split("\0")):
-        if (REPOSITORY / name).is_file() and name.split("/")[0] not in ("tests", "benchmarks"):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, copy / name)
+    copy = trees.clone(tmp_path_factory.mktemp("install") / "tree", without=("tests", "benchmarks"))
     with (copy / "op_builder" / "calls.py").open("a") as table:
         table.write('\nINSTALL = (Call("fwd", "bf16", 32, "both"),)\n')
         table.write('INSTALL_CPU = (Call("fwd", "fp32", 32, "both"),)\n')
     return copy
-
-
-def environment(home: Path, **changes: str) -> dict[str, str]:
-    """This process's, without what others may have set for builds, and with a home of its own."""
-    ours = ("DS_", "DS4S_", "TORCH_", "PYTHONPATH")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | {"HOME": str(home), "DS4S_CPU_ISA": "portable"} | changes
-
-
-def pip(*arguments: str, home: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pip", *arguments],
-        cwd=home,
-        env=environment(home, **changes),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def backend(call: str, tree: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """What a build front end asks of setuptools, without the front end."""
-    script = f"import sys; from setuptools import build_meta; print(build_meta.{call})"
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tree,
-        env=environment(tree.parent, **changes),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +121,7 @@ def test_wheel_is_for_any_python_and_torch(wheel):
     }
     assert any(name.endswith("csrc/deepspeed4science/evoformer_attn/params.h") for name in names)
     assert not [name for name in names if "/locks/" in name or "/memo/" in name]
+    assert not [name for name in names if name.startswith("csrc/")]
 
 
 @pytest.mark.parametrize(
