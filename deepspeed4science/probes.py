@@ -124,9 +124,9 @@ def _cache(probes: Probes) -> CacheRow:
     for folder, _, files in os.walk(root):
         for file in files:
             path = Path(folder, file)
-            size += path.lstat().st_size if path.exists() else 0
+            size += path.lstat().st_size if os.path.exists(path) else 0
             kernels += path.suffix == ".so" and path.parent.parent.name == "units"
-    existing = next((place for place in (root, *root.parents) if place.is_dir()), Path("/"))
+    existing = next((place for place in (root, *root.parents) if os.path.isdir(place)), Path("/"))
     note = ""
     if substitute := paths.cache_note():
         note = "a temporary folder; see the warnings"
@@ -139,7 +139,7 @@ def _cache(probes: Probes) -> CacheRow:
     elif shutil.disk_usage(existing).free < _SMALL_DISK_BYTES:
         probes.warn(f"the disk of the cache {root} is nearly full; free some space")
     for shared in paths.readonly_roots():
-        if not shared.is_dir():
+        if not os.path.isdir(shared):
             probes.warn(f"DS4S_CACHE_PATH names {shared}, which is not a folder")
     return CacheRow(str(root), kernels, size, note)
 

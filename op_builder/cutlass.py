@@ -8,13 +8,14 @@ counts), the `nvidia-cutlass` package (looked up, not imported), the conda envir
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import env
+from . import env, paths
 from .errors import ToolchainError
 
 # The oldest release the kernels have been compiled with. To lower it, compile with an older one.
@@ -45,11 +46,11 @@ class Cutlass:
 
 def find_cutlass() -> Cutlass:
     if named := env.text("CUTLASS_PATH"):
-        return _named(Path(named).expanduser().absolute())
+        return _named(paths.absolute(named))
     passed_over: list[str] = []
     unfit: Cutlass | None = None
     for where, folder in _places():
-        if (folder / "cutlass" / "version.h").is_file():
+        if os.path.isfile(folder / "cutlass" / "version.h"):
             found = _examine(where, folder)
             if found.ok:
                 return replace(found, passed_over=tuple(passed_over))
@@ -61,7 +62,7 @@ def find_cutlass() -> Cutlass:
 
 def _named(path: Path) -> Cutlass:
     for folder in (path, path / "include"):
-        if (folder / "cutlass" / "version.h").is_file():
+        if os.path.isfile(folder / "cutlass" / "version.h"):
             return _examine("CUTLASS_PATH", folder)
     return Cutlass(
         where_found="CUTLASS_PATH",
@@ -103,7 +104,7 @@ def _examine(where: str, folder: Path) -> Cutlass:
         oldest = ".".join(map(str, OLDEST))
         reason = f"CUTLASS in {folder} is {version}; {oldest} is the oldest that serves"
         return replace(_unfit(where, folder, reason), version=version)
-    if not (folder / "cute" / "tensor.hpp").is_file():
+    if not os.path.isfile(folder / "cute" / "tensor.hpp"):
         return _unfit(where, folder, f"{folder} holds cutlass/ but lacks CuTe (cute/tensor.hpp)")
     return Cutlass(folder, version, where, ok=True)
 

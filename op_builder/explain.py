@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,5 +64,5 @@ def source_changes(before: Entry, after: Entry) -> list[str]:
 def _source(entry: Entry) -> Iterator[str]:
     for suffix in (".cu", ".cpp"):
         path: Path = entry.folder / f"{entry.name}{suffix}"
-        if path.is_file():
+        if os.path.isfile(path):
             yield from path.read_text(errors="replace").splitlines()

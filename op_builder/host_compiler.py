@@ -6,13 +6,14 @@ that does not work is an error and not passed over, since naming a compiler is a
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import env, memo
+from . import env, memo, paths
 from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
 _INSTALL_COMPILER = (
@@ -55,7 +56,7 @@ def _named(words: str) -> list[Candidate]:
     if not programs:
         return []
     if "/" in programs[0]:
-        return [Candidate("", Path(programs[0]).expanduser().absolute())]
+        return [Candidate("", paths.absolute(programs[0]))]
     return list(on_path(programs[0]))
 
 
@@ -107,7 +108,7 @@ def _try_compiler(path: str) -> str:
         compile_ = [path, *_SMOKE_FLAGS, "-x", "c++", "-c", "-", "-o", "smoke.o"]
         problem = problem or run(compile_, stdin=_SMOKE_SOURCE, cwd=folder).problem
         problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
-        if not problem and not (Path(folder) / "smoke.so").is_file():
+        if not problem and not os.path.isfile(Path(folder) / "smoke.so"):
             problem = f"{path} says it compiled a C++ source but wrote nothing"
     if problem:
         raise UnfitError(problem)

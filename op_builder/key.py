@@ -157,10 +157,10 @@ def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Head
     """
     hashes = Hashes()
     headers: dict[tuple[int, str], Header] = {}
-    roots = [path.resolve() for path in job.include_dirs]
+    roots = [Path(os.path.realpath(path)) for path in job.include_dirs]
     for word in _dependencies(text):
-        path = (folder / word).resolve()
-        if path.is_relative_to(folder.resolve()):
+        path = Path(os.path.realpath(folder / word))
+        if path.is_relative_to(os.path.realpath(folder)):
             continue
         root, name = SYSTEM, str(path)
         for index, candidate in enumerate(roots):

@@ -124,7 +124,7 @@ class NinjaRun:
     ) -> None:
         for ident, job in list(waiting.items()):
             folder = self._folder / ident
-            if (folder / _library(job)).exists():
+            if os.path.exists(folder / _library(job)):
                 del waiting[ident]
                 depfile = (folder / f"{job.name}.d").read_text()
                 headers = headers_from_depfile(depfile, folder, job)
@@ -153,7 +153,7 @@ class NinjaRun:
 
     def _failure(self, job: CompileJob) -> Failed:
         log = (self._folder / job.ident / "log").read_text(errors="replace")
-        compiled = (self._folder / job.ident / f"{job.name}.o").exists()
+        compiled = os.path.exists(self._folder / job.ident / f"{job.name}.o")
         free_bytes = None
         with contextlib.suppress(OSError):
             free_bytes = shutil.disk_usage(self._folder).free

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import env, gpu, memo
+from . import env, gpu, memo, paths
 from .host_compiler import find_host_compiler
 from .tool import Candidate, Tool, UnfitError, on_path, run
 
@@ -66,7 +66,7 @@ def survey() -> Survey:
     unfit: list[Tool] = []
     passed_over: list[str] = []
     for candidate in _candidates():
-        if not candidate.path.is_file():
+        if not os.path.isfile(candidate.path):
             if candidate.named:
                 passed_over.append(f"{candidate.where}: there is no {candidate.path}")
             continue
@@ -136,14 +136,15 @@ def include_folders(nvcc: Tool) -> list[Path]:
 def _candidates() -> Iterable[Candidate]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if folder := env.text(variable):
-            yield Candidate(variable, Path(folder).expanduser() / "bin" / "nvcc", named=True)
+            yield Candidate(variable, paths.absolute(folder) / "bin" / "nvcc", named=True)
     for folder_ in _wheel_folders():
         yield Candidate("PyPI wheel", folder_ / "bin" / "nvcc")
     for prefix in filter(None, (env.text("CONDA_PREFIX"), sys.prefix)):
-        if (Path(prefix) / "conda-meta").is_dir():
+        if os.path.isdir(Path(prefix) / "conda-meta"):
             yield Candidate("conda environment", Path(prefix) / "bin" / "nvcc")
     yield from on_path("nvcc")
-    for folder_ in (SYSTEM_PREFIX / "cuda", *_newest_first(SYSTEM_PREFIX.glob("cuda-*"))):
+    versions = _newest_first(paths.matching(SYSTEM_PREFIX, "cuda-*"))
+    for folder_ in (SYSTEM_PREFIX / "cuda", *versions):
         yield Candidate(str(folder_), folder_ / "bin" / "nvcc")
 
 
@@ -154,7 +155,7 @@ def _wheel_folders() -> Iterable[Path]:
     except (ImportError, ValueError):
         return
     for place in (spec.submodule_search_locations or ()) if spec else ():
-        yield from _newest_first(Path(place).glob("cu[0-9]*"))
+        yield from _newest_first(paths.matching(Path(place), "cu[0-9]*"))
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
@@ -229,7 +230,7 @@ def _behind(script: Path, _stamp: str) -> Path:
     """
     top = _top(str(script))
     real = Path(os.path.realpath(top)) / "bin" / "nvcc"
-    return real if top and real.is_file() else script
+    return real if top and os.path.isfile(real) else script
 
 
 def _require_whole(root: Path, version: str) -> None:
@@ -271,9 +272,9 @@ def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
 def _roots(root: Path | None, *folders: str) -> list[Path]:
     if root is None:
         return []
-    targets_ = sorted((root / "targets").glob("*"))
+    targets_ = paths.matching(root / "targets", "*")
     return [base / folder for base in (root, *targets_) for folder in folders]
 
 
 def _first(folders: Iterable[Path], file: str) -> Path | None:
-    return next((folder for folder in folders if (folder / file).is_file()), None)
+    return next((folder for folder in folders if os.path.isfile(folder / file)), None)

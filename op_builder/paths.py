@@ -8,6 +8,7 @@ Nothing is created here but the cache of a user whose home cannot be written.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import stat
 import tempfile
@@ -16,9 +17,18 @@ from pathlib import Path
 from . import env
 from .errors import BuildError
 
-_HERE = Path(__file__).resolve().parent
+_HERE = Path(os.path.realpath(__file__)).parent
 _OP = Path("deepspeed4science") / "evoformer_attn"
 _NOWHERE = Path(os.devnull) / "no home folder"  # cannot be written: private copies, a warning
+
+
+def absolute(text: str) -> Path:
+    """`text` as a path from the root, `~` expanded; as it is where the current folder is gone."""
+    expanded = os.path.expanduser(text)
+    try:
+        return Path(os.path.abspath(expanded))
+    except OSError:
+        return Path(expanded)
 
 
 def csrc_root() -> Path:
@@ -28,7 +38,7 @@ def csrc_root() -> Path:
         _HERE.parent / "deepspeed4science" / "csrc" / _OP,
     )
     for candidate in candidates:
-        if (candidate / "params.h").is_file():
+        if os.path.isfile(candidate / "params.h"):
             return candidate
     looked = " and ".join(str(candidate) for candidate in candidates)
     raise BuildError(
@@ -44,9 +54,9 @@ def prebuilt_root() -> Path:
 
 def readonly_roots() -> tuple[Path, ...]:
     """Folders searched before the cache, in this order, and never written."""
-    named = [Path(os.path.abspath(part)) for part in env.folders("DS4S_CACHE_PATH")]
+    named = [absolute(part) for part in env.folders("DS4S_CACHE_PATH")]
     home = _home_cache()
-    if cache_note() and home is not None and home.is_dir():
+    if cache_note() and home is not None and os.path.isdir(home):
         named.append(home)  # filled by somebody who could
     return tuple(named)
 
@@ -79,10 +89,10 @@ def cache_note() -> str:
 def _named_cache() -> Path | None:
     own = env.text("DS4S_CACHE_DIR")
     if own:
-        return Path(os.path.abspath(os.path.expanduser(own)))
+        return absolute(own)
     shared = env.text("TORCH_EXTENSIONS_DIR") or env.text("XDG_CACHE_HOME")
     if shared:
-        return Path(os.path.abspath(os.path.expanduser(shared))) / "deepspeed4science"
+        return absolute(shared) / "deepspeed4science"
     return None
 
 
@@ -96,8 +106,8 @@ def _home_cache() -> Path | None:
 def _may_write(folder: Path) -> bool:
     """By permissions and mounts, where the folder is or would be made."""
     for place in (folder, *folder.parents):
-        if place.exists():
-            return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+        if os.path.lexists(place):
+            return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
     return False
 
 
@@ -117,3 +127,8 @@ def _temporary_cache() -> Path:
 def build_root() -> Path:
     """A local folder in which compilations run: never the cache, which may be on a network."""
     return Path(tempfile.gettempdir())
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What in `folder` has a name like `pattern`, by name; [] where one may not look."""
+    return [folder / name for name in sorted(glob.glob(pattern, root_dir=folder))]

@@ -80,7 +80,7 @@ def _groups(controller: str) -> Iterator[Path]:
             base = _CGROUP
         elif controller in controllers.split(","):
             together = _CGROUP / controllers  # "cpu,cpuacct"; most systems link "cpu" to it
-            base = together if together.is_dir() else _CGROUP / controller
+            base = together if os.path.isdir(together) else _CGROUP / controller
         else:
             continue
         folder = base / path.lstrip("/")

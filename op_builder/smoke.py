@@ -7,13 +7,14 @@ words that nobody understands. And an nvcc may refuse a host compiler that is ne
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import memo
+from . import memo, paths
 from .nvcc import FLAGS, LINK_FLAGS, WHEELS, cudart_folder, include_folders, local_flags
 from .tool import Tool, run
 
@@ -72,7 +73,7 @@ def _try(command: list[str]) -> str:
         with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
             (Path(folder) / "smoke.cu").write_text(SOURCE)
             ran = run(command, cwd=folder)
-            if not ran.problem and not (Path(folder) / "smoke.so").is_file():
+            if not ran.problem and not os.path.isfile(Path(folder) / "smoke.so"):
                 return f"{command[0]} says it compiled a kernel but wrote nothing"
             full = shutil.disk_usage(folder).free < _SMALL_DISK_BYTES
     except OSError as error:
@@ -131,7 +132,9 @@ def _wheels(root: Path | None) -> list[tuple[str, str]]:
         return []
     site = root.parent.parent
     names = (*(f"nvidia_cuda_{part}" for part in _PARTS), "nvidia_nvvm")
-    found = [(name, folder) for name in names for folder in site.glob(f"{name}-*.dist-info")]
+    found = [
+        (name, folder) for name in names for folder in paths.matching(site, f"{name}-*.dist-info")
+    ]
     return [
         (name.replace("_", "-"), folder.name.removesuffix(".dist-info").partition("-")[2])
         for name, folder in found

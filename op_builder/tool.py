@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import env
+from . import env, paths
 from .errors import ToolchainError
 
 TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the report
@@ -61,7 +61,7 @@ def first_fit(
     passed_over: list[str] = []
     unfit: Tool | None = None
     for candidate in candidates:
-        if not candidate.path.is_file():
+        if not os.path.isfile(candidate.path):
             if candidate.named:
                 passed_over.append(f"{candidate.where}: there is no {candidate.path}")
             continue
@@ -79,8 +79,8 @@ def on_path(*programs: str) -> Iterable[Candidate]:
     """Every executable of these names on PATH, all places of the first name first."""
     for program in programs:
         for folder in (env.text("PATH") or "").split(os.pathsep):
-            path = Path(os.path.abspath(folder)) / program
-            if folder and path.is_file() and os.access(path, os.X_OK):
+            path = paths.absolute(folder) / program
+            if folder and os.path.isfile(path) and os.access(path, os.X_OK):
                 yield Candidate("PATH", path)
 
 

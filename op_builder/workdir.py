@@ -65,7 +65,7 @@ def _remove_mine() -> None:
 
 
 def _sweep(root: Path) -> None:
-    for folder in root.glob(f"{_PREFIX}*"):
+    for folder in paths.matching(root, f"{_PREFIX}*"):
         if folder in _mine:
             continue
         with contextlib.suppress(OSError):

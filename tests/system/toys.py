@@ -64,10 +64,14 @@ class Workshop:
 
     root: Path
     language: str = "C++"  # or "CUDA"
+    python: tuple[str, ...] = (sys.executable,)  # what runs the processes
+    packages: str = str(REPOSITORY)  # their PYTHONPATH
 
     @classmethod
-    def make(cls, root: Path, language: str = "C++", *, status: int = 40) -> Workshop:
-        shop = cls(root, language)
+    def make(
+        cls, root: Path, language: str = "C++", *, status: int = 40, **how: object
+    ) -> Workshop:
+        shop = cls(root, language, **how)
         for folder in (shop.include, shop.build_root):
             folder.mkdir(parents=True)
         shop.write_header(status)
@@ -160,14 +164,14 @@ class Workshop:
                 "TOY_LANGUAGE": self.language,
                 "DS4S_CACHE_DIR": str(self.cache),
                 "TMPDIR": str(self.build_root),
-                "PYTHONPATH": str(REPOSITORY),
+                "PYTHONPATH": self.packages,
             }
             | changes
         )
 
     def spawn(self, script: str, *, stderr=subprocess.PIPE, **changes: str) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + script],
+            [*self.python, "-c", PRELUDE + script],
             env=self.environment(**changes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
