@@ -11,6 +11,7 @@ Places, in the order in which they count where versions are equal (toolchain.py 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from . import env, gpu, memo, paths
@@ -26,8 +28,8 @@ from .tool import Candidate, Tool, UnfitError, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
 OLDEST = (11, 8)  # the first that knows sm_90
-WHEELS = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
-INSTALL = f"{WHEELS}, or set CUDA_HOME to a CUDA toolkit's folder"
+PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take what is left out from anywhere
+TRIED = "13.0.2"
 
 # What every kernel is compiled with. -use_fast_math is not wanted: masks are infinities, and the
 # exponential is ours already. Hidden symbols keep many units apart in one process. 20014: CUTLASS's
@@ -58,6 +60,22 @@ class Targets:
 
     real: tuple[str, ...] = ()  # "sm_80"; with the suffixed ones it accepts but does not list
     virtual: tuple[str, ...] = ()  # "compute_80"
+
+
+def wheels() -> str:
+    """The command that installs a toolkit: of the release that PyTorch's own parts are of, where
+    there are any, since pip would take those away for another.
+    """
+    version = TRIED
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed = metadata.version("cuda-toolkit")
+        version = installed if _numbers(installed) >= _numbers(TRIED) else TRIED
+    return f'pip install "{PARTS}=={version}"'
+
+
+def install() -> str:
+    """What to do where there is no toolkit that serves."""
+    return f"{wheels()}, or set CUDA_HOME to a CUDA toolkit's folder"
 
 
 def survey() -> Survey:
@@ -184,7 +202,7 @@ def _examine(candidate: Candidate) -> Tool:
         root = Path(os.path.realpath(said["top"] or path.parent.parent))
         _require_whole(root, version)
     except UnfitError as unfit:
-        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=INSTALL)
+        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=install())
     identity: str = said["identity"]
     return Tool("nvcc", path, version, candidate.where, ok=True, identity=identity, root=root)
 

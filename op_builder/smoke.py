@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import memo, paths
-from .nvcc import FLAGS, LINK_FLAGS, WHEELS, cudart_folder, include_folders, local_flags
+from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
 from .tool import Tool, run
 
 # Both sides of a kernel: device compiler and assembler; the stub that launches it, made of nvcc's
@@ -100,19 +100,17 @@ def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:
             f"{refused[1].strip(' .')}",
             "set CXX to an older compiler, or CUDA_HOME to a newer toolkit",
         )
+    fresh = f"{wheels()}, in a fresh environment"
     versions = _wheels(nvcc.root)
     if len({tuple(version.split(".")[:2]) for _, version in versions}) > 1:
         parts = ", ".join(f"{name} {version}" for name, version in versions)
-        return Problem(f"mixed wheels, {parts}: {_meaning(words) or first}", _FRESH)
+        return Problem(f"mixed wheels, {parts}: {_meaning(words) or first}", fresh)
     if meaning := _meaning(words):
-        return Problem(f"the parts of {nvcc.root} are of different versions: {meaning}", _FRESH)
+        return Problem(f"the parts of {nvcc.root} are of different versions: {meaning}", fresh)
     return Problem(
         f"it cannot compile and link a small kernel: {first}",
-        f"set CUDA_HOME to another toolkit, or {WHEELS} in a fresh environment",
+        f"set CUDA_HOME to another toolkit, or {wheels()} in a fresh environment",
     )
-
-
-_FRESH = f"{WHEELS}, in a fresh environment"
 
 
 def _meaning(words: str) -> str:

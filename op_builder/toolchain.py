@@ -97,7 +97,7 @@ def _no_nvcc(prove: bool) -> Tool:
         return Tool(
             "nvcc",
             reason="no CUDA compiler was found",
-            remedy=nvcc.INSTALL,
+            remedy=nvcc.install(),
             passed_over=nvcc.survey().passed_over,
         )
     return replace(

@@ -73,7 +73,7 @@ def test_no_nvcc(tmp_path: Path) -> None:
     seen = report(bare)
     assert (seen.code, seen.op(OP)["state"]) == (1, "not")
     assert "nvcc: no CUDA compiler was found" in seen.op(OP)["reason"]
-    assert nvcc.WHEELS in seen.op(OP)["remedy"]
+    assert nvcc.wheels() in seen.op(OP)["remedy"]
 
 
 def test_no_cutlass(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_mixed_wheels(tmp_path: Path, real: toolchain.Tool) -> None:
     assert (seen.code, seen.op(OP)["state"]) == (1, "not")
     for place in (seen.op(OP), seen.software("nvcc")):
         assert "mixed wheels, nvidia-cuda-nvcc 13.0.88, nvidia-nvvm 13.5.37" in place["reason"]
-        assert nvcc.WHEELS in place["remedy"]
+        assert nvcc.wheels() in place["remedy"]
     # Beside a good one they are a warning.
     mixed.programs = (*mixed.programs, "nvcc")
     seen = report(mixed)
