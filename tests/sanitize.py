@@ -2,9 +2,12 @@
 tests/sanitize.py`.
 
 Every dtype that the family has, aligned and ragged, forward and backward, the backward in both its
-variants; without gradients too, since a forward for nobody's backward writes no lse. Memory comes
-straight from CUDA so that a read past a tensor's end is seen.
+variants; without gradients too, since a forward for nobody's backward writes no lse; masks that
+leave tiles of keys and whole rows n out. Memory comes straight from CUDA so that a read past a
+tensor's end is seen.
 """
+
+import math
 
 import torch
 
@@ -33,21 +36,51 @@ SM90_CALLS = (
     (2, 60, 300, 60, 128),  # dbias2 by additions as well
     (1, 130, 130, 50, 32),  # blocks of several tiles for one n
 )
+# What is hidden: a padded pair map, by -inf; every row n other keys; all but a key in the middle.
+MASKS = ("padded", "stairs", "one key")
+MASKED_CALLS = (
+    (9, 70, 330, 1, 32),
+    (9, 100, 450, 2, 128),
+    (132, 100, 330, 2, 32),  # tiles of one pass without a visible key between others
+    (3, 70, 300, 40, 64),
+    (1, 130, 130, 50, 32),
+)
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main():
     family = EvoformerAttnBuilder().family(torch.cuda.get_device_capability())
     dtypes = [dtype for name, dtype in DTYPES.items() if has_row(family, "fwd", name)]
-    calls = [(dtype, shape) for dtype in dtypes for shape in CALLS]
+    calls = [(dtype, shape, "") for dtype in dtypes for shape in CALLS]
+    calls += [(dtypes[-1], shape, mask) for mask in MASKS for shape in MASKED_CALLS[:2]]
     if family == "sm90":
-        calls += [(torch.bfloat16, shape) for shape in SM90_CALLS]
-    for dtype, shape in calls:
-        run(dtype, *shape)
+        calls += [(torch.bfloat16, shape, "") for shape in SM90_CALLS]
+        calls += [(torch.bfloat16, shape, mask) for mask in MASKS[:2] for shape in MASKED_CALLS[2:]]
+    for dtype, shape, mask in calls:
+        run(dtype, *shape, mask)
     print(f"sanitize: {len(calls)} calls of {family} done")
 
 
-def run(dtype, N, Lq, Lk, H, D):
+def hide(bias1, mask):
+    """Hides keys of `[1, N, 1, 1, Lk]`, and says which rows n are read: all, or not the first."""
+    N, Lk = bias1.shape[1], bias1.shape[-1]
+    if mask == "padded":
+        bias1[..., Lk // 2 :] = -math.inf
+        bias1[:, N - N // 3 :] = -math.inf
+    elif mask == "stairs":
+        for n in range(N):
+            bias1[:, n, ..., : 70 * n % Lk] = -math.inf
+            bias1[:, n, ..., 70 * n % Lk + 90 :] = -1e9 if bias1.dtype != torch.float16 else -6e4
+    elif mask == "one key":
+        bias1[..., : Lk // 2] = -math.inf
+        bias1[..., Lk // 2 + 1 :] = -math.inf
+    read = torch.ones(1, N, dtype=torch.bool, device="cuda")
+    if mask == "stairs":
+        read[:, 0] = False
+    return read
+
+
+def run(dtype, N, Lq, Lk, H, D, mask):
     q, k, v, bias1, bias2 = tensors = [
         torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
         for shape in (
@@ -58,9 +91,12 @@ def run(dtype, N, Lq, Lk, H, D):
             (1, 1, H, Lq, Lk),
         )
     ]
-    o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
     with torch.no_grad():
-        assert torch.equal(DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2]), o)
+        row_mask = hide(bias1, mask) if mask else None
+    o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=row_mask)
+    with torch.no_grad():
+        again = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=row_mask)
+        assert torch.equal(again, o)
     do = torch.randn_like(o)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)

@@ -1,6 +1,8 @@
 // What the passes of the Hopper backward need beside their tensor maps, and the statistics of a row of scores.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "backward/args.h"
 #include "common/key_mask.h"
 #include "core/ptx.h"
@@ -32,7 +34,8 @@ struct BackwardArgs {
   int32_t num_blocks;                // row pass: blocks of tiles per row n and head
   int32_t num_row_groups;            // row pass: N in groups of kRows
   int32_t num_tiles;                 // of the whole grid
-  int32_t num_slices;                // bias pass: parts of N
+  // Bias pass: its tiles, innermost first; slices are parts of N.
+  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
   bool stores_first, stores_second;  // row pass: which results are wanted
   bool stores_dbias1;                // each head its own part

@@ -266,36 +266,33 @@ struct BiasPassConfig {
   CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
-    int num_key_blocks = (args.Lk + kBlockKeys - 1) / kBlockKeys;
-    int queries = kBlockQueries * num_blocks(), num_query_blocks = (args.Lq + queries - 1) / queries;
     Coordinates at;
-    at.key = tile % num_key_blocks * kBlockKeys, tile /= num_key_blocks;
-    at.query = tile % num_query_blocks * queries + rank() * kBlockQueries, tile /= num_query_blocks;
-    at.head = tile % args.H, tile /= args.H;
-    at.batch = tile % args.B;
-    at.slice = tile / args.B;
+    args.by_key_blocks(tile, at.key, tile);
+    args.by_query_blocks(tile, at.query, tile);
+    args.by_heads(tile, at.head, tile);
+    args.by_batches(at.slice, at.batch, tile);
+    at.key *= kBlockKeys, at.query = (at.query * num_blocks() + rank()) * kBlockQueries;
     return at;
   }
   // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
   // key it is N, of which the tensor memory accelerator reads zeros.
   struct Rows {
-    const int32_t* list;
-    int first, count, num_all;
+    const int32_t* list;  // from the first one on; null: they are neighbours
+    int first, count;
 
     CUTLASS_DEVICE Rows(const BackwardArgs& args, const Coordinates& at) {
       const RowLists& lists = args.row_lists;
-      const int64_t all = lists.count(at.batch, at.key / kBlockKeys);
-      first = int(all * at.slice / args.num_slices);
-      count = int(all * (at.slice + 1) / args.num_slices) - first;
-      list = count == 0 ? nullptr : lists.list(at.batch, at.key / kBlockKeys);
-      num_all = args.N;
-      if (count == 0) first = num_all, count = 1;
+      int rest;  // one more for the first slices
+      args.by_slices(count, rest, lists.count(at.batch, at.key / kBlockKeys));
+      first = at.slice * count + min(at.slice, rest), count += at.slice < rest;
+      list = lists.rows == nullptr || count == 0 ? nullptr : lists.list(at.batch, at.key / kBlockKeys) + first;
+      if (count == 0) first = args.N, count = 1;
     }
-    CUTLASS_DEVICE bool exist() const { return first < num_all; }
+    CUTLASS_DEVICE bool exist(const BackwardArgs& args) const { return first < args.N; }
     // Does not wait for what it loads.
     CUTLASS_DEVICE void load(int& row, int i) const {
       row = first + i;
-      if (list != nullptr) ptx::load_int(row, list + first + i);
+      if (list != nullptr) ptx::load_int(row, list + i);
     }
   };
 };

@@ -121,7 +121,7 @@ struct BiasPassProducer {
         if (step != warp) continue;
         shared.empty[scores.stage].wait(scores.parity ^ 1);
         shared.empty[products.stage].wait(products.parity ^ 1);
-        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, rows.exist(), lane);
+        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, rows.exist(args), lane);
         shared.full[scores.stage].arrive();  // every lane for what it wrote itself
         shared.full[products.stage].arrive();
         if (i + kWarps < rows.count) statistics.load(args, at, next, lane);

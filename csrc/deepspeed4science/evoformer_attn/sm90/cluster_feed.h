@@ -73,7 +73,7 @@ class ClusterTiles {
     do {
       number = atomicAdd(args_.next_bias_tile, 1);
     } while (number < args_.num_tiles && args_.adds_dbias2 &&
-             !Config::Rows(args_, Config::locate(args_, number)).exist());
+             !Config::Rows(args_, Config::locate(args_, number)).exist(args_));
     return number;
   }
 

@@ -1,6 +1,8 @@
 // What the forward kernel needs beside its tensor maps.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "core/ptx.h"
 
 namespace ds4s::sm90 {
@@ -9,13 +11,13 @@ struct ForwardArgs {
   const void* bias1;        // [B, N, Lk], or null
   float* lse;               // [B, N, H, Lq] contiguous, or null
   int64_t bias1_stride[3];  // B, N, Lk
+  bool bias1_in_vectors;    // its rows begin at 16 bytes and are whole 16-byte pieces
   const uint8_t* row_mask;  // [B, N], or null
   int64_t row_mask_stride[2];
 
   int32_t N, H, Lq, Lk;
-  int32_t num_query_blocks;  // per row n and head
-  int32_t num_row_groups;    // N in groups of kRows
-  int32_t num_tiles;         // num_query_blocks * H * num_row_groups * B
+  int32_t num_tiles;  // query blocks, innermost, times H, times groups of kRows rows n, times B
+  cutlass::FastDivmod by_query_blocks, by_heads, by_row_groups;
   int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head
 
   // Scores are kept as s = Q' K^T + f (bias1 + bias2), Q' = q_factor Q, f = q_factor / scale; softmax(s / f) is what is

@@ -83,10 +83,10 @@ struct ForwardConfig {
   };
   CUTLASS_DEVICE static Coordinates locate(const ForwardArgs& args, int tile) {
     Coordinates at;
-    at.query = tile % args.num_query_blocks * kBlockQueries, tile /= args.num_query_blocks;
-    at.head = tile % args.H, tile /= args.H;
-    at.row = tile % args.num_row_groups * kRows;
-    at.batch = tile / args.num_row_groups;
+    args.by_query_blocks(tile, at.query, tile);
+    args.by_heads(tile, at.head, tile);
+    args.by_row_groups(at.batch, at.row, tile);
+    at.query *= kBlockQueries, at.row *= kRows;
     return at;
   }
 

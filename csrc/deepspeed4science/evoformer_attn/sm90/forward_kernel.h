@@ -50,7 +50,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
     if (warp == 0 && cute::elect_one_sync()) {
       ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
     }
-    if (Config::kBias1 && warp == 1) ForwardProducer<Config>::run_bias1(shared, args);
+    if (Config::kBias1 && warp == 1) {
+      if (args.bias1_in_vectors) {
+        ForwardProducer<Config>::template run_bias1<Bias1Vectors<Config>>(shared, args);
+      } else {
+        ForwardProducer<Config>::template run_bias1<Bias1Elements<Config>>(shared, args);
+      }
+    }
     if (warp >= 2 && warp < 2 + Config::kScanningWarps && args.has_mask()) {
       ForwardProducer<Config>::run_mask(shared, args, warp - 2);
     }

@@ -24,7 +24,19 @@ struct TileMask {
   float shift[kRows];  // of bias1
 };
 
-// By one warp.
+// Of two pairs the larger ones, NaN where one is NaN: max.NaN.{f16x2,bf16x2} (9.7.4.7), from 8.0 up.
+template <typename Element>
+CUTLASS_DEVICE uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  }
+  return d;
+}
+
+// By one warp. Its instructions count: a tile of (1,384,384,4,32) takes each scheduler 16,000, and 800 more were 5 %.
 template <typename Element, bool kBias1>
 class RowScan {
  public:
@@ -33,6 +45,7 @@ class RowScan {
         stride_(args.bias1_stride[2]),
         Lk_(args.Lk),
         lane_(int(threadIdx.x) % 32),
+        in_vectors_(args.bias1_in_vectors),
         sees_nothing_(n >= args.N || !args.is_read(batch, n)) {
     if constexpr (kBias1) bias1_ += batch * args.bias1_stride[0] + n * args.bias1_stride[1];
   }
@@ -67,11 +80,37 @@ class RowScan {
   // The largest bias1 of 32 steps from `key` on, in lane i of the i-th one; NaN where the step has one. largest: the
   // largest finite one that this lane has read.
   CUTLASS_DEVICE float read(int key, float& largest) const {
-    constexpr int kAtOnce = 4;  // steps
     if constexpr (!kBias1) {
       largest = 0.f;
       return 0.f;
     }
+    return in_vectors_ ? read_vectors(key + lane_ * kStepKeys, largest) : read_elements(key, largest);
+  }
+
+  // A lane reads its step, 8 keys at a time; Lk is a multiple of 8.
+  CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
+    const Element* step = bias1_ + key;
+    uint32_t pairs = ptx::pack<Element>(-infinity(), -infinity());
+#pragma unroll 2
+    for (int k = 0; k < min(kStepKeys, Lk_ - key); k += 8) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(step + k));
+      pairs = max_nan_pairs<Element>(pairs, max_nan_pairs<Element>(max_nan_pairs<Element>(x.x, x.y),
+                                                                   max_nan_pairs<Element>(x.z, x.w)));
+    }
+    const float2 pair = ptx::unpack<Element>(pairs);
+    const float top = ptx::max_nan(pair.x, pair.y);
+    if (top < infinity()) {
+      largest = fmaxf(largest, top);
+    } else {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k = 0; k < kStepKeys && key + k < Lk_; ++k) largest = larger_finite(largest, float(step[k]));
+    }
+    return top;
+  }
+
+  // The warp reads a step together, in two halves.
+  CUTLASS_DEVICE float read_elements(int key, float& largest) const {
+    constexpr int kAtOnce = 4;  // steps
     int mine = ordered(-infinity());
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < 32 && key + first * kStepKeys < Lk_; first += kAtOnce) {
@@ -85,7 +124,7 @@ class RowScan {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 2; ++j) {
           x[j] = k + 64 * i + 32 * j < Lk_ ? ptx::bits_to_float<Element>(bits[2 * i + j]) : -infinity();
-          largest = fmaxf(largest, x[j] < infinity() ? x[j] : -infinity());
+          largest = larger_finite(largest, x[j]);
         }
         const int top = __reduce_max_sync(0xffffffffu, ordered(ptx::max_nan(x[0], x[1])));
         if (lane_ == first + i) mine = top;
@@ -93,6 +132,7 @@ class RowScan {
     }
     return from_ordered(mine);
   }
+  CUTLASS_DEVICE static float larger_finite(float x, float y) { return y < infinity() ? fmaxf(x, y) : x; }
 
   // Floats as integers of the same order; NaN, positive as max.NaN makes it, above infinity.
   CUTLASS_DEVICE static int ordered(float x) { return flip(__float_as_int(x)); }
@@ -102,6 +142,7 @@ class RowScan {
   const Element* bias1_;  // of this row, or null
   int64_t stride_;
   int Lk_, lane_;
+  bool in_vectors_;
   bool sees_nothing_;  // or does not exist
 };
 

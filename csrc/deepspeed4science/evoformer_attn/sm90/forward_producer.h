@@ -3,7 +3,7 @@
 // have arrived.
 #pragma once
 
-#include "sm90/forward_config.h"
+#include "sm90/forward_bias1.h"
 
 namespace ds4s::sm90 {
 
@@ -76,45 +76,24 @@ struct ForwardProducer {
     }
   }
 
-  // One warp: bias1, whose rows begin anywhere, so that TMA would not take them. The next step's values are on their
-  // way while this one's wait for their place.
+  // One warp: bias1.
+  template <typename Bias1>  // Bias1Vectors, Bias1Elements
   CUTLASS_DEVICE static void run_bias1(Shared& shared, const ForwardArgs& args) {
-    constexpr int kPerLane = kKeys / 32;
-    int lane = threadIdx.x % 32;
+    const int lane = int(threadIdx.x) % 32;
     Turn turn;
     QTurn q_turn;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
-      Coordinates at = Config::locate(args, tile);
       const Mask* mask = begin_mask(shared, args, q_turn);
       Steps steps(mask, args.Lk);
       const int num_steps = steps.count();
-      const Element* row[kRows];
-      float value[kRows][kPerLane], shift[kRows];
-      CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        int n = at.row + r < args.N ? at.row + r : args.N - 1;
-        row[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
-        shift[r] = mask->shift[r];
-      }
-      auto load = [&](int key) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kRows * kPerLane; ++x) {
-          int k = key + x % kPerLane * 32 + lane;
-          value[x / kPerLane][x % kPerLane] =
-              k < args.Lk ? float(row[x / kPerLane][k * args.bias1_stride[2]]) : -infinity();
-        }
-      };
-      if (num_steps > 0) load(steps.next());
+      Bias1 bias1(args, Config::locate(args, tile), *mask, lane);
+      if (num_steps > 0) bias1.load(steps.next());
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 1; step <= num_steps; ++step, turn.advance()) {
         shared.k_empty[turn.stage].wait(turn.parity ^ 1);
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kRows * kPerLane; ++x) {
-          shared.bias1[turn.stage][x / kPerLane][x % kPerLane * 32 + lane] =
-              (value[x / kPerLane][x % kPerLane] - shift[x / kPerLane]) * args.f;
-        }
+        bias1.store(shared.bias1[turn.stage], args.f);
         shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
-        if (step < num_steps) load(steps.next());
+        if (step < num_steps) bias1.load(steps.next());
       }
       __syncwarp();
       if (lane == 0) end_mask(shared, mask, q_turn);

@@ -330,7 +330,10 @@ class Backward : BackwardHost {
     make_map<KeyTile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
     make_map<QueryTile>(maps.do_, tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv));
     args_.dbias2 = dbias2_parts_ < 0 ? p_.dbias2 : at<float>(dbias2_parts_);
-    args_.num_slices = int32_t(slices_), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
+    args_.by_key_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lk, Config::kBlockKeys)));
+    args_.by_query_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lq, Config::kBlockQueries * Pass::kCluster)));
+    args_.by_heads = cutlass::FastDivmod(int(p_.H)), args_.by_batches = cutlass::FastDivmod(int(p_.B));
+    args_.by_slices = cutlass::FastDivmod(int(slices_)), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
     start_persistent<bias_pass<Config>, Config, Pass::kCluster>(maps, args_.num_tiles * Pass::kCluster);
     if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, p_.B * p_.H * p_.Lq * p_.Lk);
   }

@@ -65,9 +65,14 @@ struct ForwardLaunch {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
+    constexpr int kVector = 16 / sizeof(Element);
+    args.bias1_in_vectors = p.bias1_stride[2] == 1 && p.bias1_stride[0] % kVector == 0 &&
+                            p.bias1_stride[1] % kVector == 0 && p.Lk % kVector == 0 &&
+                            reinterpret_cast<uintptr_t>(p.bias1) % 16 == 0;
     for (int d = 0; d < 2; ++d) args.row_mask_stride[d] = p.row_mask_stride[d];
     args.N = int32_t(p.N), args.H = int32_t(p.H), args.Lq = int32_t(p.Lq), args.Lk = int32_t(p.Lk);
-    args.num_query_blocks = int32_t(num_query_blocks(p)), args.num_row_groups = int32_t(num_row_groups(p));
+    args.by_query_blocks = cutlass::FastDivmod(int(num_query_blocks(p)));
+    args.by_heads = cutlass::FastDivmod(int(p.H)), args.by_row_groups = cutlass::FastDivmod(int(num_row_groups(p)));
     args.num_tiles = int32_t(num_tiles(p));
     args.bias2_H = bias2.view.size[2] > 1, args.bias2_B = bias2.view.size[4] > 1;
     args.q_factor = Config::kScalesQ ? std::exp2(std::floor(std::log2(p.scale))) : 1.f;
