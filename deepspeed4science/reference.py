@@ -34,7 +34,8 @@ def evoformer_attention(
             are the gradients.
 
     Returns:
-        `[*, Lq, H, Dv]`. A row whose scores are all `-inf` is 0, and so are its gradients.
+        `[*, Lq, H, Dv]`. A query whose scores are all `-inf` is 0 and adds 0 to all gradients,
+        whatever v and the gradient of the result hold there.
     """
     hidden = None if row_mask is None else ~row_mask[..., None, None, None]
     if hidden is not None:  # nothing that such a row holds reaches a gradient, NaN included
@@ -49,7 +50,8 @@ def evoformer_attention(
     no_visible_key = scores.amax(dim=-1, keepdim=True) == -math.inf
     weights = scores.masked_fill(no_visible_key, 0.0).softmax(dim=-1)
     weights = weights.masked_fill(no_visible_key, 0.0)
-    return torch.einsum("...hqk,...khd->...qhd", weights, v)
+    out = torch.einsum("...hqk,...khd->...qhd", weights, v)
+    return out.masked_fill(no_visible_key.transpose(-3, -2), 0.0)  # 0 times NaN is NaN
 
 
 def _shifted(bias1: Tensor) -> Tensor:

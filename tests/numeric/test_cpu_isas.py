@@ -12,6 +12,7 @@ from op_builder.errors import BuildError
 from op_builder.instantiations import CPU_ISAS
 from tests.numeric.cases import DTYPES, Case
 from tests.numeric.law import check
+from tests.numeric.test_unseen_queries import assert_zero_gradients, one_visible_key
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -43,6 +44,9 @@ def test_every_instruction_set_keeps_the_law(isa, dtype):
     masked.bias1[:, 1] = -math.inf
     masked.bias1[:, 2, ..., :64] = -math.inf
     check(masked)
+    single = Case("one-visible", N=3, Lq=70, Lk=150).inputs(dtype, "cpu")
+    one_visible_key(single)
+    assert_zero_gradients(single)
     used = {kernel.name for kernel in backends.BACKENDS[0]._kernels.values()}
     expected = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
     assert {name.rpartition("_")[2] for name in used} == {expected}

@@ -16,6 +16,7 @@
 #include "backward_scratch.h"
 #include "backward_worker.h"
 #include "engine.h"
+#include "few_scores.h"
 #include "parallel.h"
 
 namespace ds4s::cpu {
@@ -181,6 +182,7 @@ int backward(const BwdParams& p) {
     for (int64_t i = 0; p.dbias2 != nullptr && i < p.B * p.H * p.Lq * p.Lk; ++i) p.dbias2[i] = 0.0f;
     return 0;
   }
+  if (has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresBackward>(p);
 
   BackwardPlan plan(p, E::kQueries);
   const bool uneven = plan.wants_row_costs(p);

@@ -4,6 +4,7 @@
 #include "../params.h"
 #include "backward_scratch.h"
 #include "bias.h"
+#include "center.h"
 #include "engine.h"
 #include "gradient.h"
 #include "key_tiles.h"
@@ -140,6 +141,12 @@ class BackwardWorker {
                  int(p_.D));
     E::pack_left(s_.douts, s_.value_channels, at(p_.do_, p_.do_stride, b_, n_, q0, h_), p_.do_stride[2], rows,
                  E::kQueries, int(p_.Dv));
+    // A query that sees no key gives and gets nothing, whatever it and its dO hold.
+    for (int i = 0; i < rows; ++i) {
+      if (lse(q0)[i] != -kInfinity) continue;
+      zero_rows(s_.queries + int64_t(i) * s_.channels, 0, 1, s_.channels);
+      zero_rows(s_.douts + int64_t(i) * s_.value_channels, 0, 1, s_.value_channels);
+    }
     if constexpr (E::kPacksTransposedLeft) {
       E::transpose_left(s_.queries_t, s_.queries, s_.channels);
       E::transpose_left(s_.douts_t, s_.douts, s_.value_channels);
@@ -161,6 +168,7 @@ class BackwardWorker {
       first_pass(q0, rows, x);
     }
     rows_.finish(rows);
+    if (wants_dscores_) settle_rows<kPreciseExp<scalar_t>, E>(s_.scores, s_.dprobs, tiles_, rows, rows_);
     for (int x = 0; x < tiles_.num(); ++x) {
       if (p_.dq != nullptr) {
         prefetch_share<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D, x);
@@ -186,12 +194,15 @@ class BackwardWorker {
   }
 
   void multiply_scores(int rows, int tile) {
-    E::template multiply<false>(rows, tiles_[tile].count, int(p_.D), Left<Elem>{s_.queries, s_.channels, 1},
-                                keys_t(tile), E::kKeys, strip_tile(s_.scores, tile), E::kKeys);
+    E::template multiply_scores<kPreciseExp<scalar_t>>(rows, tiles_[tile].count, int(p_.D),
+                                                       Left<Elem>{s_.queries, s_.channels, 1}, keys_t(tile), E::kKeys,
+                                                       strip_tile(s_.scores, tile), E::kKeys);
   }
 
+  const float* lse(int64_t q0) const { return p_.lse + ((b_ * p_.N + n_) * p_.H + h_) * p_.Lq + q0; }
+
   void find_shifts(int64_t q0, int rows) {
-    const float* lse = p_.lse + ((b_ * p_.N + n_) * p_.H + h_) * p_.Lq + q0;
+    const float* const lse = this->lse(q0);
     bool large = false;
     for (int i = 0; i < rows; ++i) {
       // No visible key: exp(-inf - inf) = 0 everywhere in the row.

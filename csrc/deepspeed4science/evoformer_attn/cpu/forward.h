@@ -12,6 +12,7 @@
 #include "../params.h"
 #include "bias.h"
 #include "engine.h"
+#include "few_scores.h"
 #include "key_tiles.h"
 #include "parallel.h"
 #include "softmax.h"
@@ -101,7 +102,8 @@ class Forward {
     for (int x = 0; x < tiles_.num(); ++x) {
       const int count = tiles_[x].count;
       const Left<typename E::Elem> queries{s_.queries, s_.channels, 1};
-      E::template multiply<false>(rows, count, int(p_.D), queries, keys(x), E::kKeys, s_.scores, E::kKeys);
+      E::template multiply_scores<kPreciseExp<scalar_t>>(rows, count, int(p_.D), queries, keys(x), E::kKeys, s_.scores,
+                                                         E::kKeys);
 
       const BiasTile bias2 = bias2_tile(p_, b, h, q, tiles_[x].key, rows, count, s_.gather, E::kKeys);
       softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, rows, count, p_.scale, tiles_.bias1(x), bias2, state_);
@@ -181,6 +183,7 @@ int forward(const FwdParams& p) {
   if (const int status = E::prepare(); status != 0) return status;
 
   if (p.B * p.N * p.H == 0) return 0;
+  if (has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresForward>(p);
 
   // A task is as many queries as leave every thread four tasks; fewer than two blocks would pack K and V too often.
   const int64_t heads = p.B * p.H * p.N;

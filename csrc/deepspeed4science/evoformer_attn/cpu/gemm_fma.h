@@ -106,7 +106,7 @@ struct FmaEngine {
     }
   }
 
-  template <bool kAccumulate>
+  template <bool kAccumulate, int kMaxDepth = 128>
   static void multiply(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     multiply_piece<kAccumulate>(m, n, k < kMaxDepth ? k : kMaxDepth, a, b, ldb, c, ldc);
     for (int x = kMaxDepth; x < k; x += kMaxDepth) {
@@ -115,9 +115,14 @@ struct FmaEngine {
     }
   }
 
+  // Many short sums round less than a long one, and nothing counts like the scores: what is lost of a large one is the
+  // relative error of its weight. In pieces of 16 channels the error of O is 0.4 to 0.7 of that in pieces of 128.
+  template <bool kPrecise>
+  static void multiply_scores(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
+    multiply</*kAccumulate=*/false, /*kMaxDepth=*/kPrecise ? 16 : 128>(m, n, k, a, b, ldb, c, ldc);
+  }
+
  private:
-  // Many short sums round less than a long one.
-  static constexpr int kMaxDepth = 128;
 
   template <bool kAccumulate>
   static void multiply_piece(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {

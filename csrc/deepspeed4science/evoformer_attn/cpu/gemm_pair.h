@@ -112,6 +112,11 @@ struct PairEngine {
     Multiplier::template multiply<kAccumulate>(m, n, k, a, b, ldb, c, ldc);
   }
 
+  template <bool kPrecise>
+  static void multiply_scores(int m, int n, int k, Left<Elem> a, const Elem* b, int ldb, float* c, int ldc) {
+    multiply</*kAccumulate=*/false>(m, n, k, a, b, ldb, c, ldc);
+  }
+
  private:
   static __m256i load_words(const Elem* p, int count) {
     const __mmask16 mask = count >= 16 ? __mmask16(0xffff) : count > 0 ? __mmask16((1u << count) - 1) : 0;

@@ -7,7 +7,8 @@
 // Taking sum and delta from p itself costs three operations and makes the rows of dS sum to zero as well as eager's
 // do: delta = rowsum(dO * O) would inherit the rounding of O, and lse rounds P by up to half its own last place.
 // Any center gives the same dS; float32 takes rowsum(dO * O), so that where one key holds nearly all of P the
-// difference of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0.
+// difference of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0. Between the
+// passes center.h looks after rows that one key holds, and those without a visible one.
 #pragma once
 
 #include "bias.h"
@@ -34,10 +35,17 @@ struct GradientRows {
     for (int i = 0; i < kRows; ++i) center[i] = 0.0f;
   }
 
+  float sum(int i) const { return E::V::reduce_add(E::V::load(sums + i * kWidth)); }
+
+  // One key may hold more than half of the row: then its lane does.
+  bool may_be_led(int i, float sum) const {
+    return E::V::reduce_max(E::V::load(sums + i * kWidth)) > 0.5f * sum;
+  }
+
   void finish(int rows) {
     using V = typename E::V;
     for (int i = 0; i < rows; ++i) {
-      const float sum = V::reduce_add(V::load(sums + i * kWidth));
+      const float sum = this->sum(i);
       inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: no visible key
       delta[i] = V::reduce_add(V::load(dots + i * kWidth)) * inverse[i];
     }
@@ -69,16 +77,16 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
     Vec sum = V::load(state.sums + i * kWidth);
     Vec dot = V::load(state.dots + i * kWidth);
     for (int j = 0; j < whole; j += kWidth) {
-      Vec s = V::fma(V::load(row + j), scales, V::load(bias1 + j));
-      s = add_bias2<V, kKind>(s, bias2, bias_row + j);
+      const Vec biases = add_bias2<V, kKind>(V::load(bias1 + j), bias2, bias_row + j);
+      const Vec s = V::fma(V::load(row + j), scales, biases);
       const Vec p = exp<kPrecise, V>(V::sub(s, shift));
       V::store(row + j, p);
       sum = V::add(sum, p);
       if (dprobs != nullptr) dot = V::fma(p, centered<kPrecise, V>(dprobs_row + j, center), dot);
     }
     if (tail != 0) {
-      Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
-      s = add_bias2_first<V, kKind>(s, bias2, bias_row + whole, tail);
+      const Vec biases = add_bias2_first<V, kKind>(V::load(bias1 + whole), bias2, bias_row + whole, tail);
+      const Vec s = V::fma(V::load(row + whole), scales, biases);
       const Vec p = V::select(V::first(tail), exp<kPrecise, V>(V::sub(s, shift)), V::zero());
       V::store(row + whole, p);
       sum = V::add(sum, p);

@@ -77,14 +77,14 @@ inline void softmax_tile_kind(float* scores, int rows, int keys, float scale,
       const int64_t bias_row = (first + i) * bias2.row_stride;
       Vec most = V::set1(-kInfinity);
       for (int j = 0; j < whole; j += kWidth) {
-        Vec s = V::fma(V::load(row + j), scales, V::load(bias1 + j));
-        s = add_bias2<V, kKind>(s, bias2, bias_row + j);
+        const Vec biases = add_bias2<V, kKind>(V::load(bias1 + j), bias2, bias_row + j);
+        const Vec s = V::fma(V::load(row + j), scales, biases);
         V::store(row + j, s);
         most = V::max(most, s);
       }
       if (tail != 0) {
-        Vec s = V::fma(V::load(row + whole), scales, V::load(bias1 + whole));
-        s = add_bias2_first<V, kKind>(s, bias2, bias_row + whole, tail);
+        const Vec biases = add_bias2_first<V, kKind>(V::load(bias1 + whole), bias2, bias_row + whole, tail);
+        Vec s = V::fma(V::load(row + whole), scales, biases);
         s = V::select(V::first(tail), s, V::set1(-kInfinity));
         V::store(row + whole, s);
         most = V::max(most, s);

@@ -1,0 +1,89 @@
+// Queries of the backward that need care, between its two passes: one key holds nearly all of P, or none is visible.
+#pragma once
+
+#include <cstring>
+
+#include "gradient.h"
+#include "key_tiles.h"
+
+namespace ds4s::cpu {
+
+// One row of a block: its part of every tile of the strips of p and dP.
+template <typename E>
+class StripRow {
+  using V = typename E::V;
+  using Vec = typename V::Vec;
+
+ public:
+  StripRow(const float* probs, float* dprobs, const KeyTiles<E::kKeys>& tiles, int row)
+      : probs_(probs + row * E::kKeys), dprobs_(dprobs + row * E::kKeys), tiles_(tiles) {}
+
+  // dP of the key whose p is above `least`, 0 without one.
+  float dprob_of_key_above(float least) const {
+    for (int x = 0; x < tiles_.num(); ++x) {
+      const int64_t tile = at(x);
+      for (int j = 0; j < tiles_[x].count; ++j) {
+        if (probs_[tile + j] > least) return dprobs_[tile + j];
+      }
+    }
+    return 0.0f;
+  }
+
+  // sum of p (dP - center).
+  float dot(float center) const {
+    const Vec centers = V::set1(center);
+    Vec total = V::zero();
+    for (int x = 0; x < tiles_.num(); ++x) {
+      const int64_t tile = at(x);
+      int j = 0;
+      for (; j + V::kWidth <= tiles_[x].count; j += V::kWidth) {
+        total = V::fma(V::load(probs_ + tile + j), V::sub(V::load(dprobs_ + tile + j), centers), total);
+      }
+      if (const int left = tiles_[x].count - j; left > 0) {
+        const Vec difference = V::sub(V::load_first(dprobs_ + tile + j, left), centers);
+        total = V::fma(V::load_first(probs_ + tile + j, left), difference, total);
+      }
+    }
+    return V::reduce_add(total);
+  }
+
+  // 0 times a NaN or an infinity of dP would not be 0.
+  void clear_dprobs() {
+    for (int x = 0; x < tiles_.num(); ++x) std::memset(dprobs_ + at(x), 0, sizeof(float) * size_t(tiles_[x].count));
+  }
+
+ private:
+  static int64_t at(int tile) { return int64_t(tile) * E::kKeys * E::kQueries; }
+
+  const float* const probs_;
+  float* const dprobs_;
+  const KeyTiles<E::kKeys>& tiles_;
+};
+
+// The center of a row in which one key holds more than half of P becomes dP of that key, whose own difference is then
+// exactly 0: where it is the only visible key, so are all of dS. A query that sees no key gets dS = 0.
+template <bool kPrecise, typename E>
+inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows,
+                        GradientRows<E>& state) {
+  for (int i = 0; i < rows; ++i) {
+    StripRow<E> row(probs, dprobs, tiles, i);
+    const float sum = state.sum(i);
+    if (sum == 0.0f) {
+      row.clear_dprobs();
+      state.center[i] = state.delta[i] = 0.0f;
+      continue;
+    }
+    if (!state.may_be_led(i, sum)) continue;
+    const float center = row.dprob_of_key_above(0.5f * sum);
+    if (center == 0.0f || !(center - center == 0.0f)) continue;  // an infinity would spread to the whole row
+    const float delta = row.dot(center) * state.inverse[i];
+    if constexpr (kPrecise) {
+      state.center[i] = center;
+      state.delta[i] = delta;
+    } else {
+      state.delta[i] = center + delta;  // in one number: 16 bits need no center in the second pass
+    }
+  }
+}
+
+}  // namespace ds4s::cpu

@@ -1,0 +1,177 @@
+"""CONTRACT: a query whose keys are all -inf (by bias1, by bias2, by both together) is 0 and adds 0
+to every gradient, whatever padding holds; gradients that are exactly 0 are returned as 0.
+"""
+
+import math
+
+import pytest
+import torch
+
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric.cases import DEVICES, DTYPES, Case
+from tests.numeric.law import check, ours, run
+
+pytestmark = pytest.mark.usefixtures("seed")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+QUERIES = slice(20, 45)  # those that see nothing
+
+
+def by_bias1(inputs):
+    """All queries of the row n = 1."""
+    inputs.bias1[:, 1] = -math.inf
+    inputs.bias2 = None
+    inputs.needs = (True, True, True, True, False)
+    return (slice(None), 1)
+
+
+def by_bias2(inputs):
+    inputs.bias2[:, :, :, QUERIES] = -math.inf
+    return (slice(None), slice(None), QUERIES)
+
+
+def by_both(inputs):
+    """Neither hides all keys alone."""
+    half = inputs.bias1.shape[-1] // 2
+    inputs.bias1[:, 1, ..., :half] = -math.inf
+    inputs.bias2[:, :, :, QUERIES, half:] = -math.inf
+    return (slice(None), 1, QUERIES)
+
+
+def nan_in_do(inputs, unseen):
+    inputs.do[unseen] = math.nan
+
+
+def infinite_do(inputs, unseen):
+    inputs.do[unseen] = math.inf
+
+
+def overflow(inputs, unseen):
+    """dP = dO V^T is past the largest float."""
+    inputs.do[unseen] = torch.finfo(inputs.do.dtype).max / 2
+
+
+def nan_in_v(inputs, unseen):
+    """Only where nobody sees the row's values at all."""
+    inputs.v[:, 1] = math.nan
+
+
+def infinite_v(inputs, unseen):
+    inputs.v[:, 1] = math.inf
+
+
+HIDDEN = (by_bias1, by_bias2, by_both)
+POISONS = [(hide, poison) for hide in HIDDEN for poison in (nan_in_do, infinite_do, overflow)] + [
+    (by_bias1, nan_in_v),
+    (by_bias1, infinite_v),
+]
+
+
+def hidden_inputs(hide, poison, dtype, device, Lk=150):
+    inputs = Case("unseen", B=2, N=3, Lq=70, Lk=Lk, H=2, D=16).inputs(dtype, device)
+    inputs.do = torch.randn_like(inputs.q)
+    unseen = hide(inputs)
+    poison(inputs, unseen)
+    return inputs, unseen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_dtype
+@pytest.mark.parametrize(
+    ("hide", "poison"), POISONS, ids=lambda function: getattr(function, "__name__", None)
+)
+def test_unseen_queries_pass_nothing_on(hide, poison, dtype, device):
+    """All gradients keep the law and are finite; O and dq of those queries are 0."""
+    inputs, unseen = hidden_inputs(hide, poison, dtype, device)
+    o, dq, *others = check(inputs)
+    assert (o[unseen] == 0).all() and (dq[unseen] == 0).all()
+    assert all(x is None or x.isfinite().all() for x in (o, dq, *others))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_dtype
+def test_all_queries_of_a_head_see_nothing_in_values_that_are_nan(dtype, device):
+    """By bias2: its whole gradient is 0, and so is dV."""
+    inputs, _ = hidden_inputs(by_bias2, nan_in_do, dtype, device)
+    inputs.bias2[:, :, 1] = -math.inf
+    inputs.v[..., 1, :] = math.nan
+    o, dq, dk, dv, _, dbias2 = check(inputs)
+    for x in (o, dq, dk, dv):
+        assert (x[:, :, :, 1] == 0).all()
+    assert (dbias2[:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("Lk", [9, 150], ids=["few-keys", "many-keys"])
+def test_few_scores_are_as_sound(Lk):
+    """float32 has other code for them."""
+    for hide, poison in POISONS:
+        inputs, _ = hidden_inputs(hide, poison, torch.float32, "cpu", Lk)
+        inputs.bias1 = None if inputs.bias1 is None else inputs.bias1[:1]
+        few = [t if t is None else t[:1] for t in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
+        inputs.q, inputs.k, inputs.v, inputs.bias2 = few
+        inputs.do = inputs.do[:1]
+        assert all(x is None or x.isfinite().all() for x in check(inputs))
+
+
+def zero_times_nan(q, k, v, bias1, bias2):
+    """What the formula gives as it stands: weights of 0, and no selection."""
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k) / q.shape[-1] ** 0.5 + bias1 + bias2
+    unseen = scores.amax(-1, keepdim=True) == -math.inf
+    weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
+    return torch.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def test_weights_of_zero_alone_are_noticed():
+    inputs, _ = hidden_inputs(by_bias2, nan_in_do, torch.float32, "cpu")
+    check(inputs)
+    with pytest.raises(AssertionError, match="NaN or infinities"):
+        check(inputs, zero_times_nan)
+
+
+# Exact zeros
+
+
+def one_visible_key(inputs):
+    seen = torch.randint(inputs.bias1.shape[-1], (*inputs.bias1.shape[:-1], 1))
+    inputs.bias1.fill_(-math.inf).scatter_(-1, seen, 0.5)
+
+
+def one_key_far_above(inputs):
+    """The weights of the others are 0 in float32."""
+    one_visible_key(inputs)
+    inputs.bias1.clamp_(min=-1e4)
+
+
+def one_visible_key_by_bias2(inputs):
+    inputs.bias2.fill_(-math.inf)
+    inputs.bias2[..., 7] = 3.0
+
+
+ZEROS = (one_visible_key, one_key_far_above, one_visible_key_by_bias2)
+
+
+def assert_zero_gradients(inputs, function=ours):
+    _, dq, dk, _, dbias1, dbias2 = run(function, inputs)
+    for name, x in zip(("dq", "dk", "dbias1", "dbias2"), (dq, dk, dbias1, dbias2), strict=True):
+        assert not x.any(), f"{name}: {x.abs().max():.2g}, not 0"
+
+
+@each_dtype
+@pytest.mark.parametrize("hide", ZEROS, ids=lambda hide: hide.__name__)
+@pytest.mark.parametrize("lengths", [(9, 9), (70, 150), (130, 500)], ids=str)
+def test_one_visible_key_has_gradients_of_exactly_zero(lengths, hide, dtype):
+    """Adam makes full steps of any other number."""
+    Lq, Lk = lengths
+    inputs = Case("one", B=1, N=3, Lq=Lq, Lk=Lk, H=2, D=32).inputs(dtype, "cpu")
+    hide(inputs)
+    inputs.q = inputs.q * 3
+    assert_zero_gradients(inputs)
+    check(inputs)
+
+
+def test_gradients_that_are_nearly_zero_are_noticed():
+    inputs = Case("one", B=1, N=3, Lq=9, Lk=150, H=2, D=32).inputs(torch.float32, "cpu")
+    one_key_far_above(inputs)
+    inputs.bias1[..., 3] = inputs.bias1.amax()  # a second key
+
+    with pytest.raises(AssertionError, match="not 0"):
+        assert_zero_gradients(inputs, evoformer_attention)
