@@ -1,26 +1,15 @@
-"""Uninitialised outputs are NaN here, so that an element nobody writes is seen, and a workspace's
-bytes are all ones, which is NaN in every dtype: who reads before writing is seen too.
-"""
+"""What the numeric tests share."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """`torch.empty`, with which backends allocate, filled."""
     import torch
 
-    real_empty = torch.empty
+    from tests.numeric.poison import poisoning
 
-    def empty(*args, **kwargs):
-        tensor = real_empty(*args, **kwargs)
-        if tensor.is_floating_point() and not tensor.requires_grad:
-            tensor.fill_(torch.nan)
-        elif tensor.dtype == torch.uint8:
-            tensor.fill_(255)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
 
 
 @pytest.fixture

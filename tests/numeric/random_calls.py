@@ -1,0 +1,178 @@
+"""One random call of the op as a line of text: drawn, made into tensors, made smaller."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from tests.numeric.law import Inputs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASKS = {
+    "none": None,
+    "normal": None,
+    "inf": -torch.inf,  # a share of the keys
+    "1e9": -1e9,
+    "rows": -1e9,  # whole rows n, and a share of the keys of the others
+    "rows-inf": -torch.inf,
+    "one-key": -torch.inf,  # all but one
+}
+LAYOUTS = ("contiguous", "heads-first", "strided", "expanded")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is made of; the first of several choices is the plainest."""
+
+    seed: int
+    dtype: str = "fp32"
+    B: int = 1
+    N: int = 1
+    Lq: int = 1
+    Lk: int = 1
+    H: int = 1
+    D: int = 1
+    Dv: int = 1
+    spread: float = 1.0  # standard deviation of the scores, about
+    bias1: str = "none"  # one of MASKS
+    bias1_dtype: str = "same"
+    bias1_full: bool = True  # or one row for all b and n
+    bias2: str = "none"
+    bias2_dtype: str = "same"
+    bias2_full: bool = True  # or the same for all b
+    layout: str = "contiguous"  # one of LAYOUTS
+    do: str = "contiguous"  # one of LAYOUTS
+    row_mask: bool = False
+    needs: str = "11111"  # q, k, v, bias1, bias2
+
+    def __str__(self):
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @classmethod
+    def parse(cls, line):
+        kinds = {"int": int, "float": float, "str": str, "bool": lambda text: text == "True"}
+        types = {field.name: kinds[field.type.__name__] for field in fields(cls)}
+        pairs = (word.split("=", 1) for word in line.split())
+        return cls(**{name: types[name](value) for name, value in pairs})
+
+    def inputs(self, device="cpu"):
+        return _Maker(self, device).inputs()
+
+
+class _Maker:
+    def __init__(self, call, device):
+        self.call = call
+        self.dtype = DTYPES[call.dtype]
+        self.device = device
+        self.generator = torch.Generator().manual_seed(call.seed)
+
+    def inputs(self):
+        c = self.call
+        q = self._tensor(c.Lq, c.D, c.layout, c.spread)
+        k, v = self._tensor(c.Lk, c.D, c.layout), self._tensor(c.Lk, c.Dv, c.layout)
+        lead = (c.B, c.N) if c.bias1_full else (1, 1)
+        bias1 = self._bias(c.bias1, c.bias1_dtype, (*lead, 1, 1, c.Lk))
+        B = c.B if c.bias2_full else 1
+        bias2 = self._bias(c.bias2, c.bias2_dtype, (B, 1, c.H, c.Lq, c.Lk))
+        do = self._tensor(c.Lq, c.Dv, c.do)
+        row_mask = self._uniform(c.B, c.N) < 0.7 if c.row_mask else None
+        needs = tuple(flag == "1" for flag in c.needs)
+        return Inputs(q, k, v, bias1, bias2, do, needs, row_mask)
+
+    def _normal(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(self.device)
+
+    def _uniform(self, *shape):
+        return torch.rand(*shape, generator=self.generator).to(self.device)
+
+    def _tensor(self, length, channels, layout, factor=1.0):
+        c = self.call
+        x = (self._normal(c.B, c.N, length, c.H, channels) * factor).to(self.dtype)
+        if layout == "heads-first":
+            return x.transpose(2, 3).contiguous().transpose(2, 3)
+        if layout == "strided":
+            return x.repeat_interleave(2, dim=-1)[..., ::2]
+        if layout == "expanded":
+            return x[:, :1].expand_as(x)
+        return x
+
+    def _bias(self, kind, dtype, shape):
+        if kind == "none":
+            return None
+        bias = self._normal(*shape)
+        value = MASKS[kind]
+        if value is not None:
+            hidden = self._uniform(*shape) < 0.3
+            if kind.startswith("rows"):
+                hidden |= self._uniform(*shape[:-1], 1) < 0.5
+            if kind == "one-key":
+                seen = torch.randint(shape[-1], (*shape[:-1], 1), generator=self.generator)
+                hidden = torch.ones_like(hidden).scatter(-1, seen.to(self.device), False)
+            bias = bias.masked_fill(hidden, value)
+        dtype = self.dtype if dtype == "same" else DTYPES[dtype]
+        if dtype == torch.float16:
+            bias = torch.where(bias.isfinite(), bias.clamp(-6e4, 6e4), bias)
+        return bias.to(dtype)
+
+
+def draw(generator):
+    """A call by a `random.Random`: often tiny, since that is where rounding is least averaged."""
+    choose = generator.choice
+
+    def length():
+        return choose(
+            (generator.randint(1, 12), generator.randint(1, 70), generator.randint(1, 260))
+        )
+
+    D = choose((generator.randint(1, 16), generator.randint(1, 128), 32))
+    Lq, Lk = length(), length()
+    N = choose((1, 2, generator.randint(1, 9), generator.randint(1, 70)))
+    bias1, bias2 = choose(tuple(MASKS)), choose(("none", "normal", "normal", "inf"))
+    if MASKS[bias1] == -1e9 and bias2 == "inf":
+        bias2 = "normal"  # a query that sees nothing but keys of -1e9 has no digits, as in eager
+    call = Call(
+        seed=generator.randrange(2**31),
+        dtype=choose(tuple(DTYPES)),
+        B=choose((1, 1, 2, 3)),
+        N=N if Lq * Lk < 5000 else 2,
+        Lq=Lq,
+        Lk=choose((Lk, Lq)),
+        H=choose((1, 2, 4, 5)),
+        D=D,
+        Dv=choose((D, D, generator.randint(1, 64))),
+        spread=choose((1.0, 1.0, 3.0, 10.0)),
+        bias1=bias1,
+        bias1_dtype=choose(("same", *DTYPES)),
+        bias1_full=choose((True, True, False)),
+        bias2=bias2,
+        bias2_dtype=choose(("same", *DTYPES)),
+        bias2_full=choose((True, False)),
+        layout=choose(LAYOUTS),
+        do=choose(LAYOUTS),
+        row_mask=choose((False, False, True)),
+        needs=choose(("11111", "11111", "".join(choose("01") for _ in range(5)))),
+    )
+    return replace(call, spread=3.0) if _is_a_draw_of_roundings(call) else call
+
+
+def _is_a_draw_of_roundings(call):
+    """Where the law compares the roundings of a few large scores with others (docs/math.md)."""
+    scores = call.B * call.N * call.H * call.Lq * call.Lk
+    return call.dtype == "fp32" and call.spread > 3 and 4096 < scores < 65536
+
+
+def smaller(call):
+    """Calls that are one step plainer, the boldest steps first."""
+    plain = Call(seed=call.seed)
+    if call.Lq == call.Lk > 1:
+        for length in (1, call.Lq // 2, call.Lq - 1):
+            yield replace(call, Lq=length, Lk=length)
+    for field in fields(Call):
+        name, value = field.name, getattr(call, field.name)
+        least = getattr(plain, name)
+        if name in ("seed", "dtype") or value == least:
+            continue
+        yield replace(call, **{name: least})
+        if isinstance(value, int) and not isinstance(value, bool):
+            for candidate in (value // 2, value - 1):
+                if candidate > least:
+                    yield replace(call, **{name: candidate})

@@ -1,0 +1,82 @@
+"""Random calls keep the error law (fuzz.py); what it says of one that does not repeats it."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric import fuzz
+from tests.numeric.cases import DEVICES
+from tests.numeric.law import check
+from tests.numeric.random_calls import Call, draw, smaller
+
+pytestmark = pytest.mark.usefixtures("seed")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_calls_keep_the_law(device, session_seed):
+    done, call = fuzz.fuzz(60, session_seed, device)
+    assert call is None, fuzz.report(session_seed, call, device)
+    assert done > 50, f"{done} calls in a minute say little"
+
+
+def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None):
+    """Wrong where the pair bias is square and not symmetric."""
+    if bias2 is not None and bias2.shape[-1] == bias2.shape[-2]:
+        bias2 = bias2.transpose(-1, -2)
+    return evoformer_attention(q, k, v, bias1, bias2, row_mask=row_mask)
+
+
+def last_of_many_keys_forgotten(q, k, v, bias1, bias2, row_mask=None):
+    """Wrong from 33 keys on."""
+    last = torch.zeros(k.shape[2], dtype=torch.bool)
+    last[32:] = k.shape[2] > 32
+    bias1 = torch.zeros(1, 1, 1, 1, k.shape[2]) if bias1 is None else bias1
+    return evoformer_attention(
+        q, k, v, bias1.masked_fill(last, -torch.inf), bias2, row_mask=row_mask
+    )
+
+
+def compared(function):
+    return lambda inputs: check(inputs, function)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sizes"),
+    [
+        (transposed_pair_bias, {"Lq": 2, "Lk": 2, "bias1": "none"}),
+        (last_of_many_keys_forgotten, {"Lq": 1, "Lk": 33, "bias2": "none"}),
+    ],
+    ids=["transposed", "forgotten"],
+)
+def test_a_wrong_implementation_is_found_and_made_small(wrong, sizes, session_seed):
+    checked = compared(wrong)
+    _, call = fuzz.fuzz(60, session_seed, "cpu", checked)
+    assert call is not None
+    found = {name: getattr(call, name) for name in sizes}
+    assert found == sizes and call.B == call.N == call.H == call.D == 1
+    assert call.layout == call.do == "contiguous" and not call.row_mask
+    line = fuzz.report(session_seed, call, "cpu", checked)
+    again = Call.parse(re.search(r'--call "(.*)"', line)[1])
+    assert again == call and fuzz.failure(again, "cpu", checked)
+
+
+def test_a_call_is_the_same_whoever_reads_it():
+    for _ in range(50):
+        call = draw(random.Random())
+        assert Call.parse(str(call)) == call
+        assert all(step != call for step in smaller(call))
+        first, second = call.inputs(), call.inputs()
+        for a, b in zip(first.tensors(), second.tensors(), strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_command(capsys):
+    assert fuzz.main(["--seconds", "0.2", "--seed", "3"]) == 0
+    assert "seed 3: " in capsys.readouterr().out
+    assert fuzz.main(["--call", "seed=3 Lq=2 Lk=2"]) == 0
+    assert "keeps the law" in capsys.readouterr().out
+    assert fuzz.main(["--call", "seed=3 Lq=0"]) == 1
+    assert "at least 1" in capsys.readouterr().out
