@@ -31,9 +31,9 @@ struct BackwardArgs {
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_slots;
-  int32_t num_blocks;                // row pass: blocks of tiles per row n and head
-  int32_t num_row_groups;            // row pass: N in groups of kRows
-  int32_t num_tiles;                 // of the whole grid
+  int32_t num_blocks;      // row pass: blocks of tiles per row n and head
+  int32_t num_row_groups;  // row pass: N in groups of kRows
+  int32_t num_tiles;       // of the whole grid
   // Bias pass: its tiles, innermost first; slices are parts of N.
   cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) {
       shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
-      shared.mask_full[b].init(Config::kScanningWarps), shared.mask_empty[b].init(Config::kBias1 ? 2 : 1);
+      shared.mask_full[b].init(32 * Config::kScanningWarps), shared.mask_empty[b].init(Config::kBias1 ? 33 : 1);
     }
     for (int s = 0; s < Config::kStages; ++s) {
       shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);

@@ -84,26 +84,39 @@ class RowScan {
       largest = 0.f;
       return 0.f;
     }
-    return in_vectors_ ? read_vectors(key + lane_ * kStepKeys, largest) : read_elements(key, largest);
+    return in_vectors_ ? read_vectors(key, largest) : read_elements(key, largest);
   }
 
-  // A lane reads its step, 8 keys at a time; Lk is a multiple of 8.
+  // Four lanes read a step, eight steps at a time: what counts for a tile that sees nothing is how long it takes. Lk is
+  // a multiple of 8.
   CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
-    const Element* step = bias1_ + key;
-    uint32_t pairs = ptx::pack<Element>(-infinity(), -infinity());
-#pragma unroll 2
-    for (int k = 0; k < min(kStepKeys, Lk_ - key); k += 8) {
-      const uint4 x = __ldg(reinterpret_cast<const uint4*>(step + k));
-      pairs = max_nan_pairs<Element>(pairs, max_nan_pairs<Element>(max_nan_pairs<Element>(x.x, x.y),
-                                                                   max_nan_pairs<Element>(x.z, x.w)));
+    constexpr int kLanes = 4, kAtOnce = 32 / kLanes, kVectors = kStepKeys / kLanes / 8;
+    const uint32_t nothing = ptx::pack<Element>(-infinity(), -infinity());
+    uint32_t mine = nothing;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < 32 && key + first * kStepKeys < Lk_; first += kAtOnce) {
+      const int k = key + first * kStepKeys + lane_ * (kStepKeys / kLanes);
+      uint32_t pairs = nothing;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        if (k + 8 * i >= Lk_) continue;
+        const uint4 x = __ldg(reinterpret_cast<const uint4*>(bias1_ + k + 8 * i));
+        pairs = max_nan_pairs<Element>(
+            pairs, max_nan_pairs<Element>(max_nan_pairs<Element>(x.x, x.y), max_nan_pairs<Element>(x.z, x.w)));
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < kLanes; mask *= 2) pairs = max_nan_pairs<Element>(pairs, ptx::shfl_xor(pairs, mask));
+      pairs = __shfl_sync(0xffffffffu, pairs, lane_ % kAtOnce * kLanes);
+      if (lane_ / kAtOnce * kAtOnce == first) mine = pairs;
     }
-    const float2 pair = ptx::unpack<Element>(pairs);
+    const float2 pair = ptx::unpack<Element>(mine);
     const float top = ptx::max_nan(pair.x, pair.y);
     if (top < infinity()) {
       largest = fmaxf(largest, top);
     } else {
+      const int begin = key + lane_ * kStepKeys;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int k = 0; k < kStepKeys && key + k < Lk_; ++k) largest = larger_finite(largest, float(step[k]));
+      for (int k = begin; k < min(begin + kStepKeys, Lk_); ++k) largest = larger_finite(largest, float(bias1_[k]));
     }
     return top;
   }

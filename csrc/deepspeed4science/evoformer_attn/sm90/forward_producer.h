@@ -95,8 +95,7 @@ struct ForwardProducer {
         shared.k_full[turn.stage].arrive();  // every lane for what it wrote itself
         if (step < num_steps) bias1.load(steps.next());
       }
-      __syncwarp();
-      if (lane == 0) end_mask(shared, mask, q_turn);
+      end_mask(shared, mask, q_turn);  // every lane for what it read itself
     }
   }
 
@@ -110,8 +109,7 @@ struct ForwardProducer {
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
         RowScan<Element, Config::kBias1>(args, at.batch, at.row + r).run(shared.mask[turn.stage], r);
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.mask_full[turn.stage].arrive();
+      shared.mask_full[turn.stage].arrive();
     }
   }
 
