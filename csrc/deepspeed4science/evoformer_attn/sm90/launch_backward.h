@@ -320,8 +320,10 @@ class Backward : BackwardHost {
     if (kKeys && p_.dv) make_map<Owned>(maps.result_second, tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv));
 
     args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
-    args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
-    args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
+    const int row_groups = int(ceil_div(p_.N, Config::kRows));
+    args_.by_blocks = cutlass::FastDivmod(args_.num_blocks), args_.by_heads = cutlass::FastDivmod(int(p_.H));
+    args_.by_row_groups = cutlass::FastDivmod(row_groups);
+    args_.num_tiles = int32_t(args_.num_blocks * p_.H * row_groups * p_.B);
     if constexpr (Config::kRing) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
     start_persistent<row_pass<Config>, Config, Config::kSplit>(
         maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kSplit : args_.num_tiles);

@@ -41,7 +41,7 @@ struct RingDq {
   }
 
   // The (b, n, h) of a tile, and where a slot is.
-  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
+  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return args.by_blocks.div(tile); }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int slot) {
     return args.dq_slots + int64_t(slot) * num_parts(args) * kPart;
   }
@@ -149,7 +149,7 @@ struct RingDq {
       int* progress = args.dq_progress + pair_of(args, tiles.tile);
       if (lane == 0) wait_for(progress, args.num_blocks);
       __syncwarp();
-      write(args, shared, address_of(args, slot), dq, at, tiles.tile % args.num_blocks, lane);
+      write(args, shared, address_of(args, slot), dq, at, args.by_blocks.rem(tiles.tile), lane);
       __syncwarp();
       if (lane == 0) {
         __threadfence();

@@ -92,13 +92,8 @@ struct RowPassProducer {
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
-      const int num_steps = Config::visible(args, at).num_steps;
+      const typename Config::Visible visible = Config::visible(args, at);
       auto steps = Config::steps(args, at);
-      if (num_steps == 0) {
-        shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
-        shared.owned_full[owned_turn.stage].arrive();
-        continue;
-      }
       struct {
         float2 of_query[kKeys ? kPerLane : 1];
         uint32_t of_key[kKeys ? 1 : kPerLane];
@@ -113,8 +108,9 @@ struct RowPassProducer {
           }
         }
       };
-      int column = steps.next();
-      load(column);
+      // Of keys all at once, what is visible and, needed or not, what is read of it: each takes as long as the other.
+      int column = 0;
+      if (kKeys || visible.num_steps > 0) column = steps.next(), load(column);
       uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
       float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
       CUTLASS_PRAGMA_UNROLL
@@ -127,6 +123,10 @@ struct RowPassProducer {
         }
       }
       shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      if (visible.num_steps == 0) {
+        shared.owned_full[owned_turn.stage].arrive();
+        continue;
+      }
       int buffer = owned_turn.stage;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kTiles * kOwned / 32; ++i) {
@@ -144,7 +144,7 @@ struct RowPassProducer {
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
-      for (int step = 1; step <= num_steps; ++step, turn.advance()) {
+      for (int step = 1; step <= visible.num_steps; ++step, turn.advance()) {
         shared.empty[turn.stage].wait(turn.parity ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
@@ -160,7 +160,7 @@ struct RowPassProducer {
         }
         if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
         shared.full[turn.stage].arrive();
-        if (step == num_steps) continue;
+        if (step == visible.num_steps) continue;
         column = steps.next();
         load(column);
       }
