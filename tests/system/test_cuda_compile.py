@@ -36,9 +36,9 @@ class Unit:
 
 
 # Hopper's loading warps keep 32 registers; what they do not need for every step goes to local
-# memory: of the forward what two warps know of a tile while they read its masks, of the bias pass most,
-# where a thread brings tiles of four tensors, and warps the statistics of 256 rows and columns with 32
-# registers each. The computing warps must have none of it (`consumers_that_spill`).
+# memory: of the forward what two warps know of a tile while they read its masks, of the bias pass
+# most, where a thread brings tiles of four tensors, and warps the statistics of 256 rows and
+# columns with 32 registers each. The computing warps must have none of it (`consumers_that_spill`).
 PRODUCER_SPILL_BYTES = {"fwd": 192, "bwd": 384}
 
 
