@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from deepspeed4science.report import SoftwareRow
@@ -25,7 +24,6 @@ def rows(probes: Probes) -> tuple[SoftwareRow, ...]:
         "host compiler": _host_compiler,
         "ninja": _ninja,
         "CUTLASS": _cutlass,
-        "py-cpuinfo": _py_cpuinfo,
     }
     return tuple(
         probes.ask(name, partial(find, probes), SoftwareRow(name, False, reason="see the warnings"))
@@ -122,15 +120,3 @@ def _warn_passed_over(name: str, found: Tool | Cutlass, probes: Probes) -> None:
     for place in found.passed_over:
         if found.ok:
             probes.warn(f"{name}: passed over {place}")
-
-
-def _py_cpuinfo(_probes: Probes) -> SoftwareRow:
-    try:
-        return SoftwareRow("py-cpuinfo", True, metadata.version("py-cpuinfo"))
-    except metadata.PackageNotFoundError:
-        return SoftwareRow(
-            "py-cpuinfo",
-            False,
-            reason="it is not installed; the system's own list of the processor's features serves",
-            remedy="pip install py-cpuinfo",
-        )

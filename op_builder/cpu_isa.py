@@ -3,11 +3,11 @@
     isa = cpu_isa.best("bf16")          # "amx", "avx512", "avx2" or "portable"
     flags = cpu_isa.flags(isa)          # ("-mavx512f", ...)
 
-py-cpuinfo says what the processor has. On Linux only what /proc/cpuinfo lists as well is believed,
-since the kernel strikes out what it does not save and restore (XCR0). A set counts after the host
-compiler has compiled and assembled a source that uses its instructions; without a compiler, an
-existing kernel can still be chosen by the processor alone. py-cpuinfo takes about a second and a
-test compile a third of one: both answers are kept on disk.
+The processor has what Linux lists in /proc/cpuinfo, where the kernel strikes out what it does not
+save and restore (XCR0); on other systems py-cpuinfo is asked. A set counts after the host compiler
+has compiled and assembled a source that uses its instructions; without a compiler, an existing
+kernel can still be chosen by the processor alone. A test compile takes a third of a second: the
+answer is kept on disk.
 """
 
 from __future__ import annotations
@@ -197,43 +197,44 @@ def _amx_refusal() -> str:
 
 @functools.lru_cache(maxsize=1)
 def processor() -> Processor:
-    """What py-cpuinfo and the system say of the processor; never raises."""
+    """What the system says of the processor; never raises, and runs no program on Linux."""
+    if not sys.platform.startswith("linux"):
+        return _ask_py_cpuinfo()
     listed = _first_block()
-    key = "\n".join(f"{name}: {listed[name]}" for name in sorted(listed))
-    source = "py-cpuinfo"
+    source = str(PROC_CPUINFO)
+    if not listed:
+        source += " cannot be read, so no vector instructions are assumed"
+    return Processor(
+        _machine(), listed.get("model name", ""), _names(listed.get("flags", "")), source
+    )
+
+
+def _ask_py_cpuinfo() -> Processor:
     try:
-        said = memo.remember("cpu-1", f"{platform.platform()}\n{key}", _ask_py_cpuinfo)
-        machine, brand, features = said["machine"], said["brand"], frozenset(said["features"])
+        import cpuinfo  # type: ignore[import-untyped]  # takes a second: not at module import
+
+        said = cpuinfo.get_cpu_info()
+        features = _names(" ".join(said.get("flags", [])))
+        return Processor(str(said["arch"]), str(said.get("brand_raw", "")), features, "py-cpuinfo")
     except Exception as error:  # what it does not know it answers with a bare Exception
-        source = f"{PROC_CPUINFO} alone ({type(error).__name__} from py-cpuinfo: {error})"
-        machine = platform.machine().upper().replace("AMD64", "X86_64")
-        brand, features = listed.get("model name", ""), _names(listed.get("flags", ""))
-    if "flags" in listed:
-        features &= _names(listed["flags"])
-    elif sys.platform.startswith("linux") and machine == "X86_64":
-        features = frozenset()
-        source += f"; {PROC_CPUINFO} cannot be read, so no vector instructions are assumed"
-    return Processor(machine, brand, features, source)
+        source = f"no vector instructions are assumed ({type(error).__name__}: {error})"
+        return Processor(_machine(), "", frozenset(), source)
 
 
-def _ask_py_cpuinfo() -> dict[str, object]:
-    import cpuinfo  # type: ignore[import-untyped]  # takes a second: not at module import
-
-    said = cpuinfo.get_cpu_info()
-    return {
-        "machine": str(said["arch"]),
-        "brand": str(said.get("brand_raw", "")),
-        "features": sorted(_names(" ".join(said.get("flags", [])))),
-    }
+def _machine() -> str:
+    """As py-cpuinfo names it."""
+    name = platform.machine().lower()
+    known = {"x86_64": "X86_64", "amd64": "X86_64", "aarch64": "ARM_8", "ppc64le": "PPC_64"}
+    return known.get(name, name.upper())
 
 
 def _names(text: str) -> frozenset[str]:
-    """py-cpuinfo writes some features both as avx512_bf16 and as avx512bf16."""
+    """Some write avx512_bf16, some avx512bf16."""
     return frozenset(name.replace("_", "").lower() for name in text.split())
 
 
 def _first_block() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo, less what changes with the moment or the core."""
+    """The first processor of /proc/cpuinfo."""
     block: dict[str, str] = {}
     try:
         with PROC_CPUINFO.open(errors="replace") as stream:
@@ -244,6 +245,4 @@ def _first_block() -> dict[str, str]:
                 block[name.strip()] = value.strip()
     except OSError:
         return {}
-    for changing in ("cpu MHz", "bogomips", "processor", "core id", "apicid", "initial apicid"):
-        block.pop(changing, None)
     return block

@@ -244,7 +244,6 @@ report(first=first, again=time.process_time() - start, **answers)
 
 def test_no_name_of_this_machine_in_a_real_unit(tmp_path):
     """The kernels themselves: compiled in two places, the same bytes under the same key."""
-    pytest.importorskip("cpuinfo")
     script = """
 import sys
 from op_builder import EvoformerAttnCPUBuilder

@@ -55,7 +55,7 @@ def index(tmp_path_factory):
         pins = [f"cuda-toolkit[cudart,nvrtc]=={toolkit}", "cuda-bindings<14,>=13.0.3"]
         stub(folder, "torch", version, *(pins if toolkit else ["cuda-bindings==12.9.4"]))
     stub(folder, "nvidia-cutlass", "4.2.0.0", "cuda-python")
-    for name in ("ninja", "packaging", "py-cpuinfo"):
+    for name in ("ninja",):
         stub(folder, name, "99.0")
     return folder
 

@@ -68,7 +68,7 @@ class Machine:
 
     folder: Path
     torch: str | None = FAKE_TORCH.format(version="2.13.0+cpu", cuda=None, gpus=[])
-    packages: tuple[str, ...] = ("ninja", "cpuinfo", "cutlass_library")
+    packages: tuple[str, ...] = ("ninja", "cutlass_library")
     programs: tuple[str, ...] = ("g++", "as", "ld")
     variables: dict[str, str] = field(default_factory=dict)
     prelude: str = ""
@@ -122,15 +122,6 @@ class Machine:
         if "ninja" in self.packages:
             fakes.file(site / "ninja" / "__init__.py")
             fakes.program(site / "ninja" / "data" / "bin" / "ninja", "#!/bin/sh\necho 1.13.2\n")
-        if "cpuinfo" in self.packages:
-            text = (
-                "def get_cpu_info():\n    return {'arch': 'X86_64', 'brand_raw': 'A', 'flags': []}"
-            )
-            fakes.file(site / "cpuinfo.py", text)
-            fakes.file(
-                site / "py_cpuinfo-9.0.0.dist-info" / "METADATA",
-                "Metadata-Version: 2.1\nName: py-cpuinfo\nVersion: 9.0.0\n",
-            )
         if "cutlass_library" in self.packages:
             fakes.file(site / "cutlass_library" / "__init__.py")
             fakes.cutlass(site / "cutlass_library" / "source" / "include")
@@ -214,7 +205,7 @@ def test_a_compiler_named_in_cxx_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_no_ninja(tmp_path: Path) -> None:
-    seen = report(Machine(tmp_path, packages=("cpuinfo",)))
+    seen = report(Machine(tmp_path, packages=()))
     assert (seen.code, seen.op()["state"]) == (1, "not")
     assert (seen.op()["reason"], seen.op()["remedy"]) == (
         "ninja: ninja was not found",
@@ -223,15 +214,9 @@ def test_no_ninja(tmp_path: Path) -> None:
 
 
 def test_no_cutlass_does_not_concern_the_cpu(tmp_path: Path) -> None:
-    seen = report(Machine(tmp_path, packages=("ninja", "cpuinfo")))
-    assert seen.code == 0
-    assert "pip install --no-deps nvidia-cutlass" in seen.software("CUTLASS")["remedy"]
-
-
-def test_no_py_cpuinfo(tmp_path: Path) -> None:
     seen = report(Machine(tmp_path, packages=("ninja",)))
     assert seen.code == 0
-    assert seen.software("py-cpuinfo")["remedy"] == "pip install py-cpuinfo"
+    assert "pip install --no-deps nvidia-cutlass" in seen.software("CUTLASS")["remedy"]
 
 
 def test_no_torch(tmp_path: Path) -> None:

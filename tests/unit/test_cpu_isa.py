@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,51 +232,69 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
 INTEL = {"arch": "X86_64", "brand_raw": "Intel", "flags": AMX.split()}
 
 
-def test_what_the_system_strikes_out_is_not_believed(
+def test_linux_lists_what_it_saves_for_us(
     py_cpuinfo: Callable[[object], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """py-cpuinfo asks the processor itself, which still has what the system does not save for
-    us."""
+    """py-cpuinfo may ask the processor itself, which still has what the system strikes out."""
     py_cpuinfo(INTEL)
     proc(tmp_path, monkeypatch, AVX2 + " sse4_2")
     found = cpu_isa.processor()
-    assert found.features == {"fma", "f16c", "avx2"}
-    assert found.source == "py-cpuinfo"
-    assert found.brand == "Intel"
-
-
-@pytest.mark.parametrize(
-    "answer", [ImportError("No module"), Exception("unknown arch"), {"no": "arch"}]
-)
-def test_without_py_cpuinfo_the_systems_list_serves(
-    answer: object,
-    py_cpuinfo: Callable[[object], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    py_cpuinfo(answer)
-    proc(tmp_path, monkeypatch, BF16)
-    found = cpu_isa.processor()
-    assert "avx512bf16" in found.features
+    assert found.features == {"fma", "f16c", "avx2", "sse42"}
     assert found.brand == "Some Processor"
-    assert "py-cpuinfo" in found.source
-    assert "alone" in found.source
 
 
-def test_without_either_no_vector_instruction_is_assumed(
+def test_no_program_is_asked_and_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where PATH holds none, the answer is the same; a poorer one would spoil later processes."""
+    with_programs = cpu_isa.processor()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was run"))
+    cpu_isa.processor.cache_clear()
+    assert cpu_isa.processor() == with_programs
+    assert not (tmp_path / "cache").exists()
+
+
+def test_linux_that_lists_nothing_is_believed_to_have_no_vector_instruction(
     py_cpuinfo: Callable[[object], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     py_cpuinfo(INTEL)
     monkeypatch.setattr(cpu_isa, "PROC_CPUINFO", tmp_path / "missing")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert cpu_isa.processor().features == frozenset()
+    found = cpu_isa.processor()
+    assert found.features == frozenset()
+    assert "no vector instructions are assumed" in found.source
+
+
+def test_other_systems_are_asked_by_py_cpuinfo(
+    py_cpuinfo: Callable[[object], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    py_cpuinfo(INTEL)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    found = cpu_isa.processor()
+    assert "amxtile" in found.features
+    assert (found.machine, found.brand, found.source) == ("X86_64", "Intel", "py-cpuinfo")
+
+
+@pytest.mark.parametrize(
+    "answer", [ImportError("No module"), Exception("unknown arch"), {"no": "arch"}]
+)
+def test_without_py_cpuinfo_no_vector_instruction_is_assumed(
+    answer: object,
+    py_cpuinfo: Callable[[object], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    py_cpuinfo(answer)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    found = cpu_isa.processor()
+    assert found.features == frozenset()
+    assert "no vector instructions are assumed" in found.source
 
 
 def test_another_processor_in_the_same_home_is_asked_anew(
-    py_cpuinfo: Callable[[object], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for flags in (AVX2, AMX):
-        py_cpuinfo({**INTEL, "flags": flags.split()})
         proc(tmp_path, monkeypatch, flags)
         cpu_isa.processor.cache_clear()
         assert ("amxtile" in cpu_isa.processor().features) == (flags == AMX)

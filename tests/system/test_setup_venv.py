@@ -1,0 +1,128 @@
+"""scripts/setup-venv: what it installs for whom, and what a person sees meanwhile.
+
+Python and pip are shell scripts that write down what they are asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import fakes
+
+from .toys import REPOSITORY
+
+PYTHON = """\
+#!/bin/sh
+case "$*" in
+  --version) echo Python 3.12.1 ;;
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip install "*) echo "$*" >> {log}; {during} ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    folder = tmp_path / "clone"
+    for name in ("scripts/setup-venv", "pyproject.toml", "setup.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name)
+    for name in ("requirements-demo.txt", "requirements-dev.txt"):
+        shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
+def set_up(clone, purpose, during=":"):
+    """Its outcome, and what pip was asked for in this run."""
+    log = clone / "pip.log"
+    log.unlink(missing_ok=True)
+    fakes.program(clone / "bin" / "python3", PYTHON.format(log=log, during=during))
+    done = subprocess.run(
+        [str(clone / "scripts" / "setup-venv"), purpose],
+        env=dict(os.environ) | {"PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    return done, log.read_text() if log.exists() else ""
+
+
+def test_the_demo_gets_what_it_imports(clone):
+    done, asked = set_up(clone, "demo")
+    assert done.returncode == 0, done.stderr
+    assert "torch==" in asked and "requirements-demo.txt" in asked and "--editable ." in asked
+    assert not re.search("requirements-dev|nvidia|cutlass|pytest|ruff|mypy", asked)
+    again, asked = set_up(clone, "demo")
+    assert (again.returncode, again.stderr, asked) == (0, "", "")
+
+
+def test_tests_get_more_on_top(clone):
+    set_up(clone, "demo")
+    done, asked = set_up(clone, "test")
+    assert done.returncode == 0, done.stderr
+    assert "requirements-dev.txt" in asked and "nvidia-cutlass" in asked
+    assert "torch==" not in asked, "the demo's are there"
+    assert set_up(clone, "test")[1] == set_up(clone, "demo")[1] == ""
+
+
+def test_a_change_installs_again_what_it_concerns(clone):
+    set_up(clone, "test")
+    (clone / "setup.py").write_text("# changed\n")
+    _, asked = set_up(clone, "test")
+    assert asked.count("\n") == 1 and "--editable ." in asked
+    (clone / "requirements-demo.txt").write_text("torch==2.99.0\n")
+    _, asked = set_up(clone, "demo")
+    assert "torch==2.99.0" in asked and "--editable ." in asked
+
+
+def test_a_failure_is_shown_and_not_taken_for_done(clone):
+    during = 'case "$*" in *torch==*) echo no room left; exit 1;; esac'
+    done, _ = set_up(clone, "demo", during)
+    assert done.returncode == 1
+    assert "PyTorch" in done.stderr and "no room left" in done.stderr
+    assert "torch==" in set_up(clone, "demo")[1]
+
+
+def test_it_never_looks_like_a_hang(clone):
+    """Something new is seen every few seconds while pip works in silence."""
+    fakes.program(clone / "bin" / "python3", PYTHON.format(log="/dev/null", during="sleep 5"))
+    process = subprocess.Popen(
+        [str(clone / "scripts" / "setup-venv"), "demo"],
+        env=dict(os.environ) | {"PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+    )
+    longest, before = 0.0, time.monotonic()
+    while os.read(process.stderr.fileno(), 1000):
+        now = time.monotonic()
+        longest, before = max(longest, now - before), now
+    assert process.wait() == 0
+    process.stderr.close()
+    assert longest < 4
+
+
+IMPORTED = {"torch": "torch", "PIL": "pillow", "ninja": "ninja"}
+
+
+def test_what_the_package_imports_is_what_the_demo_gets(clone):
+    """Each package that our code imports, and ninja, which it runs; numpy is for PyTorch."""
+    modules = set()
+    for folder in ("op_builder", "deepspeed4science"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    modules |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    modules.add(str(node.module).partition(".")[0])
+    ours = {"op_builder", "deepspeed4science", "cpuinfo"}  # cpuinfo: not on Linux
+    needed = modules - ours - set(sys.stdlib_module_names) | {"ninja"}
+    assert needed == set(IMPORTED)
+    lines = (clone / "requirements-demo.txt").read_text().splitlines()
+    names = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    assert names - {"numpy", "setuptools", "wheel"} == set(IMPORTED.values())
