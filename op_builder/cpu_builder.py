@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import cpu_isa, paths, toolchain
+from . import cpu_isa, env, paths, toolchain
 from .builder import Obstacle, OpBuilder
 from .errors import BuildError
 from .instantiations import CpuKernel
@@ -66,7 +66,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
                 flags=(*self.cxx_args(), *self.isa_args(kernel.isa)),
                 include_dirs=(paths.csrc_root(),),
                 link_flags=tuple(self.extra_ldflags()),
-                identity=(("compiler", compiler.identity),),
+                identity=(("compiler", compiler.identity), *env.settings_of_compilers()),
                 problem=""
                 if compiler.ok
                 else f"{compiler.name}: {compiler.reason}; {compiler.remedy}",

@@ -148,7 +148,8 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         return ""
     source = PROBES[level]
     command = [str(compiler.path), "-std=c++17", "-O1", *_FLAGS[level], "-x", "c++", "-c", "-"]
-    key = "\n".join([memo.file_stamp(compiler.path), *command, source])
+    stamp = memo.file_stamp(compiler.path)
+    key = "\n".join([stamp, env.settings_line(), *command, source])
 
     def attempt() -> str:
         with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:

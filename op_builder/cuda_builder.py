@@ -204,7 +204,6 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         ]
         if not headers.ok:
             lacks.append(f"CUTLASS: {headers.reason}; {headers.remedy}")
-        nvcc_flags = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
         return CompileJob(
             name=kernel.name,
             source=kernel.source(),
@@ -219,7 +218,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             identity=(
                 ("compiler", compiler.identity),
                 ("host compiler", host.identity),
-                *((name, env.text(name) or "") for name in nvcc_flags),
+                *env.settings_of_compilers(),
             ),
             local_flags=nvcc.local_flags(compiler, host) if host.ok else (),
             problem="; ".join(lacks),

@@ -24,6 +24,19 @@ class Variable:
     of_the_system: bool = False  # every system sets it, and not for us: not in README's table
 
 
+# What compilers and linkers read by themselves and what then comes out otherwise. C_INCLUDE_PATH is
+# for C alone.
+_OF_COMPILERS = (
+    ("NVCC_PREPEND_FLAGS", "flags nvcc reads by itself"),
+    ("NVCC_APPEND_FLAGS", "flags nvcc reads by itself"),
+    ("CPATH", "folders of headers that compilers search before their own"),
+    ("CPLUS_INCLUDE_PATH", "folders of headers that compilers search before their own"),
+    ("LIBRARY_PATH", "folders of libraries that compilers link"),
+    ("LD_RUN_PATH", "folders that the linker writes into libraries"),
+    ("COMPILER_PATH", "folders of the compiler's own programs"),
+    ("GCC_EXEC_PREFIX", "folder of the compiler's own programs"),
+)
+
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "CUTLASS_PATH",
@@ -91,8 +104,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("CUDA_HOME", "CUDA toolkit to use", "`CUDA_PATH`, then what can be found"),
     Variable("CUDA_PATH", "CUDA toolkit to use when `CUDA_HOME` is unset", "unset"),
-    Variable("NVCC_PREPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
-    Variable("NVCC_APPEND_FLAGS", "flags nvcc reads by itself; part of the cache key", "unset"),
+    *(Variable(name, f"{what}; part of the cache key", "unset") for name, what in _OF_COMPILERS),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
     Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
     Variable(
@@ -182,6 +194,16 @@ def folders(name: str) -> tuple[str, ...]:
     """The parts of a `:`-separated list of folders, `~` expanded; empty parts are dropped."""
     value = text(name) or ""
     return tuple(os.path.expanduser(part.strip()) for part in value.split(":") if part.strip())
+
+
+def settings_of_compilers() -> tuple[tuple[str, str], ...]:
+    """(name, value) of what compilers read by themselves, where it is set: for the cache key."""
+    return tuple((name, value) for name, _ in _OF_COMPILERS if (value := text(name)))
+
+
+def settings_line() -> str:
+    """The same for a memo's key: a compiler's answer under other settings may be another."""
+    return " ".join(map("=".join, settings_of_compilers()))
 
 
 def for_compiler() -> dict[str, str]:

@@ -91,9 +91,8 @@ def _examine_compiler(candidate: Candidate) -> Tool:
     path = candidate.path
     name, where = "host compiler", candidate.where
     try:
-        identity: str = memo.remember(
-            "compiler-2", memo.file_stamp(path), lambda: _try_compiler(str(path))
-        )
+        key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
+        identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
     except UnfitError as unfit:
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=_INSTALL_COMPILER)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
@@ -110,9 +109,9 @@ def _try_compiler(path: str) -> str:
         problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
         if not problem and not os.path.isfile(Path(folder) / "smoke.so"):
             problem = f"{path} says it compiled a C++ source but wrote nothing"
-    if problem:
+    machine = run([path, "-dumpmachine"])
+    if problem := problem or machine.problem:
         raise UnfitError(problem)
-    machine = run([path, "-dumpmachine"]).output.strip()
     # gcc begins with the name it was called by: c++ and g++ are one compiler and share a cache key.
     line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
-    return f"{line} {machine}".strip()
+    return f"{line} {machine.output.strip()}"

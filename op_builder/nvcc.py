@@ -115,10 +115,16 @@ def targets(nvcc: Tool) -> Targets:
     path = str(nvcc.path)
 
     def ask() -> list[list[str]]:
-        lists = [run([path, flag]).output for flag in ("--list-gpu-code", "--list-gpu-arch")]
-        return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in lists]
+        answers = [run([path, flag]) for flag in ("--list-gpu-code", "--list-gpu-arch")]
+        if problem := answers[0].problem or answers[1].problem:
+            raise UnfitError(problem)
+        texts = (answer.output for answer in answers)
+        return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in texts]
 
-    real, virtual = memo.remember("nvcc-targets-1", memo.file_stamp(path), ask)
+    try:
+        real, virtual = memo.remember("nvcc-targets-1", memo.file_stamp(path), ask)
+    except UnfitError:
+        return Targets()
     suffixed = [name for name in _suffixed(real, two(nvcc.version)) if name not in real]
     return Targets((*real, *suffixed), tuple(virtual))
 
@@ -194,7 +200,10 @@ def _examine(candidate: Candidate) -> Tool:
     try:
         if _is_script(path):
             path = _behind(path, memo.file_stamp(path))
-        said = memo.remember("nvcc-1", memo.file_stamp(path), lambda: _ask(str(path)))
+        stamp = memo.file_stamp(path)
+        said = memo.known("nvcc-1", stamp) or _ask(str(path))
+        if said["top"]:  # without it the answer is a poorer one, of a machine that lacks something
+            memo.remember("nvcc-1", stamp, lambda: said)
         version: str = said["version"]
         if two(version) < OLDEST:
             oldest = ".".join(map(str, OLDEST))

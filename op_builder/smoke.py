@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import memo, paths
+from . import env, memo, paths
 from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
 from .tool import Tool, run
 
@@ -52,7 +52,8 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
     runtime = (cudart_folder(nvcc) or nvcc.root) / "libcudart_static.a"
     files = (nvcc.path, *(nvcc.root / name for name in _PROGRAMS), *headers, runtime, host.path)
     stamps = [memo.file_stamp(file) for file in files]
-    key = "\n".join((nvcc.identity, host.identity, *command, SOURCE, *stamps))
+    identities = (nvcc.identity, host.identity, env.settings_line())
+    key = "\n".join((*identities, *command, SOURCE, *stamps))
     try:
         words = memo.known("nvcc-smoke-2", key)
         if words is None and prove:
