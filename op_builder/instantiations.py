@@ -99,7 +99,7 @@ _CUDA_SCALAR = {
     "fp16": "cutlass::half_t",
     "bf16": "cutlass::bfloat16_t",
 }
-_CUDA_HEADER = {"fwd": "launch_forward.h", "bwd": "launch_backward.h"}
+_CUDA_HEADER = {"fwd": "forward/launch.h", "bwd": "backward/launch.h"}
 _SM90_LAUNCH = {"fwd": "ds4s::sm90::Forward", "bwd": "ds4s::sm90::Backward"}
 
 _CUDA_UNIT = """\
@@ -144,7 +144,7 @@ class CudaKernel:
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
         workspace_bytes, run = self._functions()
-        folder = "sm90/" if self.family == "sm90" else ""
+        folder = "sm90/" if self.family == "sm90" else "sm80/"  # which serves 7.0 and 7.5 too
         return _CUDA_UNIT.format(
             name=self.name,
             header=folder + _CUDA_HEADER[self.direction],

@@ -1,9 +1,9 @@
-// sm90/ring_plan.h: `ring_plan WIDE B N Lq Lk H BLOCKS` prints slots, elements of one, counters, and whether dbias2 is
-// added to in the same pass. Passes as BackwardChoice has them for D = 128 (WIDE = 1) and 64.
-#include "sm90/ring_plan.h"
-
+// sm90/backward/dq_global_plan.h: `ring_plan WIDE B N Lq Lk H BLOCKS` prints slots, elements of one, counters, and
+// whether dbias2 is added to in the same pass. Passes as BackwardChoice has them for D = 128 (WIDE = 1) and 64.
 #include <cstdio>
 #include <cstdlib>
+
+#include "sm90/backward/dq_global_plan.h"
 
 template <int kColumns_, int kSlotColumns_, bool kAddsDbias2_>
 struct Pass {

@@ -1,7 +1,7 @@
-// core/softmax.h against sums in double, over random scores and biases: `softmax SEED` prints a line for each kind of
-// bias with the worst relative error of weighted means and of lse. Two parts of a row, six blocks of keys each, are
-// joined at the end, as warps are.
-#include "core/softmax.h"
+// sm80/forward/softmax.h against sums in double, over random scores and biases: `softmax SEED` prints a line for each
+// kind of bias with the worst relative error of weighted means and of lse. Two parts of a row, six blocks of keys each,
+// are joined at the end, as warps are.
+#include "sm80/forward/softmax.h"
 
 #include <cstdio>
 #include <cstdlib>

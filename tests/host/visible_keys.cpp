@@ -1,6 +1,6 @@
-// core/visible_keys.h and backward/visible_rows.h against plain loops: `visible_keys SEED` walks over random masks and
-// prints a line for each walk that went wrong, and at the end how many there were.
-#include "core/visible_keys.h"
+// sm80/visible_keys.h and sm80/backward/visible_rows.h against plain loops: `visible_keys SEED` walks over random masks
+// and prints a line for each walk that went wrong, and at the end how many there were.
+#include "sm80/visible_keys.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "backward/visible_rows.h"
+#include "sm80/backward/visible_rows.h"
 
 using namespace ds4s;
 

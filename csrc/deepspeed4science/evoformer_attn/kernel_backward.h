@@ -4,22 +4,23 @@
 //   delta) dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over
 //   n of dS
 //
-// Each gradient is finished by the one block that owns it, so the results have the same bits every time, or, from 9.0 up
-// where the order of additions is free, all of them come from one pass over the keys:
+// Each gradient is finished by the one block that owns it, so the results have the same bits every time, or, from 9.0
+// up where the order of additions is free, all of them come from one pass over the keys:
 //
-//   common/key_mask.h      what bias1 and row_mask hide, and how far bias1 is shifted
-//   backward/prepare.h     -delta, bias2 aligned and transposed; final sums of parts
-//   backward/statistics.h  float in full precision: what takes the place of lse and delta
-//   backward/row_pass.h    over queries: dq;  over keys: dk, dv, dbias1
-//   backward/bias_pass.h   over tiles of bias2: dbias2
-//   backward/dq_ring.h     what row_pass.h over keys needs to give dq and dbias2 too, by atomic additions
+//   common/key_mask.h               what bias1 and row_mask hide, and how far bias1 is shifted
+//   common/preprocess.h             -delta, bias2 aligned and transposed; final sums of parts
+//   sm80/backward/statistics.h      float in full precision: what takes the place of lse and delta
+//   sm80/backward/row_pass.h        over queries: dq;  over keys: dk, dv, dbias1
+//   sm80/backward/kernel_dbias2.h   over tiles of bias2: dbias2
+//   sm80/backward/dq_accumulator.h  what row_pass.h over keys needs to give dq and dbias2 too, by atomic additions
 //
-// In the three passes, only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of n) is a choice: atomic
-// additions, or parts and a sum in a fixed order. Schedule, budgets and reasons: docs/kernels-sm80-backward.md and
-// docs/kernels-sm80-backward-fused.md. Device code only; launch_backward.h starts it.
+// In the three passes, only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of n) is
+// a choice: atomic additions, or parts and a sum in a fixed order. Schedule, budgets and reasons:
+// docs/kernels-sm80-backward.md and docs/kernels-sm80-backward-fused.md. Device code only; sm80/backward/launch.h
+// starts it.
 #pragma once
 
-#include "backward/bias_pass.h"
-#include "backward/prepare.h"
-#include "backward/row_pass.h"
-#include "backward/statistics.h"
+#include "common/preprocess.h"
+#include "sm80/backward/kernel_dbias2.h"
+#include "sm80/backward/row_pass.h"
+#include "sm80/backward/statistics.h"

@@ -10,27 +10,26 @@
 // and for O: kSharedBytes.
 #pragma once
 
-#include "core/forward_block.h"
-#include "core/forward_block_buffered.h"
-#include "core/forward_unseen.h"
-#include "core/softmax.h"
 #include "epilogue/epilogue_rescale_output.h"
+#include "sm80/forward/mainloop.h"
+#include "sm80/forward/mainloop_buffered.h"
+#include "sm80/forward/softmax.h"
+#include "sm80/forward/unseen.h"
 #include "transform/bias_broadcast.h"
 
-template <typename scalar_t_,          // half_t; bfloat16_t (Sm80); float
-          typename ArchTag,            // cutlass::arch::Sm70, Sm75, Sm80
-          bool isAligned_,             // Q, K, V, O and matrix bias rows begin at 16 bytes, D and Dv fill 16-byte chunks
-          int kQueriesPerBlock,        // 32 to 128
-          int kKeysPerBlock_,          // 32 to 128
-          bool kSingleValueIteration_, // O in registers (Dv <= kHeadDimValue); else through output_accum_ptr, any Dv
-          bool kSupportsBias_ = false,
-          template <typename, typename, typename> class Broadcast1_ = BroadcastNoLoad,
+template <typename scalar_t_,    // half_t; bfloat16_t (Sm80); float
+          typename ArchTag,      // cutlass::arch::Sm70, Sm75, Sm80
+          bool isAligned_,       // Q, K, V, O and matrix bias rows begin at 16 bytes, D and Dv fill 16-byte chunks
+          int kQueriesPerBlock,  // 32 to 128
+          int kKeysPerBlock_,    // 32 to 128
+          bool kSingleValueIteration_,  // O in registers (Dv <= kHeadDimValue); else through output_accum_ptr, any Dv
+          bool kSupportsBias_ = false, template <typename, typename, typename> class Broadcast1_ = BroadcastNoLoad,
           template <typename, typename, typename> class Broadcast2_ = BroadcastNoLoad,
-          int kHeadDim_ = 128,              // tier: the largest D, a multiple of 16
+          int kHeadDim_ = 128,                                           // tier: the largest D, a multiple of 16
           int kHeadDimValue_ = kSingleValueIteration_ ? kHeadDim_ : 64,  // tier of Dv; else columns of V at a time
-          bool kTf32_ = false,              // float only: TF32 tensor cores instead of full precision
-          int kStripes_ = 1,                // key blocks that arrive in shared memory together
-          int kInFlight_ = 1,               // of these, whose scores a warp computes before it turns to their softmax
+          bool kTf32_ = false,  // float only: TF32 tensor cores instead of full precision
+          int kStripes_ = 1,    // key blocks that arrive in shared memory together
+          int kInFlight_ = 1,   // of these, whose scores a warp computes before it turns to their softmax
           // Warps to be resident on a multiprocessor, which spread over four register files: 8, 12 or 16 of them leave
           // 255, 168 or 128 registers a thread. O takes one register a lane for each column of V.
           int kWarpsWanted_ = getWarpsPerSm<scalar_t_, ArchTag>() - (kHeadDimValue_ > 32 ? 4 : 0)>
@@ -69,8 +68,8 @@ struct AttentionKernel {
   using Softmax = ds4s::RowSoftmax<Mma>;
   using Row = typename Softmax::Row;
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
-  // Q is multiplied by it, so that any finite bias is finite in its units (head dimensions up to 4096); half_t has no such
-  // large ones.
+  // Q is multiplied by it, so that any finite bias is finite in its units (head dimensions up to 4096); half_t has no
+  // such large ones.
   static constexpr bool kScalesQ = !kExact && !cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
   static constexpr float kQFactor = kScalesQ ? 1.f / 64 : 1.f;
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
@@ -88,8 +87,7 @@ struct AttentionKernel {
   template <template <typename, typename, typename> class Broadcast>
   struct Bias {
     static constexpr bool kIsRow = kSupportsBias && Broadcast<RowMap, RowShape, scalar_t>::kIsRow;
-    static constexpr bool kIsMatrix =
-        kSupportsBias && Broadcast<MatrixMap, TileShape, scalar_t>::kEnable && !kIsRow;
+    static constexpr bool kIsMatrix = kSupportsBias && Broadcast<MatrixMap, TileShape, scalar_t>::kEnable && !kIsRow;
     using Row = Broadcast<RowMap, RowShape, scalar_t>;
     using Matrix = Broadcast<MatrixMap, TileShape, scalar_t>;
   };
@@ -111,7 +109,7 @@ struct AttentionKernel {
   static constexpr int kRowMaxBytes = kNumWarps * 32 * 4;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;
   // Dynamic shared memory; through the buffer everything is needed at once.
-  static constexpr int kSharedBytes = !kSingleValueIteration ? kLoopBytes + kMergeBytes + kRowMaxBytes
+  static constexpr int kSharedBytes = !kSingleValueIteration   ? kLoopBytes + kMergeBytes + kRowMaxBytes
                                       : kLoopBytes > kEndBytes ? kLoopBytes
                                                                : kEndBytes;
 
@@ -123,9 +121,10 @@ struct AttentionKernel {
     scalar_t* bias1_ptr = nullptr;        // [B, N, 1, 1, num_keys]
     scalar_t* bias2_ptr = nullptr;        // [B, 1, H, num_queries, num_keys]
 
-    output_t* output_ptr = nullptr;              // [batch, H, num_queries, head_dim_value]
-    output_accum_t* output_accum_ptr = nullptr;  // [batch, H, num_queries, head_dim_value], kSingleValueIteration = false
-    lse_scalar_t* logsumexp_ptr = nullptr;       // [batch, H, num_queries] contiguous, or null
+    output_t* output_ptr = nullptr;  // [batch, H, num_queries, head_dim_value]
+    output_accum_t* output_accum_ptr =
+        nullptr;                            // [batch, H, num_queries, head_dim_value], kSingleValueIteration = false
+    lse_scalar_t* logsumexp_ptr = nullptr;  // [batch, H, num_queries] contiguous, or null
 
     accum_t scale = 1;
     int32_t head_dim = 0, head_dim_value = 0;

@@ -1,4 +1,4 @@
-// In place of the epilogue on the host: what core/softmax.h names, and this test does not call.
+// In place of the epilogue on the host: what sm80/forward/softmax.h names, and this test does not call.
 #pragma once
 
 namespace ds4s {

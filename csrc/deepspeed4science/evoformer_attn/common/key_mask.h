@@ -7,7 +7,7 @@
 //   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
 #pragma once
 
-#include "core/ptx.h"
+#include "common/ptx.h"
 #include "params.h"
 
 namespace ds4s {

@@ -1,6 +1,6 @@
 // CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products into one bias gradient, with no
 // workspace and no order among them. The backward's own bias gradients meet through the same additions
-// (epilogue/atomic_add.h); this form serves a CUTLASS threadblock GEMM.
+// (common/atomic_add.h); this form serves a CUTLASS threadblock GEMM.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/default_epilogue_tensor_op.h>
@@ -63,10 +63,8 @@ template <int Rank, typename Shape_, typename WarpMmaTensorOp_, int PartitionsK,
           int ElementsPerAccess>
 struct BiasGradEpilogueAffineRankN<cutlass::arch::Sm70, Rank, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
                                    ElementsPerAccess> {
-  using Default =
-      cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOpAffineRankN<Rank, Shape_, WarpMmaTensorOp_,
-                                                                              PartitionsK, OutputOp_,
-                                                                              ElementsPerAccess>;
+  using Default = cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOpAffineRankN<
+      Rank, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_, ElementsPerAccess>;
   using OutputTileIterator = ds4s::PredicatedTileIteratorAffineRankNAtomic<typename Default::OutputTileThreadMap,
                                                                            typename OutputOp_::ElementOutput, Rank>;
   using Epilogue = ds4s::EpilogueWithIterator<Default, OutputTileIterator>;

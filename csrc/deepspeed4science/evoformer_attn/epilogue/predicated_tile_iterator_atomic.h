@@ -1,13 +1,14 @@
-// CUTLASS's output tile iterators with atomic additions in place of stores: types, loads and construction are the base's.
+// CUTLASS's output tile iterators with atomic additions in place of stores: types, loads and construction are the
+// base's.
 //
-// A base guards whole accesses; here every element past the last column is left out, so that rows of any length work and
-// nothing is ever added, not even a zero, to memory that is not the matrix's.
+// A base guards whole accesses; here every element past the last column is left out, so that rows of any length work
+// and nothing is ever added, not even a zero, to memory that is not the matrix's.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator.h>
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator_affine.h>
 
-#include "epilogue/atomic_add.h"
+#include "common/atomic_add.h"
 
 namespace ds4s {
 
@@ -74,9 +75,9 @@ class PredicatedTileIteratorAtomic
   using typename Base::TensorCoord;
   using Params = typename Base::Params;
 
-  CUTLASS_DEVICE PredicatedTileIteratorAtomic(cutlass::epilogue::threadblock::PredicatedTileIteratorParams const& params,
-                                              Element* pointer, TensorCoord extent, int thread,
-                                              TensorCoord block_offset = TensorCoord(), int const* indices = nullptr)
+  CUTLASS_DEVICE PredicatedTileIteratorAtomic(
+      cutlass::epilogue::threadblock::PredicatedTileIteratorParams const& params, Element* pointer, TensorCoord extent,
+      int thread, TensorCoord block_offset = TensorCoord(), int const* indices = nullptr)
       : Base(params, pointer, extent, thread, block_offset, indices),
         walk_(thread, block_offset),
         pointer_(pointer),

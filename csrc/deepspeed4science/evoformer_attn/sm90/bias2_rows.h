@@ -1,9 +1,9 @@
 // Host side: bias2 as the tensor memory accelerator reads it.
 #pragma once
 
-#include "core/repack.h"
+#include "common/repack.h"
 #include "params.h"
-#include "sm90/tensor_map.h"
+#include "sm90/mma/tensor_map.h"
 
 namespace ds4s::sm90 {
 

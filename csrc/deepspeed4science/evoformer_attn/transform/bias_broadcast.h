@@ -5,9 +5,9 @@
 //   BroadcastA        row vector  [B, N, 1, 1, L]: the same for every row of the tile and every head
 //   BroadcastB        matrix      [B, 1, H, L, L]: the same for every n
 //
-// A ThreadMap says which elements a thread reads (CUTLASS's pitch-linear thread maps fit, so does ScoreThreadMap below):
-// kElementsPerAccess neighbours of a row at initial_offset(thread_id) + (contiguous, strided) iterations * Delta. With a
-// member kAligned = true it also promises that every row may be read in whole 16-byte chunks.
+// A ThreadMap says which elements a thread reads (CUTLASS's pitch-linear thread maps fit, so does ScoreThreadMap
+// below): kElementsPerAccess neighbours of a row at initial_offset(thread_id) + (contiguous, strided) iterations *
+// Delta. With a member kAligned = true it also promises that every row may be read in whole 16-byte chunks.
 #pragma once
 
 #include <cutlass/array.h>
@@ -44,8 +44,8 @@ CUTLASS_DEVICE void load_access(scalar_t* dst, const scalar_t* gmem, int valid) 
 
 // The tile of a matrix whose rows are `stride` elements apart; 0 repeats one row.
 template <typename ThreadMap, typename Fragment, typename scalar_t>
-CUTLASS_DEVICE void load_tile(
-    Fragment& frag, const scalar_t* ptr, int thread_id, const cutlass::MatrixCoord& extent, int64_t stride) {
+CUTLASS_DEVICE void load_tile(Fragment& frag, const scalar_t* ptr, int thread_id, const cutlass::MatrixCoord& extent,
+                              int64_t stride) {
   using Iterations = typename ThreadMap::Iterations;
   using Delta = typename ThreadMap::Delta;
   constexpr int kCount = ThreadMap::kElementsPerAccess;
@@ -64,8 +64,8 @@ CUTLASS_DEVICE void load_tile(
         int valid = s * Delta::kStrided < rows ? columns - c * Delta::kContiguous : 0;
         if constexpr (decltype(whole)::value) valid = kCount;
         load_access<kCount, decltype(vector)::value>(
-            reinterpret_cast<scalar_t*>(&frag) + (s * Iterations::kContiguous + c) * kCount,
-            p + c * Delta::kContiguous, valid);
+            reinterpret_cast<scalar_t*>(&frag) + (s * Iterations::kContiguous + c) * kCount, p + c * Delta::kContiguous,
+            valid);
       }
     }
   };
@@ -158,8 +158,8 @@ struct SweepThreadMap {
   }
 };
 
-// The accumulator's own layout (core/mma.h): what a lane reads is what it adds to its scores. Warps are numbered along
-// the queries first.
+// The accumulator's own layout (sm80/mma/mma.h): what a lane reads is what it adds to its scores. Warps are numbered
+// along the queries first.
 template <typename Mma, int kWarpsM, bool kAligned_>
 struct ScoreThreadMap {
   static constexpr int kElementsPerAccess = Mma::kVec;

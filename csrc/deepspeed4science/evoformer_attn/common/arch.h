@@ -1,0 +1,51 @@
+// Which instructions a template family may use, and how many warps it wants on one multiprocessor.
+#pragma once
+
+#include <cutlass/arch/arch.h>
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+#include <cutlass/numeric_types.h>
+
+namespace ds4s {
+
+template <typename ArchTag>
+struct ArchTraits {
+  static constexpr int kCapability = ArchTag::kMinComputeCapability;
+  static constexpr bool kHasCpAsync = kCapability >= 80;  // global -> shared without registers
+};
+
+// Whether every GPU that this unit is compiled for has 228 KiB of shared memory on a multiprocessor: 9.0 to 10.3. The
+// others have 164 (8.0), 100 (8.6, 8.9, 12.0), 96 (7.0) or 64 (7.5). The host must know it too: it sizes the launch.
+CUTLASS_HOST_DEVICE constexpr bool has_large_shared_memory() {
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  for (int arch : kArchs) {
+    if (arch < 900 || arch >= 1100) return false;
+  }
+  return true;
+#else
+  return false;  // a runtime compiler, which sees no host side
+#endif
+}
+
+// Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up.
+CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  for (int arch : kArchs) {
+    if (arch < 900) return false;
+  }
+  return true;
+#else
+  return false;  // a runtime compiler, which sees no host side
+#endif
+}
+
+}  // namespace ds4s
+
+// Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of
+// a 32 x 32 score tile needs. 16 warps leave 128 registers a thread, 12 leave 168.
+template <typename scalar_t, typename ArchTag>
+constexpr int getWarpsPerSm() {
+  return sizeof(scalar_t) == 2 && ds4s::ArchTraits<ArchTag>::kCapability >= 75 ? 12 : 8;
+}

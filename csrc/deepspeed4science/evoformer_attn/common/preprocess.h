@@ -1,0 +1,172 @@
+// Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of
+// parts.
+//
+//   prepare_rows     -delta, delta = rowsum(do * o); in full precision sm80/backward/statistics.h
+//   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
+//   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
+//
+// What bias1 and row_mask hide, and the shift of bias1, come from common/key_mask.h.
+#pragma once
+
+#include <cutlass/array.h>
+
+#include "common/backward_args.h"
+
+namespace ds4s {
+
+constexpr int kPrepareThreads = 128;
+
+// 16 bytes of a row, from element kVec chunk on; past its end 0.
+template <typename Config, typename scalar_t = typename Config::scalar_t>
+CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
+  constexpr int kVec = 16 / int(sizeof(scalar_t));
+  cutlass::AlignedArray<scalar_t, kVec> x;
+  if constexpr (Config::kIsAligned) {
+    x.clear();
+    if (chunk * kVec < count) x = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(row + chunk * kVec);
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < kVec; ++e) x[e] = chunk * kVec + e < count ? row[chunk * kVec + e] : scalar_t(0);
+  }
+  return x;
+}
+
+// The sum of products of two such parts, x from o and y from do: with TF32, y is rounded as the matrix products do it.
+template <typename Config, typename Share>
+CUTLASS_DEVICE float dot_share(const Share& x, const Share& y) {
+  auto operand = [](float a) { return Config::kTf32 ? __uint_as_float(ptx::to_tf32(a)) : a; };
+  float sum = 0.f;
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < Share::kElements; ++e) {
+    sum = fmaf(float(x[e]), operand(float(y[e])), sum);
+  }
+  return sum;
+}
+
+// kGroup lanes for each (query, head); blocks_per_bn blocks for each (b, n).
+template <typename Config>
+struct PrepareRows {
+  using scalar_t = typename Config::scalar_t;
+  static constexpr int kChunks = Config::kHeadDim * int(sizeof(scalar_t)) / 16;
+  static constexpr int kGroup = kChunks > 16 ? 32 : kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
+  using Share = cutlass::AlignedArray<scalar_t, 16 / int(sizeof(scalar_t))>;
+  static_assert(kGroup >= kChunks, "a lane has one part of a row");
+  static constexpr int kRowsAtOnce = kPrepareThreads / kGroup;
+  static constexpr int kTurns = 4;  // rows of a group: their loads are under way together
+  static constexpr int kRowsPerBlock = kTurns * kRowsAtOnce;
+
+  CUTLASS_DEVICE static float reduce(float x) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = kGroup / 2; mask > 0; mask /= 2) x += ptx::shfl_xor(x, mask);
+    return x;
+  }
+
+  // Rows are pairs of a query and a head, heads first; from one turn to the next without a division.
+  struct Row {
+    uint32_t q, h;
+    CUTLASS_DEVICE Row(uint32_t index, uint32_t H) : q(index / H), h(index - q * H) {}
+    CUTLASS_DEVICE void advance(const Row& step, uint32_t H) {
+      q += step.q, h += step.h;
+      if (h >= H) h -= H, ++q;
+    }
+  };
+
+  // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block) {
+    const BwdParams& p = args.p;
+    uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
+    uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
+    int64_t bn = block / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
+    uint32_t first = (block - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
+    int lane = threadIdx.x % kGroup;
+    Row row(first, H);
+    const Row step(kRowsAtOnce, H);
+    const bool unseen = args.mask.sees_nothing(bn);
+
+    Share o[kTurns], do_[kTurns];
+    CUTLASS_PRAGMA_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+      int count = row.q < p.Lq && !unseen ? int(p.Dv) : 0;
+      o[turn] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
+      do_[turn] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
+    }
+    row = Row(first, H);
+    CUTLASS_PRAGMA_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+      float delta = reduce(dot_share<Config>(o[turn], do_[turn]));
+      if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static void store(const BackwardArgs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
+                                   const Row& row, float delta) {
+    if (negative_delta) {
+      negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
+    } else {
+      DeltaInDq<scalar_t> place(args.p, b, n, row.h);
+      place.ptr[int64_t(row.q) * place.stride] = -delta;
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta) {
+  PrepareRows<Config>::run(args, negative_delta, blockIdx.x);
+}
+
+// 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of
+// pitch_t. Past the end of a row: zeros.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kPrepareThreads)
+    copy_bias2(const __grid_constant__ BackwardArgs args, int64_t nh, scalar_t* rows, int64_t pitch, scalar_t* columns,
+               int64_t pitch_t) {
+  const BwdParams& p = args.p;
+  __shared__ scalar_t sTile[32][33];
+  uint32_t col_blocks = uint32_t(p.Lk + 31) / 32, row_blocks = uint32_t(p.Lq + 31) / 32;
+  uint32_t rest = blockIdx.x / col_blocks;
+  int64_t k0 = int64_t(blockIdx.x - rest * col_blocks) * 32;
+  int64_t bh = rest / row_blocks, q0 = int64_t(rest - uint32_t(bh) * row_blocks) * 32;
+  int64_t b = uint32_t(bh) / uint32_t(nh), h = bh - b * nh;
+  const scalar_t* g = element<const scalar_t>(p.bias2, p.bias2_stride, b, h, q0, k0);
+  int x = threadIdx.x % 32;
+
+  for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
+    bool exists = q0 + y < p.Lq && k0 + x < p.Lk;
+    scalar_t value = exists ? g[y * p.bias2_stride[2] + x * p.bias2_stride[3]] : scalar_t(0);
+    sTile[y][x] = value;
+    if (rows && q0 + y < p.Lq && k0 + x < pitch) rows[(bh * p.Lq + q0 + y) * pitch + k0 + x] = value;
+  }
+  __syncthreads();
+  if (!columns) return;
+  for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
+    if (k0 + y < p.Lk && q0 + x < pitch_t) columns[(bh * p.Lk + k0 + y) * pitch_t + q0 + x] = sTile[x][y];
+  }
+}
+
+// The first rows and cols of each of `count` matrices of padded_rows x padded_cols.
+static __global__ void __launch_bounds__(kPrepareThreads)
+    crop_rows(float* out, const float* padded, int64_t count, int64_t rows, int64_t cols, int64_t padded_rows,
+              int64_t padded_cols) {
+  for (int64_t row = blockIdx.x; row < count * rows; row += gridDim.x) {
+    int64_t matrix = row / rows;
+    const float* from = padded + (row + matrix * (padded_rows - rows)) * padded_cols;
+    for (int64_t col = threadIdx.x; col < cols; col += kPrepareThreads) out[row * cols + col] = from[col];
+  }
+}
+
+// out[i][j] = sum over s of parts[i][s][j], 0 <= j < inner.
+static __global__ void __launch_bounds__(kPrepareThreads)
+    sum_parts(float* out, const float* parts, int64_t outer, int64_t num_parts, int64_t inner) {
+  int64_t total = outer * inner, step = int64_t(gridDim.x) * kPrepareThreads;
+  for (int64_t x = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x; x < total; x += step) {
+    int64_t i = outer == 1 ? 0 : x / inner;
+    const float* part = parts + i * num_parts * inner + (x - i * inner);
+    float sum = 0.f;
+    for (int64_t s = 0; s < num_parts; ++s) sum += part[s * inner];
+    out[x] = sum;
+  }
+}
+
+}  // namespace ds4s

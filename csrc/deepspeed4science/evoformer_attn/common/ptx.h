@@ -1,0 +1,228 @@
+// Single machine instructions: CuTe's atoms where CuTe has one, inline PTX (section numbers of PTX ISA 9.0) elsewhere.
+// Every asynchronous or warp-wide instruction of the Sm70 to Sm80 kernels is here and nowhere else.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/mma_sm70.hpp>
+#include <cute/arch/mma_sm75.hpp>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "common/arch.h"
+
+namespace ds4s {
+
+CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// The same in every lane, and the compiler knows it: such values live in uniform registers.
+CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+CUTLASS_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+CUTLASS_DEVICE float uniform(float x) { return __uint_as_float(uniform(__float_as_uint(x))); }
+
+}  // namespace ds4s
+
+namespace ds4s::ptx {
+
+// 2^x, flushing subnormals: ex2.approx.ftz (9.7.3.21), two units in the last place; -inf gives 0.
+CUTLASS_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x): lg2.approx.ftz (9.7.3.20); 0 gives -inf.
+CUTLASS_DEVICE float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Nearest TF32 value, ties away from zero: cvt.rna.tf32 (9.7.9.21). The mma itself would cut the low bits off.
+CUTLASS_DEVICE uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// Two floats in one register, x in the low half: cvt.rn.{f16x2,bf16x2}.f32 (9.7.9.21) from 8.0 up, two conversions
+// before.
+template <typename T>
+CUTLASS_DEVICE uint32_t pack(float x, float y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(y), "f"(x));
+  } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(y), "f"(x));
+#else
+    asm("{.reg .f16 l, h;\n cvt.rn.f16.f32 l, %1;\n cvt.rn.f16.f32 h, %2;\n mov.b32 %0, {l, h};}"
+        : "=r"(d)
+        : "f"(x), "f"(y));
+#endif
+  }
+  return d;
+}
+
+// The reverse, exact.
+template <typename T>
+CUTLASS_DEVICE float2 unpack(uint32_t d) {
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    return make_float2(__uint_as_float(d << 16), __uint_as_float(d & 0xffff0000u));
+  } else {
+    float2 f;
+    asm("{.reg .f16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(d));
+    return f;
+  }
+}
+
+// Two bfloat16, or a float, times a power of two: fma.rn.bf16x2 (9.7.4.4), of which -0 is the addend.
+template <typename T>
+CUTLASS_DEVICE uint32_t scale_word(uint32_t x, float factor) {
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(pack<T>(factor, factor)), "r"(0x80008000u));
+    return y;
+  } else {
+    return __float_as_uint(__uint_as_float(x) * factor);
+  }
+}
+
+// Two neighbours as floats.
+template <typename T>
+CUTLASS_DEVICE float2 load_pair(const T* x) {
+  return unpack<T>(*reinterpret_cast<const uint32_t*>(x));
+}
+CUTLASS_DEVICE float2 load_pair(const float* x) { return make_float2(x[0], x[1]); }
+
+// One element as it stands, zero-extended to a whole register: ld.global.nc (9.7.9.8). A 16-bit variable would be
+// widened by an instruction of its own at once, which waits for the load; this waits where the value is used.
+template <typename T>
+CUTLASS_DEVICE uint32_t load_bits(const T* gmem) {
+  uint32_t x;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(x) : "l"(gmem));
+  } else {
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(gmem));
+  }
+  return x;
+}
+template <typename T>
+CUTLASS_DEVICE float bits_to_float(uint32_t x) {
+  if constexpr (sizeof(T) == 2) {
+    return unpack<T>(x).x;
+  } else {
+    return __uint_as_float(x);
+  }
+}
+
+// Straight into its register: with a choice between this and another value, the compiler would wait here to move it.
+CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "+r"(x) : "l"(gmem));
+}
+
+// Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
+CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
+
+// blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+CUTLASS_DEVICE uint32_t block_x() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
+// Between blocks: ld.acquire and st.release (9.7.9.8, 9.7.9.11) at the scope of the GPU; fences before 7.0's model of
+// memory are not needed.
+CUTLASS_DEVICE int load_acquire(const int* flag) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+  return x;
+}
+CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
+  while (load_acquire(flag) != value) continue;
+}
+CUTLASS_DEVICE void store_release(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+// Between kernels of a stream that were started so that they may overlap (9.7.13.13, griddepcontrol; nothing
+// before 9.0). The next kernel's blocks may start where there is room, once all blocks of this one have said so or
+// ended.
+CUTLASS_DEVICE void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel before has ended and all that it wrote can be seen.
+CUTLASS_DEVICE void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The larger one, NaN where one is NaN: max.NaN.f32 (9.7.3.12), from 8.0 up.
+CUTLASS_DEVICE float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) { return __shfl_sync(0xffffffffu, x, lane_in_quad, 4); }
+CUTLASS_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
+
+// Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones), lanes 8i..8i+7 giving the rows of matrix i.
+CUTLASS_DEVICE void ldmatrix(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
+  cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
+}
+
+// 16 bytes global -> shared past L1; zeros when the predicate is false (the address is then not read).
+CUTLASS_DEVICE void cp_async_16(void* smem, const void* gmem, bool pred) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(gmem),
+                                                               *static_cast<cute::uint128_t*>(smem), pred);
+}
+CUTLASS_DEVICE void cp_async_commit() { cute::cp_async_fence(); }
+template <int kPending>
+CUTLASS_DEVICE void cp_async_wait() {
+  cute::cp_async_wait<kPending>();
+}
+
+// d[16x8] += a[16x16] b[16x8]: mma.m16n8k16, or two m16n8k8 on Sm75.
+template <typename T, typename ArchTag>
+CUTLASS_DEVICE void mma_16x8x16(float* d, const uint32_t* a, const uint32_t* b) {
+  if constexpr (ArchTraits<ArchTag>::kCapability < 80) {
+    using Atom = cute::SM75_16x8x8_F32F16F16F32_TN;
+    Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], b[0], d[0], d[1], d[2], d[3]);
+    Atom::fma(d[0], d[1], d[2], d[3], a[2], a[3], b[1], d[0], d[1], d[2], d[3]);
+  } else if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1],
+                                              d[2], d[3]);
+  } else {
+    cute::SM80_16x8x16_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1],
+                                            d[2], d[3]);
+  }
+}
+
+// d[16x8] += a[16x8] b[8x8] in TF32.
+CUTLASS_DEVICE void mma_16x8x8_tf32(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1], d[2],
+                                           d[3]);
+}
+
+// Four d[8x8] += a[8x4] b[4x8], one for each quad pair. The name says how a and b are stored: row or column by column.
+CUTLASS_DEVICE void mma_8x8x4_row_col(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM70_8x8x4_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], a[0], a[1], b[0], b[1], d[0],
+                                        d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+}
+CUTLASS_DEVICE void mma_8x8x4_row_row(float* d, const uint32_t* a, const uint32_t* b) {
+  cute::SM70_8x8x4_F32F16F16F32_TT::fma(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7], a[0], a[1], b[0], b[1], d[0],
+                                        d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+}
+
+}  // namespace ds4s::ptx

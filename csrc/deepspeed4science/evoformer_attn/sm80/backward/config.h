@@ -1,0 +1,111 @@
+// Which numbers the backward uses, and why (docs/kernels-sm80-backward.md has the budgets).
+#pragma once
+
+#include "sm80/backward/args.h"
+
+namespace ds4s {
+
+// Of so many neighbouring n, blocks with the same rows of bias2 run side by side.
+constexpr int kSideBySide = 16;
+
+// What one row pass computes. A pass over queries gives dq; one over keys dk, dv and dbias1.
+enum class Gradients { kDq, kDkDv, kDk, kDv };
+
+template <typename scalar_t_,  // half_t; bfloat16_t (Sm80); float
+          typename ArchTag_,   // cutlass::arch::Sm70, Sm75, Sm80
+          int kHeadDim_,       // tier: at least D and Dv, a multiple of 16
+          bool kIsAligned_,    // pointers, strides, D and Dv are multiples of 16 bytes
+          bool kTf32_,         // float on Sm80: TF32 instead of full precision
+          bool kHasBias2_>     // bias2 is there
+struct BackwardConfig {
+  using scalar_t = scalar_t_;
+  using ArchTag = ArchTag_;
+  using Mma = WarpMma<scalar_t, ArchTag, kTf32_>;
+  using Traits = ArchTraits<ArchTag>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kIsAligned = kIsAligned_;
+  static constexpr bool kHasBias2 = kHasBias2_;
+  static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
+  static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
+
+  static constexpr bool kTf32 = kTf32_;
+  // Full precision: sums are taken with fewer roundings (score_tile.h).
+  static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;
+  // How lse and delta of a query are kept. Full precision, where one float of either has too few digits: the largest
+  // score and the sum that goes with it, delta in two parts (statistics.h).
+  using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
+
+  static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
+  static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
+
+  // Four warps of 32 rows while the tiles are narrow; fewer where two row tiles would fill Turing's 64 KiB.
+  static constexpr int kWarps = kRowBytes <= 128 ? 4 : kRowBytes <= 256 ? 2 : 1;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
+  static constexpr int kRows = 32 * kWarps;
+  static constexpr int kCols = kRowBytes <= 64 ? 128 : kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kStripes = kCols / 32;
+
+  // One pass for all gradients where additions of four floats exist: with single ones it takes 9.1 to 14.1 ms at
+  // (1,768,768,4,32) instead of 4.2, the three passes 5.6. Without bias2 it gains nothing.
+  static constexpr bool kCanFuse =
+      has_vector_atomics() && kAsync && kHasBias2 && sizeof(scalar_t) == 2 && kHeadDim <= 64;
+
+  // dk and dv together need 2 kHeadDim registers a lane; past 128 two passes compute one each.
+  static constexpr bool kSplitsKeys = kHeadDim > 64;
+};
+
+template <typename Config, Gradients kWhat_, bool kWantsDbias1_ = false>
+struct RowPassConfig : Config {
+  static constexpr Gradients kWhat = kWhat_;
+  static constexpr bool kKeyRows = kWhat != Gradients::kDq;                               // rows are keys
+  static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;  // P is multiplied
+  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is
+  // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
+  static constexpr bool kWantsDbias1 = kWantsDbias1_;
+  static constexpr bool kFusesDq = false;
+  static constexpr bool kTransposesBias2 = false;
+  static constexpr int kUnrolledStripes = 1;
+  static_assert(!kWantsDbias1 || (kKeyRows && kWantsDs), "dbias1 is a sum of a key's dS");
+  static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kHeadDim;  // registers a lane
+  // The row operands stay in registers where what lives through the loop leaves room for scores and addresses.
+  static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kRowBytes / 4;
+  static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
+  // Narrow 16-bit keys: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve warps
+  // and two tiles (2.10 against 2.41 ms for (1,768,768,4,32)); for queries it is the other way round (1.82, 1.76).
+  static constexpr bool kFewWarps = kWhat == Gradients::kDkDv && kResident && Config::kRowBytes <= 64;
+  static constexpr int kChunkTiles = kResident && !kFewWarps ? 2 : 4;  // score tiles alive at a time
+  static constexpr int kMinBlocks =
+      (Config::kRowBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
+};
+
+// The pass over keys that gives dq too, and dbias2: dS is computed once for all of them (dq_accumulator.h;
+// docs/kernels-sm80-backward-fused.md).
+template <typename Config, bool kWantsDbias1_>
+struct FusedPassConfig : RowPassConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
+  static constexpr bool kFusesDq = true;
+  // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
+  static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
+  static constexpr int kCols = 64;
+  static constexpr int kStripes = kCols / 32;
+  // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower ones lose up to 2 %.
+  static constexpr int kUnrolledStripes = Config::kHeadDim > 48 ? kStripes : 1;
+};
+
+template <typename Config>
+struct BiasPassConfig : Config {
+  static constexpr bool kIs16Bit = sizeof(typename Config::scalar_t) == 2;
+  // 16 bits, D = 48 and 64: 32 x 64 scores a warp with the left operands read from shared memory take 1.87 ms, 32 x 32
+  // with the operands in registers 2.22 (1,256,1024,4,64). Turing's shared memory is too small for it.
+  static constexpr bool kIsWide =
+      kIs16Bit && Config::Traits::kHasCpAsync && Config::kRowBytes > 64 && Config::kRowBytes <= 128;
+  static constexpr int kStripes = Config::kRowBytes <= 64 || kIsWide ? 2 : 1;  // of 32 keys, for each warp
+  static constexpr int kCols = Config::kRowBytes <= 64 || kIsWide ? 128 : Config::kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kThreads = Config::kRows * kCols / (32 * kStripes);
+  static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
+  static constexpr bool kResident = kIs16Bit && Config::kRowBytes <= 128 && !kIsWide;
+  static constexpr int kChunkTiles = kIs16Bit ? 2 : 4;
+  static constexpr int kMinBlocks = 8 * 32 / kThreads;
+};
+
+}  // namespace ds4s

@@ -1,0 +1,158 @@
+// Host side of the forward: FwdParams -> AttentionKernel::Params -> launch. A generated unit names one Forward<...> and
+// exports its two functions.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "common/key_mask_buffers.h"
+#include "common/launch_repack.h"
+#include "kernel_forward.h"
+#include "params.h"
+
+namespace ds4s {
+
+// Tile sizes, with the limit or the measurement that chose them (H200, bf16, both biases; docs/kernels-sm80.md,
+// Outcome). Meanings: AttentionKernel's parameters.
+struct ForwardTiles {
+  int queries, keys, stripes, in_flight, warps;
+};
+
+template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias>
+constexpr ForwardTiles forward_tiles() {
+  constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
+  constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
+  // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
+  constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
+  constexpr bool kStaged = kRoomy && has_large_shared_memory();
+  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps};
+  // (1,768,768,4,32): 1.44 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69. Without
+  // biases 1.09 with one stripe, 1.14 with four: nothing but K and V is waited for, and the loop is no shorter.
+  if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps};
+  // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
+  if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12};
+  // (1,256,1024,4,64): 1.25 ms, with one in flight 1.33 to 1.43, one stripe 1.37 to 1.42, 128 x 32 1.37.
+  if (kLargest <= 64) return {64, 32, kStaged ? 2 : 1, kStaged ? 2 : 1, kWarps};
+  // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30.
+  return {128, 32, kStaged ? 2 : 1, 1, kWarps};
+}
+
+template <typename scalar_t_,  // half_t, bfloat16_t, float
+          typename ArchTag,    // the family: Sm70, Sm75, Sm80
+          bool kAligned,       // q, k, v, o: pointers and strides are multiples of 16 bytes, D and Dv of 16 / size
+          int kHeadDim,        // tier: 16, 32, 48, 64, 96, 128
+          int kHeadDimValue,   // tier of Dv
+          bool kBias1,         // bias1 is given
+          bool kBias2,         // bias2 is given
+          bool kTf32 = false>  // float on Sm80: TF32 tensor cores
+struct Forward {
+  using scalar_t = scalar_t_;
+  static constexpr ForwardTiles kTiles =
+      forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kBias1 || kBias2>();
+  template <bool kGiven, template <typename, typename, typename> class Broadcast>
+  struct Choose {
+    template <typename M, typename S, typename T>
+    using Type = typename cutlass::platform::conditional<kGiven, Broadcast<M, S, T>, BroadcastNoLoad<M, S, T>>::type;
+  };
+  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys,
+                                 /*kSingleValueIteration=*/true, kBias1 || kBias2,
+                                 Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
+                                 kHeadDim, kHeadDimValue, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps>;
+
+  static int64_t workspace_bytes(const FwdParams& p) {
+    return KeyMaskBuffers<FwdParams>(p).bytes() + copy1_bytes(p) + (needs_copy2(p) ? rows2(p).bytes() : 0);
+  }
+
+  static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
+    int64_t group = int64_t(1) << group_log2(p);
+    int64_t batches = (p.B * p.N + group - 1) / group * group;
+    int64_t blocks = (p.Lq + kTiles.queries - 1) / kTiles.queries * p.H * batches;
+    bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
+                blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+    if (!fits) return cudaErrorInvalidValue;
+    if (blocks == 0) return cudaSuccess;
+
+    typename Kernel::Params k;
+    cudaError_t error = prepare(k, p, stream);
+    if (error != cudaSuccess) return error;
+    set_tensors(k, p);
+    error = allow_shared_memory();
+    if (error != cudaSuccess) return error;
+    attention_forward<Kernel><<<unsigned(blocks), Kernel::kNumThreads, Kernel::kSharedBytes, stream>>>(k);
+    return cudaGetLastError();
+  }
+
+ private:
+  // 16 neighbouring n share a bias2 tile while it is in L2: 1.58 instead of 1.74 ms at (1,768,768,4,32) on an H200.
+  static int32_t group_log2(const FwdParams& p) { return kBias2 && p.B * p.N >= 64 ? 4 : 0; }
+
+  static BiasRows<scalar_t> rows2(const FwdParams& p) {
+    return {
+        p.bias2, {p.B, p.H, p.Lq, p.Lk}, {p.bias2_stride[0], p.bias2_stride[1], p.bias2_stride[2], p.bias2_stride[3]}};
+  }
+  static bool needs_copy1(const FwdParams& p) {  // read element by element
+    return kBias1 && p.bias1_stride[2] != 1 && p.Lk != 1;
+  }
+  static int64_t copy1_bytes(const FwdParams& p) {
+    return needs_copy1(p) ? (p.B * p.N * p.Lk * int64_t(sizeof(scalar_t)) + 255) / 256 * 256 : 0;
+  }
+  static bool needs_copy2(const FwdParams& p) { return kBias2 && !rows2(p).aligned(); }
+
+  // Workspace: what bias1 and row_mask hide, and its shift; bias1 in rows of neighbours; bias2 in aligned rows.
+  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
+    if (workspace_bytes(p) > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
+    KeyMaskBuffers<FwdParams> key_mask(p);
+    char* workspace = static_cast<char*>(p.workspace);
+    char* copy1 = workspace + key_mask.bytes();
+    bool copies1 = needs_copy1(p);
+    cudaError_t error = key_mask.template fill<scalar_t>(workspace, copies1 ? copy1 : nullptr, stream);
+    BiasRows<scalar_t> r2 = rows2(p);
+    if (error == cudaSuccess && needs_copy2(p)) error = r2.repack(copy1 + copy1_bytes(p), stream);
+    k.key_mask = key_mask.at(workspace);
+    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(copies1 ? copy1 : p.bias1));
+    k.bias1_strideB = copies1 ? p.N * p.Lk : p.bias1_stride[0], k.bias1_strideN = copies1 ? p.Lk : p.bias1_stride[1];
+    k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(r2.ptr));
+    k.bias2_strideB = r2.stride[0], k.bias2_strideH = r2.stride[1], k.bias2_strideM = r2.stride[2];
+    return error;
+  }
+
+  static void set_tensors(typename Kernel::Params& k, const FwdParams& p) {
+    k.query_ptr = static_cast<const scalar_t*>(p.q);
+    k.key_ptr = static_cast<const scalar_t*>(p.k);
+    k.value_ptr = static_cast<const scalar_t*>(p.v);
+    k.output_ptr = static_cast<scalar_t*>(p.o);
+    k.logsumexp_ptr = p.lse;
+    k.scale = p.scale;
+    k.head_dim = int32_t(p.D), k.head_dim_value = int32_t(p.Dv);
+    k.num_queries = int32_t(p.Lq), k.num_keys = int32_t(p.Lk);
+    k.num_heads = int32_t(p.H), k.num_batches = int32_t(p.B * p.N);
+    k.B = int32_t(p.B), k.N = int32_t(p.N);
+    k.group_log2 = group_log2(p);
+    // Our strides are B, N, L, H; the kernel steps over B * N by N's stride and adds the rest at each next B.
+    auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {
+      m = stride[2], h = stride[3], batch = stride[1], outer = stride[0] - p.N * stride[1];
+    };
+    set(p.q_stride, k.q_strideM, k.q_strideH, k.q_strideB, k.q_strideOuter);
+    set(p.k_stride, k.k_strideM, k.k_strideH, k.k_strideB, k.k_strideOuter);
+    set(p.v_stride, k.v_strideM, k.v_strideH, k.v_strideB, k.v_strideOuter);
+    set(p.o_stride, k.o_strideM, k.o_strideH, k.o_strideB, k.o_strideOuter);
+  }
+
+  // More than 48 KiB of dynamic shared memory must be asked for, once on each device.
+  static cudaError_t allow_shared_memory() {
+    if (Kernel::kSharedBytes <= 48 * 1024) return cudaSuccess;
+    static std::atomic<uint64_t> done{0};
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    uint64_t bit = uint64_t(1) << (device % 64);
+    if (device < 64 && (done.load() & bit)) return cudaSuccess;
+    error = cudaFuncSetAttribute(attention_forward<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernel::kSharedBytes);
+    if (error == cudaSuccess) done.fetch_or(bit);
+    return error;
+  }
+};
+
+}  // namespace ds4s

@@ -1,0 +1,489 @@
+// What one block of kernel_forward.h does: prologue, loop over the key blocks, merge of its warps, store.
+// K below is the AttentionKernel: its types and numbers. Members are a lane's constants, the loop's state lives in
+// run().
+#pragma once
+
+#include "sm80/forward/softmax.h"
+#include "sm80/visible_keys.h"
+#include "transform/bias_broadcast.h"
+
+namespace ds4s {
+
+template <typename K>
+struct ForwardBlock {
+  using Params = typename K::Params;
+  using scalar_t = typename K::scalar_t;
+  using output_t = typename K::output_t;
+  using Mma = typename K::Mma;
+  using Softmax = typename K::Softmax;
+  using Row = typename K::Row;
+  using QTile = typename K::QTile;
+  using KTile = typename K::KTile;
+  using VTile = typename K::VTile;
+  using OTile = typename K::OTile;
+  using FragA = typename Mma::FragA;
+  using Frag1 = typename K::Bias1::Matrix::Fragment;
+  using Frag2 = typename K::Bias2::Matrix::Fragment;
+  template <typename TileT>
+  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
+
+  static constexpr int kQueries = K::QTile::kRows;
+  static constexpr int kKeys = K::kKeysPerStage;
+  using Keys = typename K::Keys;
+
+  const Params& p;
+  char* const shared;
+  const int thread, lane, warp_m, warp_n;
+  const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
+  int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
+  Loader<KTile> k_loader;
+  Loader<VTile> v_loader;
+  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element
+  cutlass::MatrixCoord bias_start;
+
+  CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
+      : p(params),
+        shared(shared_),
+        thread(int(threadIdx.x)),
+        lane(int(threadIdx.x) & 31),
+        warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
+        warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
+        inv_scale(K::kExact ? 1.f : K::kQFactor / params.scale),
+        lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
+        lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
+        lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
+        lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2),
+        k_loader(params.key_ptr, params.k_strideM, params.head_dim, thread),
+        v_loader(params.value_ptr, params.v_strideM, params.head_dim_value, thread),
+        bias1_ptr(params.bias1_ptr),
+        bias2_ptr(params.bias2_ptr) {
+    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
+    auto start = K::MatrixMap::initial_offset(thread);
+    bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
+    int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column();
+    if constexpr (K::Bias1::kIsMatrix) bias1_ptr += offset;
+    if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
+  }
+
+  // What is asked for once a block of keys: in shared memory, for the loop leaves no registers for it (24 bytes
+  // spilled).
+  struct Constants {
+    const uint32_t* visible = nullptr;
+    const scalar_t* bias1 = nullptr;
+    float shift = 0.f;
+  };
+  static_assert(sizeof(Constants) <= 32, "K::kConstantsBytes");
+  CUTLASS_DEVICE Constants constants() const {
+    if constexpr (Keys::kSkips) return *sConstants();
+    return {};
+  }
+  CUTLASS_DEVICE Keys keys(const Constants& row) const {
+    return {{nullptr, row.visible, nullptr, p.key_mask.words}, 0, p.num_keys};
+  }
+  CUTLASS_DEVICE bool has_keys(int block) const { return block * kKeys < p.num_keys; }
+  // The next block with a visible key. The loaders stand at `block`, and afterwards there.
+  CUTLASS_DEVICE int seek(int block, const Constants& row) {
+    return keys(row).seek(block, [&] { pass_over(); });
+  }
+
+  // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
+  CUTLASS_DEVICE void run(Params& whole) {
+    Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
+    Frag1 bias1[K::kInFlight];
+    Frag2 bias2[K::kInFlight];
+    int block = begin(), stage = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], block * kKeys + t * K::kKeysPerBlock);
+
+    FragA q[K::kQInRegisters ? K::kStepsD : 1];
+    prepare_q(q);
+    if constexpr (Keys::kSkips && !kPreparesQ) __syncthreads();  // constants
+
+    Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
+    float o[K::kTilesO][8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < K::kTilesO; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
+    }
+
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (has_keys(block)) {
+      // This block's K, V and row bias arrive; the next one's set out.
+      int next = block + 1;
+      uint32_t units = Keys::kSkipsGroups ? keys(constants()).units_of(block) : 0;
+      RowElement next_row;
+      if constexpr (K::kAsync) {
+        next = seek(next, constants());
+        wait_for_loads();
+        if (has_keys(next)) load_keys(next, stage ^ 1), next_row = load_row(next, constants());
+      } else {
+        __syncthreads();
+        load_keys(block, 0), store_row(block, 0, load_row(block, constants()), constants());
+        next = seek(next, constants());
+        __syncthreads();
+      }
+
+      // Stripes without keys are left out. The test, always true at first, also keeps ptxas from reordering across it:
+      // 1.25 instead of 1.38 ms at D = 64, 1.20 instead of 1.31 at D = 128.
+      int keys_left = p.num_keys - block * kKeys;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
+        if (stripe * K::kKeysPerBlock >= keys_left) break;
+        int key = block * kKeys + stripe * K::kKeysPerBlock, next_key = key + K::kInFlight * K::kKeysPerBlock;
+        if (Keys::kSkips && stripe + K::kInFlight == K::kStripes) next_key = next * kKeys;
+        if (!Keys::is_visible(units, stripe / K::kInFlight)) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
+          continue;
+        }
+        // Scores.
+        float s[K::kInFlight][4][8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          init_scores(s[t], stage, stripe + t);
+          multiply_qk(s[t], q, stage, stripe + t);
+          scale_scores(s[t], stage, stripe + t);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          add_matrices(s[t], bias1[t], bias2[t]);
+          load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
+          if constexpr (!K::kHasRowBias) mask_past_end(s[t], key + t * K::kKeysPerBlock);
+        }
+
+        // Probabilities, and O += P V.
+        Row largest[K::kInFlight];
+        bool moves = false;
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) moves |= softmax.must_move(largest[t], s[t]);
+        if (moves) {
+          softmax.move(largest_of(largest));
+          softmax.rescale(o, softmax.m_prime);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          softmax.exponentiate(s[t]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s[t], step, stage, stripe + t);
+        }
+      }
+
+      if constexpr (K::kAsync) {
+        if (has_keys(next)) store_row(next, stage ^ 1, next_row, constants());
+      }
+      block = next, stage = Keys::kSkips ? (stage + 1) % K::kStages : block % K::kStages;
+    }
+
+    softmax.finish();
+    __syncthreads();  // the last reads of K and V
+    merge_warps(o, softmax);
+    whole.advance_to_block();
+    store(whole, o, softmax);
+  }
+
+ protected:
+  CUTLASS_DEVICE scalar_t* sQ() const { return reinterpret_cast<scalar_t*>(shared); }
+  CUTLASS_DEVICE char* stage_begin(int stage) const { return shared + QTile::kBytes + stage * K::kStageBytes; }
+  CUTLASS_DEVICE scalar_t* sK(int stage) const { return reinterpret_cast<scalar_t*>(stage_begin(stage)); }
+  CUTLASS_DEVICE scalar_t* sV(int stage) const {
+    return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
+  }
+  // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
+  CUTLASS_DEVICE float4* sRow(int stage) const {
+    return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
+  }
+
+  CUTLASS_DEVICE Constants* sConstants() const {
+    return reinterpret_cast<Constants*>(shared + K::kLoopBytes - K::kConstantsBytes);
+  }
+
+  // The first block with a visible key, with what comes before the loop but for Q and the matrices.
+  CUTLASS_DEVICE int begin() {
+    Constants row;
+    if constexpr (Keys::kSkips) row = {p.key_mask.visible, p.bias1_ptr, p.key_mask.shift_of(0)};
+    int block = seek(0, row);
+    if constexpr (K::kAsync && K::kSingleValueIteration) {
+      load_keys(block, 0), store_row(block, 0, load_row(block, row), row);
+    }
+    if constexpr (Keys::kSkips) {
+      if (thread == 0) *sConstants() = row;
+    }
+    return block;
+  }
+
+  // Everything this thread loaded is there, and every warp is done with what it read before.
+  CUTLASS_DEVICE static void wait_for_loads() {
+    if constexpr (K::kAsync) ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  static constexpr bool kPreparesQ = K::kQInRegisters || K::kScalesQ;
+  // Q, which has been sent for, times kQFactor, in registers or where it is.
+  template <int kCount>
+  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount]) const {
+    if constexpr (K::kQInRegisters) {
+      wait_for_loads();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < K::kStepsD; ++step) {
+        load_q(q[step], step);
+        scale_q(reinterpret_cast<uint32_t*>(&q[step]), sizeof(FragA) / 4, 1);
+      }
+    } else if constexpr (K::kScalesQ) {
+      wait_for_loads();
+      static_assert(QTile::kBytes / 4 % K::kNumThreads == 0, "as many words for every thread");
+      scale_q(reinterpret_cast<uint32_t*>(sQ()) + thread, QTile::kBytes / 4, K::kNumThreads);
+      __syncthreads();
+    }
+  }
+  CUTLASS_DEVICE static void scale_q(uint32_t* words, int count, int step) {
+    if constexpr (K::kScalesQ) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < count; x += step) words[x] = ptx::scale_word<scalar_t>(words[x], K::kQFactor);
+    }
+  }
+
+  // In place of load_keys.
+  CUTLASS_DEVICE void pass_over() {
+    k_loader.advance();
+    if constexpr (K::kSingleValueIteration) v_loader.advance();
+  }
+  CUTLASS_DEVICE void load_keys(int block, int stage) {
+    int left = p.num_keys - block * kKeys;
+    k_loader.load(sK(stage), left);
+    k_loader.advance();
+    if constexpr (K::kSingleValueIteration) {
+      v_loader.load(sV(stage), left);
+      v_loader.advance();
+    }
+    if constexpr (K::kAsync) ptx::cp_async_commit();
+  }
+
+  // This thread's element of a row bias: loaded early, converted and stored when it is there.
+  struct RowElement {
+    uint32_t bias1 = 0, bias2 = 0;
+  };
+  CUTLASS_DEVICE RowElement load_row(int block, const Constants& row) const {
+    RowElement x;
+    load_row_element<typename K::Bias1>(x.bias1, row.bias1, block);
+    load_row_element<typename K::Bias2>(x.bias2, p.bias2_ptr, block);
+    return x;
+  }
+  template <typename BiasT>
+  CUTLASS_DEVICE void load_row_element(uint32_t& x, const scalar_t* ptr, int block) const {
+    if constexpr (BiasT::kIsRow) {
+      uint32_t key = block * kKeys + thread % kKeys;
+      if (key < uint32_t(p.num_keys)) x = ptx::load_bits(ptr + key);
+    }
+  }
+  // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
+  CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element, const Constants& row) const {
+    if constexpr (K::kHasRowBias) {
+      float x = ptx::bits_to_float<scalar_t>(element.bias1) - row.shift;
+      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += ptx::bits_to_float<scalar_t>(element.bias2);
+      if constexpr (!K::Bias1::kIsRow) x = ptx::bits_to_float<scalar_t>(element.bias2);
+      float raw = x * inv_scale;
+      if (block * kKeys + thread % kKeys >= p.num_keys) raw = -infinity();
+      if (thread < kKeys) {
+        float* s = reinterpret_cast<float*>(sRow(stage) + thread / 2) + thread % 2;
+        s[0] = raw;
+        s[2] = raw;
+      }
+    }
+  }
+
+  // Keys from `key` on. The pointers and the extent contain the lane's part: the policy sees the first thread of its
+  // map.
+  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int key) {
+    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - key - bias_start.column());
+    if constexpr (K::Bias1::kIsMatrix) {
+      K::Bias1::Matrix::load(bias1, bias1_ptr + key, 0, extent, p.bias2_strideM);
+    }
+    if constexpr (K::Bias2::kIsMatrix) {
+      K::Bias2::Matrix::load(bias2, bias2_ptr + key, 0, extent, p.bias2_strideM);
+    }
+  }
+  CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
+    if constexpr (K::Bias1::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias1));
+    if constexpr (K::Bias2::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias2));
+  }
+  CUTLASS_DEVICE void add_fragment(float (&s)[4][8], const scalar_t* fragment) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < Mma::kGroups; ++group) {
+        const scalar_t* vec = fragment + (slot * Mma::kGroups + group) * Mma::kVec;
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < Mma::kVec; e += 2) {
+          float2 x = ptx::load_pair(vec + e);
+          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+          score[0] = fmaf(x.x, inv_scale, score[0]);
+          score[1] = fmaf(x.y, inv_scale, score[1]);
+        }
+      }
+    }
+  }
+
+  // The product's accumulator begins with the row bias, in raw units. In full precision it would be rounded at the size
+  // of the bias, which a finite mask makes large, in every step; there the finished product is scaled and biases are
+  // added.
+  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stage, stripe, j, half);
+        s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
+      }
+    }
+  }
+  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], int stage, int stripe) const {
+    if constexpr (K::kExact) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+          if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
+          float* tile = &s[j][4 * half];
+          tile[0] = fmaf(tile[0], p.scale, x.x), tile[1] = fmaf(tile[1], p.scale, x.y);
+          tile[2] = fmaf(tile[2], p.scale, x.z), tile[3] = fmaf(tile[3], p.scale, x.w);
+        }
+      }
+    }
+  }
+  CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
+    int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+    return sRow(stage)[pair];
+  }
+
+  CUTLASS_DEVICE static Row largest_of(const Row (&rows)[K::kInFlight]) {
+    Row largest = rows[0];
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 1; t < K::kInFlight; ++t) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) largest[slot] = fmaxf(largest[slot], rows[t][slot]);
+    }
+    return largest;
+  }
+
+  CUTLASS_DEVICE void load_q(FragA& a, int step) const {
+    Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
+  }
+  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
+    // FFMA's many short steps one by one: all in flight at once they do not fit in the registers.
+    constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
+#pragma unroll kUnroll
+    for (int step = 0; step < K::kStepsD; ++step) {
+      FragA a;
+      if constexpr (K::kQInRegisters) {
+        a = q[step];
+      } else {
+        load_q(a, step);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int pair = 0; pair < 2; ++pair) {
+        typename Mma::FragBnk b;
+        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, stripe * K::kKeysPerBlock, pair, step * Mma::kStepK);
+        Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
+      }
+    }
+  }
+  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage,
+                                  int stripe) const {
+    FragA a;
+    Mma::from_scores(a, s, step, lane);
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < K::kTilesO; n += 2) {
+      typename Mma::FragBkn b;
+      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, stripe * K::kKeysPerBlock, step, 8 * n);
+      Mma::mma(o[n], o[n + 1], a, b);
+    }
+  }
+
+  // Without a row bias nothing masks the keys past the end: only the last block has any.
+  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int key) const {
+    int left = p.num_keys - key - warp_n * 32;
+    if (left >= 32) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        if (Mma::Permuted::at(j, Mma::column_of(lane, i)) >= left) s[j][i] = -infinity();
+      }
+    }
+  }
+
+  // Warps with the same rows and other keys: warp_n = 0 takes in the others, one after another, always in this order.
+  CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    constexpr int kValues = K::kTilesO * 8;
+    float* s = reinterpret_cast<float*>(shared) + warp_m * 32 * (kValues + 2 * Mma::kSlots) + lane;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int other = 1; other < K::kWarpsN; ++other) {
+      if (warp_n == other) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          s[32 * (kValues + slot)] = softmax.cm[slot];
+          s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
+        }
+      }
+      __syncthreads();
+      if (warp_n == 0) {
+        Row mine, theirs;
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          theirs[slot] = softmax.join(slot, s[32 * (kValues + slot)], s[32 * (kValues + Mma::kSlots + slot)]);
+          mine[slot] = softmax.m_prime[slot];
+        }
+        softmax.rescale(o, mine);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) {
+          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::slot_of(x % 8)], o[x / 8][x % 8]);
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
+  CUTLASS_DEVICE void store(const Params& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
+                                                        /*isFirst=*/true, /*isLast=*/true, Row>;
+    output_t* sO = reinterpret_cast<output_t*>(shared);
+    if (warp_n == 0) {
+      int row = warp_m * 32 + Mma::row_of_lane(lane);
+      Row sums;
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        int r = row + slot * Mma::kRowStep;
+        if (out.logsumexp_ptr && Mma::leads_row(lane) && r < out.num_queries) {
+          out.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        }
+        sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
+      }
+      Normalize normalize(sums, softmax.m_prime);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < K::kTilesO; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          auto x = normalize(slot, Softmax::get(o[j], slot));
+          CUTLASS_PRAGMA_UNROLL
+          for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
+            int column = 8 * j + Mma::column_of(lane, 4 * pair);
+            output_t* dst = sO + OTile::offset(row) + OTile::offset(slot * Mma::kRowStep, column);
+            dst[0] = x[2 * pair];
+            dst[1] = x[2 * pair + 1];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.output_ptr, out.o_strideM, sO, thread,
+                                                                      out.num_queries, out.head_dim_value);
+  }
+};
+
+}  // namespace ds4s

@@ -1,0 +1,131 @@
+// A tile of rows in shared memory, and how a block fills it from global memory.
+//
+// A row is cut into 16-byte chunks and padded to an odd number of them; every eighth row starts two chunks later. Then
+// the eight rows that one ldmatrix phase touches lie in different banks, both for eight neighbours and for the rows
+// {0, 1, 8, 9, 16, 17, 24, 25} + 2j of a permuted score tile (sm80/mma/mma.h). Unlike an XOR swizzle this serves
+// rows of any length (48 and 96 channels too), and an address is a lane's constant plus a compile-time constant.
+#pragma once
+
+#include <cutlass/array.h>
+
+#include "common/ptx.h"
+
+namespace ds4s {
+
+template <typename T, int kRows_, int kCols_>
+struct Tile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kCols = kCols_;
+  static constexpr int kVec = 16 / int(sizeof(T));  // elements of one chunk
+  static constexpr int kChunks = kCols / kVec;
+  static constexpr int kPitch = kChunks | 1;
+  static constexpr int kBytes = (kRows * kPitch + kRows / 8 * 2) * 16;
+  static_assert(kCols % kVec == 0, "a row is a whole number of 16-byte chunks");
+  static_assert(kRows % 8 == 0, "the skew counts groups of eight rows");
+
+  // Offset in elements. Linear over sums of rows with no common bits: offset(a | b) = offset(a) + offset(b).
+  CUTLASS_HOST_DEVICE static constexpr int offset(int row, int col = 0) {
+    return (row * kPitch + (row >> 3) * 2) * kVec + col;
+  }
+};
+
+// Walks down a matrix in global memory and copies its rows, kRows at a time, into tiles; what lies outside the matrix
+// becomes zeros. Each thread keeps one column chunk and steps through the rows.
+template <typename T, typename TileT, int kThreads, bool kAligned, bool kAsync>
+struct TileLoader {
+  static constexpr int kVec = TileT::kVec;
+  static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
+  static constexpr int kPasses = (TileT::kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr bool kEven = TileT::kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
+  static_assert(kRowsPerPass > 0, "a block has at least one thread for each chunk of a row");
+
+  const T* g;      // this thread's chunk of the next tile's first pass
+  int64_t stride;  // elements between rows
+  int row;         // of the first pass; past the tile for threads left over
+  int valid;       // elements of the chunk that exist: none when <= 0
+  int first;       // the row that must exist for the first pass to read; never, where the chunk does not
+  int s;           // offset in the tile
+
+  // gMatrix: element (0, 0); cols: columns that exist.
+  CUTLASS_DEVICE TileLoader(const T* gMatrix, int64_t stride_, int cols, int thread) : stride(stride_) {
+    row = thread / TileT::kChunks;
+    int col = (thread - row * TileT::kChunks) * kVec;
+    valid = cols - col;
+    if (row >= kRowsPerPass) row = TileT::kRows;
+    first = valid > 0 ? row : 1 << 30;
+    g = gMatrix + int64_t(row) * stride + col;
+    s = TileT::offset(row, col);
+  }
+
+  // The next tile; rows: how many of its rows exist.
+  CUTLASS_DEVICE void load(T* sTile, int rows) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int r = row + pass * kRowsPerPass;
+      if (kEven || r < TileT::kRows) {
+        int skew = kRowsPerPass % 8 == 0 ? TileT::offset(pass * kRowsPerPass) : TileT::offset(r) - TileT::offset(row);
+        copy_chunk(sTile + s + skew, g + pass * kRowsPerPass * stride, first + pass * kRowsPerPass < rows);
+      }
+    }
+  }
+  CUTLASS_DEVICE void advance() { g += TileT::kRows * stride; }
+
+ private:
+  CUTLASS_DEVICE void copy_chunk(T* dst, const T* src, bool exists) const {
+    if constexpr (kAligned && kAsync) {
+      ptx::cp_async_16(dst, src, exists);
+    } else if constexpr (kAligned) {
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (exists) x = *reinterpret_cast<const uint4*>(src);
+      *reinterpret_cast<uint4*>(dst) = x;
+    } else {
+      cutlass::AlignedArray<T, kVec> x;
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < kVec; ++e) x[e] = exists && e < valid ? src[e] : T(0);
+      *reinterpret_cast<cutlass::AlignedArray<T, kVec>*>(dst) = x;
+    }
+  }
+};
+
+// Writes rows [0, rows) x columns [0, cols) of a tile to a matrix in global memory, 16 bytes a thread.
+template <typename T, typename TileT, int kThreads, bool kAligned>
+struct TileStorer {
+  CUTLASS_DEVICE static void store(T* gTile, int64_t stride, const T* sTile, int thread, int rows, int cols) {
+    constexpr int kChunks = TileT::kRows * TileT::kChunks;
+    CUTLASS_PRAGMA_UNROLL
+    for (int first = 0; first < kChunks; first += kThreads) {
+      int chunk = first + thread;
+      int row = chunk / TileT::kChunks;
+      int col = (chunk - row * TileT::kChunks) * TileT::kVec;
+      if (row >= TileT::kRows || row >= rows || col >= cols) continue;
+      const T* src = sTile + TileT::offset(row, col);
+      T* dst = gTile + int64_t(row) * stride + col;
+      if constexpr (kAligned) {
+        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < TileT::kVec; ++e) {
+          if (col + e < cols) dst[e] = src[e];
+        }
+      }
+    }
+  }
+};
+
+// Zeros in rows [0, rows) x columns [0, cols) of a matrix in global memory.
+template <typename T, int kThreads, bool kAligned>
+CUTLASS_DEVICE void store_zeros(T* g, int64_t stride, int thread, int rows, int cols) {
+  constexpr int kVec = kAligned ? 16 / int(sizeof(T)) : 1;
+  int chunks = (cols + kVec - 1) / kVec;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = thread; i < rows * chunks; i += kThreads) {
+    int row = i / chunks, col = (i - row * chunks) * kVec;
+    if constexpr (kAligned) {
+      *reinterpret_cast<uint4*>(g + row * stride + col) = make_uint4(0, 0, 0, 0);
+    } else {
+      g[row * stride + col] = T(0);
+    }
+  }
+}
+
+}  // namespace ds4s

@@ -1,0 +1,99 @@
+// What the passes of the Hopper backward need beside their tensor maps, and the statistics of a row of scores.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include "common/backward_args.h"
+#include "common/key_mask.h"
+#include "common/ptx.h"
+
+namespace ds4s::sm90 {
+
+struct BackwardArgs {
+  const void* bias1;        // [B, N, Lk], neighbours side by side, or null
+  int64_t bias1_stride[2];  // B, N
+  const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
+  int64_t bias2_stride[3];  // B, H, Lq
+  KeyMask mask;
+  RowLists row_lists;           // of the bias pass's tiles of keys
+  const float* lse;             // [B, N, H, Lq], of the shifted scores
+  const float* negative_delta;  // [B, N, H, Lq]
+  float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
+  float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
+
+  float* dq_slots;          // [num_dq_slots] of what dq_global.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;     // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  int32_t* dq_slots_back;   // [B N H]: slots that have been handed back, from 1 on, one after another
+  int32_t* dq_num_back;     // how many have
+  int32_t* next_tile;       // which no block has taken yet (tile_scheduler.h)
+  int32_t* next_bias_tile;  // the same for the bias pass (cluster_tile_scheduler.h); null: every block has its own
+  float* ring_dbias2;       // where the pass over keys adds dS (dbias2_global.h), or null
+
+  int32_t B, N, H, Lq, Lk;
+  int32_t num_dq_slots;
+  int32_t num_blocks;  // row pass: blocks of tiles per row n and head
+  int32_t num_tiles;   // of the whole grid
+  // Of what tiles are made, innermost first. Bias pass: slices are parts of N. Row pass: N in groups of kRows, which
+  // kRing puts before heads.
+  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
+  cutlass::FastDivmod by_blocks, by_row_groups;
+  int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
+  bool stores_first, stores_second;  // row pass: which results are wanted
+  bool stores_dbias1;                // each head its own part
+  bool adds_dbias2;                  // several slices add into one result
+  bool stores_dbias2;                // N = 1: dS is dbias2, and the row pass over queries stores it
+  bool waits;                        // the kernel before brings what this one reads
+  bool dbias2_is_lent;               // the kernel before writes there too: slots of dq
+
+  // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
+  // beginning and some in the exponent: P = 2^(c s).
+  float scale;
+  float unit;  // 1 / scale
+  float c;     // scale log2(e)
+
+  // The index of a row n among all B N.
+  CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }
+};
+
+// bias1 of one (b, n), its shift taken off; -inf past the end, 0 where there is none. What is loaded early is used
+// late: `load` does not wait, `value` does.
+template <typename Element>
+struct Bias1OfRow {
+  const Element* ptr = nullptr;
+  float shift;
+  int Lk;
+
+  CUTLASS_DEVICE Bias1OfRow(const BackwardArgs& args, int b, int n)
+      : shift(args.mask.shift_of(args.row_index(b, n))), Lk(args.Lk) {
+    if (args.bias1 == nullptr) return;
+    ptr = static_cast<const Element*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
+  }
+  CUTLASS_DEVICE uint32_t load(int k) const { return ptr != nullptr ? ptx::load_bits(ptr + min(k, Lk - 1)) : 0; }
+  CUTLASS_DEVICE float value(uint32_t bits, int k) const { return value(bits, shift, k, Lk); }
+  CUTLASS_DEVICE static float value(uint32_t bits, float shift, int k, int Lk) {
+    return k < Lk ? ptx::bits_to_float<Element>(bits) - shift : -infinity();
+  }
+};
+
+// -lse and -delta of the queries of one (b, n, h). Queries that see no key, or do not exist, have -inf, so that their P
+// is 0 (so have those below -kLargestLse).
+struct QueryStatistics {
+  const float* lse;
+  const float* delta;
+  int Lq;
+
+  CUTLASS_DEVICE QueryStatistics(const BackwardArgs& args, int b, int n, int h) : Lq(args.Lq) {
+    int64_t offset = ((int64_t(b) * args.N + n) * args.H + h) * args.Lq;
+    lse = args.lse + offset, delta = args.negative_delta + offset;
+  }
+  CUTLASS_DEVICE float2 load(int q) const {
+    q = min(q, Lq - 1);
+    return make_float2(lse[q], delta[q]);
+  }
+  CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
+    if (q >= Lq) return make_float2(-infinity(), 0.f);
+    return make_float2(loaded.x < -kLargestLse ? -infinity() : -loaded.x, loaded.y);
+  }
+};
+
+}  // namespace ds4s::sm90

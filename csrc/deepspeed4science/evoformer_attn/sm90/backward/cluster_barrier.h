@@ -1,0 +1,49 @@
+// Barriers and stores between the blocks of a cluster: mbarrier.arrive and mbarrier.try_wait (PTX ISA 9.7.13.15) with
+// the scope of the cluster, st.async (9.7.9.12), whose barrier counts the bytes.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "sm90/mma/pipeline.h"
+
+namespace ds4s::sm90 {
+
+// Relaxed: nothing was written for the other block to see.
+CUTLASS_DEVICE void arrive_relaxed(EmptyBarrier& barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   cute::set_block_rank(shared_address(&barrier), rank))
+               : "memory");
+}
+
+#define DS4S_TRY_WAIT(SEMANTICS)                   \
+  asm volatile(                                    \
+      "{\n"                                        \
+      ".reg .pred done;\n"                         \
+      "again:\n"                                   \
+      "mbarrier.try_wait.parity." SEMANTICS        \
+      ".cluster.shared::cta.b64 done, [%0], %1;\n" \
+      "@done bra finished;\n"                      \
+      "bra again;\n"                               \
+      "finished:\n"                                \
+      "}" ::"r"(shared_address(&barrier)),         \
+      "r"(parity)                                  \
+      : "memory")
+CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("relaxed"); }
+CUTLASS_DEVICE void wait_in_cluster(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
+#undef DS4S_TRY_WAIT
+
+// To the same place of the block `rank`, whose barrier at this address announces it.
+CUTLASS_DEVICE void store_async(int* place, int value, FullBarrier& announces, uint32_t rank) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+                   cute::set_block_rank(shared_address(place), rank)),
+               "r"(value), "r"(cute::set_block_rank(shared_address(&announces), rank))
+               : "memory");
+}
+CUTLASS_DEVICE void store_async(uint32_t place, const float* four, uint32_t announces) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(place),
+      "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(announces)
+      : "memory");
+}
+
+}  // namespace ds4s::sm90

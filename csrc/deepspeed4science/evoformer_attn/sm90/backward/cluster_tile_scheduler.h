@@ -1,0 +1,86 @@
+// The tiles of a persistent cluster, one after another: every cluster's own, or the next one that no cluster has taken
+// where tiles cost different amounts (hidden keys). The first block takes it from a counter in global memory and sends
+// its number to all blocks; each one's barrier counts the bytes.
+//
+// Places are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
+// at most a ring of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
+// in one of three steps: nobody is 16 tiles behind for rings of up to eight stages.
+#pragma once
+
+#include "sm90/backward/args.h"
+#include "sm90/backward/cluster_barrier.h"
+
+namespace ds4s::sm90 {
+
+struct ClusterFeed {
+  static constexpr int kPlaces = 32;
+  using Turn = RingTurn<kPlaces>;
+  int tiles[kPlaces];
+  FullBarrier full[kPlaces];
+
+  CUTLASS_DEVICE void init() {
+    for (auto& barrier : full) barrier.init(1);
+  }
+};
+
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
+// tiles.
+template <typename Config, bool kTakes>
+class ClusterTiles {
+ public:
+  int tile;
+
+  CUTLASS_DEVICE ClusterTiles(ClusterFeed& feed, const BackwardArgs& args) : feed_(feed), args_(args) {
+    if (args.next_bias_tile == nullptr) {
+      tile = int(cute::cluster_id_in_grid().x);
+    } else {
+      advance();
+    }
+  }
+  CUTLASS_DEVICE void advance() {
+    if (args_.next_bias_tile == nullptr) {
+      tile += int(cute::cluster_grid_dims().x);
+      return;
+    }
+    if constexpr (kTakes) take_next();
+    wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
+    tile = feed_.tiles[turn_.stage];
+    turn_.advance(), has_next_ = false;
+  }
+  // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
+  // nothing to do.
+  CUTLASS_DEVICE void take_next() {
+    if (has_next_ || args_.next_bias_tile == nullptr) return;
+    has_next_ = true;
+    FullBarrier& full = feed_.full[turn_.stage];
+    int& place = feed_.tiles[turn_.stage];
+    const uint32_t num_blocks = cute::cluster_shape().x;
+    if (num_blocks > 1) full.arrive_and_expect_tx(sizeof(int));
+    if (cute::block_rank_in_cluster() != 0) return;
+    const int number = take();
+    if (num_blocks == 1) {  // st.async is not legal without a cluster
+      place = number;
+      full.arrive();
+      return;
+    }
+    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&place, number, full, rank);
+  }
+
+ private:
+  // Tiles to which nothing is added are left out.
+  CUTLASS_DEVICE int take() {
+    int number;
+    do {
+      number = atomicAdd(args_.next_bias_tile, 1);
+    } while (number < args_.num_tiles && args_.adds_dbias2 &&
+             !Config::Rows(args_, Config::locate(args_, number)).exist(args_));
+    return number;
+  }
+
+  ClusterFeed& feed_;
+  const BackwardArgs& args_;
+  bool has_next_ = false;
+  ClusterFeed::Turn turn_;
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,107 @@
+// dbias2 in the pass over keys of wide heads: dS of a step, in fp32, is added to it where it is computed, so that no
+// other pass needs it.
+//
+// dS^T lies in a warpgroup's accumulators as 8 queries by 64 keys for each four registers. Such a unit has eight rows
+// of 64 elements in dbias2, and until the pass is done it holds them in the accumulators' order, two rows for each
+// warp: a warp adds 2 x 256 bytes, exchanges nothing. `order_dbias2` then puts each element where it belongs. Units
+// that are not whole, at the last queries and keys, are added to in order from the beginning.
+#pragma once
+
+#include "common/atomic_add.h"
+#include "sm90/backward/args.h"
+#include "sm90/mma/pipeline.h"
+
+namespace ds4s::sm90 {
+
+// Of a unit's row-major places, the one where four registers of a lane lie, and the one where the e-th of them belongs.
+struct Dbias2Unit {
+  static constexpr int kQueries = 8, kKeys = 64;
+  int64_t pitch;
+  int warp, lane;
+
+  CUTLASS_DEVICE int64_t place() const { return (2 * warp + lane / 16) * pitch + 4 * (lane % 16); }
+  CUTLASS_DEVICE int query(int e) const { return 2 * (lane % 4) + e % 2; }
+  CUTLASS_DEVICE int key(int e) const { return 16 * warp + lane / 4 + e / 2 * 8; }
+  CUTLASS_DEVICE int64_t home(int e) const { return query(e) * pitch + key(e); }
+};
+
+template <typename Config>
+struct RingDbias2 {
+  static_assert(Config::kOwned == Dbias2Unit::kKeys, "a warpgroup's keys");
+
+  // A warpgroup's way through the steps of one tile.
+  struct Walk {
+    float* next;  // of the step's first unit, this lane's four elements; null where dbias2 is not wanted
+    int queries_left, keys_left;
+
+    CUTLASS_DEVICE Walk(const BackwardArgs& args, const typename Config::Coordinates& block, const Place& at) {
+      const int key = block.owned + at.tile * Config::kOwned;
+      queries_left = args.Lq, keys_left = args.Lk - key;
+      next = args.ring_dbias2;
+      if (next == nullptr) return;
+      next += (int64_t(block.batch) * args.H + block.head) * args.Lq * args.Lk + key;
+      next += Dbias2Unit{args.Lk, at.warp, at.lane}.place();
+    }
+  };
+
+  template <int kCount>
+  CUTLASS_DEVICE static void add(Walk& walk, const float (&ds)[kCount], const BackwardArgs& args, const Place& at) {
+    if (walk.next == nullptr) return;
+    if (walk.queries_left >= Config::kColumns && walk.keys_left >= Dbias2Unit::kKeys) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kCount; x += 4) atomic_add_vector(walk.next + 2 * x * args.Lk, ds + x);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kCount; x += 4) add_ragged(walk, 2 * x, ds + x, args, at);
+    }
+    walk.next += int64_t(Config::kColumns) * args.Lk, walk.queries_left -= Config::kColumns;
+  }
+
+ private:
+  CUTLASS_DEVICE static void add_ragged(const Walk& walk, int query, const float* four, const BackwardArgs& args,
+                                        const Place& at) {
+    const Dbias2Unit unit{args.Lk, at.warp, at.lane};
+    float* dst = walk.next + int64_t(query) * args.Lk;
+    const int queries = walk.queries_left - query;
+    if (queries >= Dbias2Unit::kQueries && walk.keys_left >= Dbias2Unit::kKeys) {
+      atomic_add_vector(dst, four);
+      return;
+    }
+    dst -= unit.place();
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      if (unit.query(e) < queries && unit.key(e) < walk.keys_left) atomicAdd(dst + unit.home(e), four[e]);
+    }
+  }
+};
+
+// A block of 128 threads for so many units, one below the other.
+constexpr int kOrderUnits = 4;
+static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs args) {
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  constexpr int kQueries = Dbias2Unit::kQueries;
+  const uint32_t key_units = uint32_t(args.Lk) / Dbias2Unit::kKeys, query_units = uint32_t(args.Lq) / kQueries;
+  const uint32_t query_blocks = (query_units + kOrderUnits - 1) / kOrderUnits;
+  const uint32_t rest = blockIdx.x / key_units, matrix = rest / query_blocks;
+  const int first = int(rest - matrix * query_blocks) * kOrderUnits, count = min(int(query_units) - first, kOrderUnits);
+  const Dbias2Unit unit{args.Lk, int(threadIdx.x) / 32, int(threadIdx.x) % 32};
+  float* dst = args.ring_dbias2 + (int64_t(matrix) * args.Lq + first * kQueries) * args.Lk +
+               (blockIdx.x - rest * key_units) * Dbias2Unit::kKeys;
+  float4 four[kOrderUnits];
+  CUTLASS_PRAGMA_UNROLL
+  for (int u = 0; u < kOrderUnits; ++u) {
+    if (u < count) four[u] = *reinterpret_cast<const float4*>(dst + u * kQueries * unit.pitch + unit.place());
+  }
+  __syncthreads();
+  CUTLASS_PRAGMA_UNROLL
+  for (int u = 0; u < kOrderUnits; ++u) {
+    const float x[4] = {four[u].x, four[u].y, four[u].z, four[u].w};
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      if (u < count) dst[u * kQueries * unit.pitch + unit.home(e)] = x[e];
+    }
+  }
+}
+
+}  // namespace ds4s::sm90

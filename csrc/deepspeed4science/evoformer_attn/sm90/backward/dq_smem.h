@@ -1,0 +1,110 @@
+// dq in the pass over keys. The warpgroups of a block hand over what they have of dS, queries by keys, and take turns
+// at multiplying it, dq += dS K of all keys of the block. dq of one (b, n, h) stays in shared memory while its block
+// goes from key to key.
+#pragma once
+
+#include "sm90/backward/producer.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct FusedDq {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using OwnedTile = typename Config::OwnedTile;
+  using DsTile = typename Config::BiasTile;
+  using Sum = float[Config::kHeadDim / 2];
+  static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
+
+  CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
+    for (auto& stage : dq.full) {
+      for (auto& barrier : stage) barrier.init(128);
+    }
+    for (auto& barrier : dq.keys_read) barrier.init(128 * kTiles);
+  }
+
+  // What a walk over the queries of one tile of keys knows.
+  struct Walk {
+    const RowPassMaps& maps;
+    const typename Config::Coordinates& block;
+    const typename Config::OwnedTurn& owned_turn;
+    bool first, last;  // of the blocks of this (b, n, h) that see a key
+  };
+
+  // The product of a step, the index-th of its walk, if it is this warpgroup's turn. All others hand theirs over soon.
+  CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Turn& turn, Shared& shared,
+                                 const BackwardArgs& args, const Place& at) {
+    if (index % kTiles != at.tile) return;
+    const bool first = walk.first, last = walk.last;
+    const typename Config::Columns columns = Config::columns(args);
+    auto& tile = shared.dq.tiles[index];
+    if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
+      if (at.issues()) cute::tma_store_wait<0>();
+      at.sync();
+    }
+    float4* mine = reinterpret_cast<float4*>(tile.x[0][threadIdx.x % 128]);
+    Sum sum = {};
+    if (!first) load(sum, mine);
+    for (int t = 0; t < kTiles; ++t) shared.dq.full[turn.stage][t].wait(turn.parity);
+    multiply(sum, place_of(shared.stages[turn.stage].bias2), place_of(shared.owned[walk.owned_turn.stage]));
+    shared.empty[turn.stage].arrive();
+    if (!last) {
+      store(mine, sum);
+      return;
+    }
+    at.sync();  // everybody has read what is written over now
+    store_out(walk, tile, sum, columns.begin + index * kColumns, args, at);
+  }
+
+  // dq of a (b, n, h) that sees no key.
+  CUTLASS_DEVICE static void store_zeros(const Walk& walk, Shared& shared, const BackwardArgs& args, const Place& at) {
+    const typename Config::Columns columns = Config::columns(args);
+    if (at.issues()) cute::tma_store_wait<0>();  // of the last (b, n, h)
+    at.sync();
+    const Sum zeros = {};
+    for (int index = at.tile; index < columns.num_steps(); index += kTiles) {
+      store_out(walk, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static void store_out(const Walk& walk, typename Config::DqTile& tile, const Sum& sum, int query,
+                                       const BackwardArgs& args, const Place& at) {
+    const float scale[2] = {args.scale, args.scale};
+    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
+                                   walk.block.head, walk.block.row, walk.block.batch);
+  }
+  CUTLASS_DEVICE static void load(Sum& sum, const float4* mine) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      float4 x = mine[128 * i];
+      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+    }
+  }
+  CUTLASS_DEVICE static void store(float4* mine, const Sum& sum) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      mine[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    }
+  }
+  // sum += dS K
+  CUTLASS_DEVICE static void multiply(Sum& sum, uint32_t ds, uint32_t keys) {
+    constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
+    fence_registers(sum);
+    wgmma_begin();
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < kTiles; ++t) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kOwned / 16; ++step) {
+        wgmma<Element, Config::kHeadDim, Major::MN>(
+            sum, DsTile::descriptor(ds + t * kNextDs + DsTile::columns_step(step)),
+            OwnedTile::descriptor(keys + t * kNextKeys + OwnedTile::rows_step(step)));
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(sum);
+  }
+};
+
+}  // namespace ds4s::sm90

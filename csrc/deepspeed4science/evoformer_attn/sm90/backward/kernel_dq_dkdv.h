@@ -1,0 +1,64 @@
+// dk and dv (Config::kKeys), or dq, on Hopper: each tile of 64 keys or queries of one (b, n, h) belongs to a warpgroup
+// that walks over all queries or keys. Blocks are persistent; who does what: producer.h, mainloop.h.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "sm90/backward/mainloop.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    row_pass(const BackwardArgs args, const __grid_constant__ RowPassMaps maps) {
+  constexpr int kWarpgroups = Config::kWarpgroups, kFused = Config::kFused;
+  constexpr bool kSplit = Config::kSplit > 1;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
+
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < Config::kBuffers; ++b)
+      shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
+    for (int s = 0; s < Config::kStages; ++s)
+      shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
+    if constexpr (kFused) FusedDq<Config>::init(shared.dq);
+    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers), shared.feed.init();
+    if constexpr (kSplit) SplitResults<Config>::init(shared.dq);
+    cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
+  if (threadIdx.x < Config::kProductsBytes / ExtraTile::kRowBytes) {
+    for (auto& tile : shared.products) ExtraTerms::clear(tile, threadIdx.x);
+  }
+  cutlass::arch::fence_view_async_shared();
+  if (args.waits) ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  if constexpr (kSplit) {
+    cute::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  if (threadIdx.x < 128 * kWarpgroups) {
+    cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
+    RowPassConsumer<Config>::run(shared, args, maps);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
+    int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    if (warp == 0 && cute::elect_one_sync()) RowPassProducer<Config>::run(shared, args, maps);
+    if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
+    if constexpr (kFused) {
+      if (warp >= 2) RowPassProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+    }
+    if constexpr (Config::kRing) {
+      if (warp == 2) RingDq<Config>::run_slots(shared, args);
+      if (warp == 3) RingDq<Config>::run_dq(shared, args, maps.dq_rows);
+    }
+    __syncwarp();
+  }
+  if constexpr (kSplit) cute::cluster_sync();  // the other block may still write here
+}
+
+}  // namespace ds4s::sm90

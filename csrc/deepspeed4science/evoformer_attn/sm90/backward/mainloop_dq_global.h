@@ -1,0 +1,141 @@
+// A row pass over keys that adds dq to slots as well (dq_global.h): how a consumer walks over the queries. As in
+// mainloop.h but for the order of products: those of a step's results come after both of the next step's
+// scores, and run beside all that is computed from these.
+//
+//   step k:   s, dp of k          wgmma
+//             dv of k - 1         P from registers
+//             dk of k - 1         dS from shared memory, this warpgroup's
+//             dq of k - 2         dS of all keys; a step later, when the other warpgroup has it too
+#pragma once
+
+#include "sm90/backward/dbias2_global.h"
+#include "sm90/backward/dq_global.h"
+
+namespace ds4s::sm90 {
+
+template <typename Consumer>
+struct RingWalk {
+  using Config = typename Consumer::PassConfig;
+  using Dq = RingDq<Config>;
+  using Dbias2 = RingDbias2<Config>;
+  using Shared = typename Config::Shared;
+  using Scores = typename Consumer::Scores;
+  using Packed = typename Consumer::Packed;
+  using Results = typename Consumer::Results;
+  using Operands = typename Consumer::Operands;
+  static constexpr int kColumns = Config::kColumns;
+
+  // A warpgroup's state: products that are under way, and what they read.
+  struct State {
+    Scores s, dp;
+    Packed p;
+    typename Dq::Sum sum;
+    typename Dbias2::Walk dbias2;
+    bool adds = false;    // sum is of a step, not of nothing
+    int last_stage = -1;  // that the results under way read
+    CUTLASS_DEVICE explicit State(const typename Dbias2::Walk& walk) : dbias2(walk) {}
+  };
+
+  CUTLASS_DEVICE static void start_scores(State& state, const Operands& operands, int stage) {
+    Consumer::start_scores(state.s, operands.owned, operands.walked + stage * Operands::kNextStage);
+    Consumer::start_products(state.dp, operands, stage);
+  }
+  // dv and dk of the last step, dq of the one before. All dS that they read must be there.
+  CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::Walk& walk,
+                                           const Shared& shared, const Operands& operands, const Place& at) {
+    uint32_t walked = operands.walked + state.last_stage * Operands::kNextStage;
+    Consumer::start_result(results.of_p, state.p, walked + Operands::kWalkedSecond);
+    Dq::start_own(results.of_ds, walk, shared, walked, at);
+    Dq::start(state.sum, walk, shared, operands.owned_tiles, at);
+    wgmma_commit();
+  }
+  // What they read is free, and dq is added.
+  CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::Walk& walk,
+                                            const BackwardArgs& args, Shared& shared, const Place& at) {
+    wgmma_wait<0>();
+    Consumer::keep(state.p);
+    fence_registers(results.of_ds);
+    fence_registers(results.of_p);
+    fence_registers(state.sum);
+    if (state.last_stage >= 0) shared.empty[state.last_stage].arrive();
+    if (state.adds) Dq::add(state.sum, walk, args, shared, at);
+  }
+
+  // From s and dp, which are under way: P, packed, and dS, handed over.
+  CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::Walk& walk,
+                                           const BackwardArgs& args, Shared& shared, const Place& at) {
+    Scores &s = state.s, &dp = state.dp;
+    Packed p, ds;
+    wgmma_wait<2>();
+    fence_registers(s);
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
+    Consumer::pack(p, s);
+    fence_registers(s);  // all of it before waiting for more
+    wgmma_wait<1>();
+    fence_registers(dp);
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
+    if (args.dbias1 != nullptr) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
+    }
+    Consumer::pack(ds, s);
+    Dq::hand_over(ds, walk, shared, Consumer::bias2_offset(at), at);
+    if constexpr (Config::kAddsDbias2) Dbias2::add(state.dbias2, s, args, at);
+    finish_results(state, results, walk, args, shared, at);
+    replace(state.p, p, args);
+  }
+
+  // The compiler takes an operand's registers for free from its last use on, not from the end of the product on that
+  // reads them meanwhile. This is a use of both that it cannot see through: bytes of `next` only.
+  CUTLASS_DEVICE static void replace(Packed& p, const Packed& next, const BackwardArgs& args) {
+    const uint32_t of_next = 0x3210 ^ uint32_t(args.Lq >> 31);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kColumns / 4; ++i) p[i] = __byte_perm(next[i], p[i], of_next);
+  }
+
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
+                                 const Operands& operands, Results& results, typename Dq::Walk& walk,
+                                 EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
+                                 const Place& at) {
+    State state(typename Dbias2::Walk(args, block, at));
+    const int num_steps = Config::columns(args).num_steps();
+    shared.full[turn.stage].wait(turn.parity);
+    Consumer::begin(state.s, shared, turn.stage, args.unit, at);
+    fence_registers(results.of_ds);
+    fence_registers(results.of_p);
+    wgmma_begin();
+    start_scores(state, operands, turn.stage);
+    wgmma_commit();  // of no results yet
+    for (int step = 1;; ++step) {
+      finish_scores(state, results, walk, args, shared, at);
+      state.last_stage = turn.stage, state.adds = step > 1;
+      turn.advance();
+      if (step == num_steps) break;
+      shared.full[turn.stage].wait(turn.parity);
+      Consumer::begin(state.s, shared, turn.stage, args.unit, at);
+      wgmma_begin();
+      start_scores(state, operands, turn.stage);
+      Dq::wait_for_own(walk, shared, at);
+      if (state.adds) Dq::wait_for_all(walk, shared);
+      wgmma_begin();
+      start_results(state, results, walk, shared, operands, at);
+    }
+    Dq::wait_for_own(walk, shared, at);
+    if (state.adds) Dq::wait_for_all(walk, shared);
+    wgmma_begin();
+    start_results(state, results, walk, shared, operands, at);
+    finish_results(state, results, walk, args, shared, at);
+    Dq::wait_for_all(walk, shared);
+    wgmma_begin();
+    Dq::start(state.sum, walk, shared, operands.owned_tiles, at);
+    wgmma_commit();
+    wgmma_wait<0>();
+    Dq::add(state.sum, walk, args, shared, at);
+    owned_empty.arrive();
+    shared.ring_barriers.added.arrive();
+  }
+};
+
+}  // namespace ds4s::sm90

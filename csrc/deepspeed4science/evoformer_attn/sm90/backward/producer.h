@@ -1,0 +1,213 @@
+// What brings tiles to a row pass: one thread for everything that TMA takes, a warp of each row n for the
+// statistics of its queries and keys, which begin anywhere.
+#pragma once
+
+#include "sm90/backward/config.h"
+
+namespace ds4s::sm90 {
+
+// Tensor maps of a row pass; results in place of the owned tiles.
+struct RowPassMaps {
+  CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
+  CUtensorMap dq;                         // fused
+  TensorView<5> first_rows, second_rows;  // the results again, for kHandsBack
+  TensorView<5> dq_rows;                  // kRing
+};
+
+template <typename Config>
+struct RowPassProducer {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  using OwnedTile = typename Config::OwnedTile;
+  using WalkedTile = typename Config::WalkedTile;
+  using BiasTile = typename Config::BiasTile;
+  static constexpr int kRows = Config::kRows, kTiles = Config::kTiles, kWarpgroups = Config::kWarpgroups;
+  static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
+  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
+
+  // One thread: everything that is tiles.
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
+    constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
+    typename Config::Turn turn;
+    typename Config::OwnedTurn owned_turn;
+    for (typename Config::template Walk<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
+      typename Config::Visible visible = Config::visible(args, at);
+      if constexpr (Config::kFused) visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
+      FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.visible[owned_turn.stage] = visible;
+      if (visible.num_steps == 0) {
+        owned_full.arrive();
+        continue;
+      }
+      owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
+      for (int t = 0; t < kWarpgroups; ++t) {
+        auto& owned = shared.owned[owned_turn.stage][t];
+        int l = at.owned + t % kTiles * kOwned, n = at.row + t / kTiles;
+        load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
+        load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
+      }
+      auto steps = Config::steps(args, at);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+        const int column = steps.next();
+        typename Config::Stage& stage = shared.stages[turn.stage];
+        FullBarrier& full = shared.full[turn.stage];
+        shared.empty[turn.stage].wait(turn.parity ^ 1);
+        full.arrive_and_expect_tx(kStageBytes);
+        for (int r = 0; r < kRows; ++r) {
+          load_tile<WalkedTile>(maps.walked_first, full, stage.walked[r].first, 0, column, at.head, at.row + r,
+                                at.batch);
+          load_tile<WalkedTile>(maps.walked_second, full, stage.walked[r].second, 0, column, at.head, at.row + r,
+                                at.batch);
+        }
+        if constexpr (kBias2) {
+          for (int t = 0; t < kTiles; ++t) {
+            int owned = at.owned + t * kOwned;
+            load_tile<BiasTile>(maps.bias2, full, stage.bias2[t], kKeys ? owned : column, kKeys ? column : owned,
+                                at.head * args.bias2_H, 0, at.batch * args.bias2_B);
+          }
+        }
+      }
+    }
+    if constexpr (Config::kFused) {
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.visible[owned_turn.stage].tile = args.num_tiles;
+      shared.owned_full[owned_turn.stage].arrive();
+    }
+  }
+
+  // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their place.
+  CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
+    constexpr int kPerLane = kColumns / 32;
+    int lane = threadIdx.x % 32;
+    typename Config::Turn turn;
+    typename Config::OwnedTurn owned_turn;
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_turn.advance()) {
+      Coordinates at = Config::locate(args, tiles.tile);
+      int n = min(at.row + r, args.N - 1);
+      Bias1OfRow<Element> bias1(args, at.batch, n);
+      QueryStatistics queries(args, at.batch, n, at.head);
+      const typename Config::Visible visible = Config::visible(args, at);
+      auto steps = Config::steps(args, at);
+      struct {
+        float2 of_query[kKeys ? kPerLane : 1];
+        uint32_t of_key[kKeys ? 1 : kPerLane];
+      } next;
+      auto load = [&](int column) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kPerLane; ++x) {
+          if constexpr (kKeys) {
+            next.of_query[x] = queries.load(column + 32 * x + lane);
+          } else {
+            next.of_key[x] = bias1.load(column + 32 * x + lane);
+          }
+        }
+      };
+      // Of keys all at once, what is visible and, needed or not, what is read of it: each takes as long as the other.
+      int column = 0;
+      if (kKeys || visible.num_steps > 0) column = steps.next(), load(column);
+      uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
+      float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
+        int l = at.owned + 32 * i + lane;
+        if constexpr (kKeys) {
+          owned_keys[i] = bias1.load(l);
+        } else {
+          owned_queries[i] = queries.load(l);
+        }
+      }
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      if (visible.num_steps == 0) {
+        shared.owned_full[owned_turn.stage].arrive();
+        continue;
+      }
+      int buffer = owned_turn.stage;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
+        int x = 32 * i + lane, t = r * kTiles + x / kOwned, l = at.owned + x;
+        float2 statistics;
+        if constexpr (kKeys) {
+          statistics = make_float2(bias1.value(owned_keys[i], l), 0.f);
+        } else {
+          statistics = QueryStatistics::value(owned_queries[i], l, args.Lq);
+        }
+        shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
+        if constexpr (!kKeys) {
+          ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
+        }
+      }
+      if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
+      shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
+      for (int step = 1; step <= visible.num_steps; ++step, turn.advance()) {
+        shared.empty[turn.stage].wait(turn.parity ^ 1);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kPerLane; ++x) {
+          int in_step = 32 * x + lane;
+          float& score = shared.scores[turn.stage][r][in_step];
+          if constexpr (kKeys) {
+            float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
+            score = value.x * args.unit;
+            ExtraTerms::store_alone(shared.products[turn.stage * kRows + r], in_step, value.y);
+          } else {
+            score = bias1.value(next.of_key[x], column + in_step) * args.unit;
+          }
+        }
+        if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
+        shared.full[turn.stage].arrive();
+        if (step == visible.num_steps) continue;
+        column = steps.next();
+        load(column);
+      }
+    }
+    if constexpr (Config::kFused) {
+      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.owned_full[owned_turn.stage].arrive();
+    }
+  }
+
+  // kFused, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those before
+  // the first of its tiles and behind the last.
+  CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps, int thread) {
+    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args)) {
+      if (!tiles.first) continue;
+      const Coordinates at = Config::locate(args, tiles.tile);
+      const int begin = at.owned, end = at.owned + (tiles.end - tiles.tile) * (kTiles * kOwned);
+      store_zeros(args, maps, at, 0, begin, thread);
+      store_zeros(args, maps, at, min(end, args.Lk), args.Lk, thread);
+    }
+  }
+
+ private:
+  static constexpr int kZeroThreads = 64;
+  CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const RowPassMaps& maps, const Coordinates& at,
+                                         int begin, int end, int thread) {
+    if (begin >= end) return;
+    // One block of two stores dk, the other dv.
+    if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
+    if (args.stores_second && Config::rank() == Config::kSplit - 1) {
+      store_zeros(maps.second_rows, at, begin, end, thread);
+    }
+    if (!args.stores_dbias1) return;
+    float* dbias1 = args.dbias1 + (args.row_index(at.batch, at.row) * args.H + at.head) * args.Lk;
+    for (int key = begin + thread; key < end; key += kZeroThreads) dbias1[key] = 0.f;
+  }
+  CUTLASS_DEVICE static void store_zeros(const TensorView<5>& out, const Coordinates& at, int begin, int end,
+                                         int thread) {
+    const int pieces = int(out.size[0]) / 8;  // of 16 bytes
+    Element* base = static_cast<Element*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
+                    at.row * out.stride[3] + at.batch * out.stride[4];
+    for (int i = thread; i < (end - begin) * pieces; i += kZeroThreads) {
+      const int key = begin + i / pieces;
+      __stcs(reinterpret_cast<uint4*>(base + key * out.stride[1] + i % pieces * 8), make_uint4(0, 0, 0, 0));
+    }
+  }
+};
+
+}  // namespace ds4s::sm90

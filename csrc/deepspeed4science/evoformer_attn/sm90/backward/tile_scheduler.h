@@ -1,0 +1,122 @@
+// The tiles of a persistent block, one after another: every gridDim.x-th, those of every so many-th (b, n, h), or the
+// next one that no block has taken.
+// The last come from a counter, and from the block's producer to all its warps. Blocks take them in order as they get
+// on, so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
+#pragma once
+
+#include "sm90/backward/args.h"
+#include "sm90/mma/pipeline.h"
+
+namespace ds4s::sm90 {
+
+// In shared memory. Its places are how far a warp that waits for other blocks may be behind: a (b, n, h) of more tiles
+// than all blocks have places would never be done.
+template <int kReaders>
+struct TileFeed {
+  static constexpr int kPlaces = 32;
+  using Turn = RingTurn<kPlaces>;
+  int tiles[kPlaces];
+  EmptyBarrier full[kPlaces], empty[kPlaces];
+
+  CUTLASS_DEVICE void init() {
+    for (int place = 0; place < kPlaces; ++place) full[place].init(1), empty[place].init(kReaders);
+  }
+  CUTLASS_DEVICE int take(Turn& turn, int* counter) {
+    empty[turn.stage].wait(turn.parity ^ 1);
+    const int tile = tiles[turn.stage] = atomicAdd(counter, 1);
+    full[turn.stage].arrive();
+    turn.advance();
+    return tile;
+  }
+  // By a warp, or by one lane of it.
+  CUTLASS_DEVICE int read(Turn& turn, bool warp) {
+    full[turn.stage].wait(turn.parity);
+    const int tile = tiles[turn.stage];
+    if (warp) __syncwarp();
+    if (!warp || threadIdx.x % 32 == 0) empty[turn.stage].arrive();
+    turn.advance();
+    return tile;
+  }
+};
+
+enum class TileReader { kTakes, kWarp, kLane, kConsumer };
+
+// One warp's way through them; `tile` is args.num_tiles or more behind the last one.
+template <typename Config, TileReader kReader>
+struct TileWalk {
+  int tile;
+
+  CUTLASS_DEVICE TileWalk(typename Config::Shared& shared, const BackwardArgs& args) {
+    if constexpr (Config::kRing) {
+      advance(shared, args);
+    } else {
+      tile = blockIdx.x;
+    }
+  }
+  CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs& args) {
+    if constexpr (!Config::kRing) {
+      tile += gridDim.x;
+    } else if constexpr (kReader == TileReader::kTakes) {
+      tile = shared.feed.take(turn_, args.next_tile);
+    } else {
+      tile = shared.feed.read(turn_, kReader != TileReader::kLane);
+    }
+  }
+
+ private:
+  typename TileFeed<1>::Turn turn_;
+};
+
+// A fused pass, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
+// last; of a row n that sees nothing the first one. Then the next (b, n, h) of this block.
+template <typename Config>
+struct FusedWalk {
+  int tile;
+  bool first;  // of its (b, n, h)
+  int end;     // behind the last one
+
+  CUTLASS_DEVICE FusedWalk(typename Config::Shared&, const BackwardArgs& args) : keys_(load(args, walk())) {
+    begin(args, walk());
+  }
+  CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
+    ++tile, first = false;
+    if (tile == end) begin(args, args.by_blocks.div(tile - 1) + step());
+  }
+
+ private:
+  CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kSplit; }
+  CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kSplit; }
+  CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
+    return walk * args.num_blocks < args.num_tiles ? args.mask.keys(args.by_heads.div(walk), args.Lk) : make_int2(0, 0);
+  }
+  CUTLASS_DEVICE void begin(const BackwardArgs& args, int walk) {
+    constexpr int kKeys = Config::kTiles * Config::kOwned;
+    const bool sees = keys_.x < keys_.y;
+    tile = end = walk * args.num_blocks, first = true;
+    tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
+    keys_ = load(args, walk + step());  // long before it is needed
+  }
+
+  int2 keys_;  // in which the next (b, n, h) has visible ones
+};
+
+// The same for its consumers, who are told with the owned tiles.
+template <typename Config>
+struct ToldWalk {
+  int tile;
+
+  CUTLASS_DEVICE ToldWalk(typename Config::Shared& shared, const BackwardArgs&) { read(shared); }
+  CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs&) {
+    turn_.advance();
+    read(shared);
+  }
+
+ private:
+  CUTLASS_DEVICE void read(typename Config::Shared& shared) {
+    shared.owned_full[turn_.stage].wait(turn_.parity);
+    tile = uniform(shared.visible[turn_.stage].tile);
+  }
+  typename Config::OwnedTurn turn_;
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,36 @@
+// What the forward kernel needs beside its tensor maps.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include "common/ptx.h"
+
+namespace ds4s::sm90 {
+
+struct ForwardArgs {
+  const void* bias1;        // [B, N, Lk], or null
+  float* lse;               // [B, N, H, Lq] contiguous, or null
+  int64_t bias1_stride[3];  // B, N, Lk
+  bool bias1_in_vectors;    // its rows begin at 16 bytes and are whole 16-byte pieces
+  const uint8_t* row_mask;  // [B, N], or null
+  int64_t row_mask_stride[2];
+
+  int32_t N, H, Lq, Lk;
+  int32_t num_tiles;  // query blocks, innermost, times H, times groups of kRows rows n, times B
+  cutlass::FastDivmod by_query_blocks, by_heads, by_row_groups;
+  int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head
+
+  // Scores are kept as s = Q' K^T + f (bias1 + bias2), Q' = q_factor Q, f = q_factor / scale; softmax(s / f) is what is
+  // wanted. For bfloat16, q_factor is a power of two, so that Q' is exact, and f at most 1, so that no finite bias
+  // overflows; float16's range leaves room, but has few subnormals, and Q is left as it is.
+  float q_factor;
+  float f;
+  float c;  // log2(e) / f
+
+  CUTLASS_DEVICE bool has_mask() const { return bias1 != nullptr || row_mask != nullptr; }
+  CUTLASS_DEVICE bool is_read(int batch, int n) const {
+    return row_mask == nullptr || row_mask[batch * row_mask_stride[0] + n * row_mask_stride[1]] != 0;
+  }
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,85 @@
+// How a warp brings bias1 of a step into shared memory, f (bias1 - shift) as floats and -inf past the last key. TMA
+// would not take rows that begin anywhere. The loads of a step are under way while its place is waited for.
+#pragma once
+
+#include "sm90/forward/config.h"
+
+namespace ds4s::sm90 {
+
+// Rows on 16 bytes, of whole 16-byte pieces: a lane has neighbours.
+template <typename Config>
+class Bias1Vectors {
+ public:
+  using Element = typename Config::Element;
+  static constexpr int kKeys = Config::kKeys, kCount = Config::kRows * kKeys / 32;  // of a lane
+  using Vector = cute::conditional_t<kCount == 4, uint2, uint32_t>;
+  static_assert(sizeof(Vector) == kCount * sizeof(Element), "two or four of 16 bits");
+
+  CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at,
+                              const typename Config::Mask& mask, int lane)
+      : place_(kCount * lane), keys_left_(args.Lk - place_ % kKeys) {
+    const int row = place_ / kKeys, n = min(at.row + row, args.N - 1);
+    bias1_ = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] +
+             place_ % kKeys;
+    shift_ = mask.shift[row];
+  }
+  CUTLASS_DEVICE void load(int key) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) pairs_[i] = ptx::pack<Element>(-infinity(), -infinity());
+    if (key < keys_left_) *reinterpret_cast<Vector*>(pairs_) = __ldg(reinterpret_cast<const Vector*>(bias1_ + key));
+  }
+  CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
+    float2* values = reinterpret_cast<float2*>(&stage[0][0] + place_);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float2 pair = ptx::unpack<Element>(pairs_[i]);
+      values[i] = make_float2((pair.x - shift_) * f, (pair.y - shift_) * f);
+    }
+  }
+
+ private:
+  int place_, keys_left_;
+  const Element* bias1_;
+  float shift_;
+  alignas(8) uint32_t pairs_[kCount / 2];
+};
+
+// Rows with any strides: a lane has every 32nd.
+template <typename Config>
+class Bias1Elements {
+ public:
+  using Element = typename Config::Element;
+  static constexpr int kRows = Config::kRows, kPerLane = Config::kKeys / 32;
+
+  CUTLASS_DEVICE Bias1Elements(const ForwardArgs& args, const typename Config::Coordinates& at,
+                               const typename Config::Mask& mask, int lane)
+      : stride_(args.bias1_stride[2]), Lk_(args.Lk), lane_(lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int n = min(at.row + r, args.N - 1);
+      row_[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+      shift_[r] = mask.shift[r];
+    }
+  }
+  CUTLASS_DEVICE void load(int key) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kRows * kPerLane; ++x) {
+      const int k = key + x % kPerLane * 32 + lane_;
+      value_[x] = k < Lk_ ? float(row_[x / kPerLane][k * stride_]) : -infinity();
+    }
+  }
+  CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kRows * kPerLane; ++x) {
+      stage[x / kPerLane][x % kPerLane * 32 + lane_] = (value_[x] - shift_[x / kPerLane]) * f;
+    }
+  }
+
+ private:
+  int64_t stride_;
+  int Lk_, lane_;
+  const Element* row_[kRows];
+  float shift_[kRows], value_[kRows * kPerLane];
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,97 @@
+// The shape of one forward kernel: tile sizes, what lies in shared memory, how registers are shared out.
+#pragma once
+
+#include "common/arch.h"
+#include "sm90/forward/args.h"
+#include "sm90/forward/mask.h"
+#include "sm90/mma/pipeline.h"
+
+namespace ds4s::sm90 {
+
+template <int kRows_,         // rows n of a block; they share tiles of bias2
+          int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
+          int kStages_,       // steps in flight
+          int kBlocksPerSm_,  // blocks resident on one multiprocessor
+          bool kPipelined_>   // O += P V of a step runs beside the exponentials of the next
+struct ForwardTiles {
+  static constexpr int kRows = kRows_, kQueryTiles = kQueryTiles_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kPipelined = kPipelined_;
+};
+
+template <typename Element_,  // half_t, bfloat16_t
+          int kHeadDim_,      // tier of D and Dv
+          bool kBias1_,       // bias1 is given
+          bool kBias2_,       // bias2 is given
+          typename Tiles>     // ForwardTiles
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kBias1 = kBias1_, kBias2 = kBias2_;
+  static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
+  static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
+  static constexpr bool kPipelined = Tiles::kPipelined;
+
+  static constexpr int kQueries = 64;  // rows of one wgmma
+  static constexpr int kKeys = 64;     // keys of a step
+  static constexpr int kBlockQueries = kQueries * kQueryTiles;
+  static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  // float16 has few subnormals, and its largest bias fits whatever the factor (args.h).
+  static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
+
+  using Registers = RegisterShares<kWarpgroups, kBlocksPerSm>;
+
+  using QTile = SwizzledTile<kQueries, kHeadDim>;
+  using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
+  using BiasTile = SwizzledTile<kQueries, kKeys>;
+  static constexpr int kQSteps = (kHeadDim + 15) / 16, kKeySteps = kKeys / 16;
+
+  struct KeyStage {  // what the scores of a step need
+    alignas(1024) uint8_t k[kRows][KTile::kBytes];
+    alignas(1024) uint8_t bias2[kBias2 ? kQueryTiles : 1][kBias2 ? BiasTile::kBytes : 16];
+  };
+  struct ValueStage {
+    alignas(1024) uint8_t v[kRows][KTile::kBytes];
+  };
+  // f (bias1 - shift); -inf past the last key
+  using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
+  using Mask = TileMask<kRows>;
+  static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
+  static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
+  // Of a block's tile: steps with a visible key, and of each of its rows n (a bit) whether it sees any.
+  struct Visible {
+    int num_steps;
+    uint32_t rows;
+  };
+  struct Shared {
+    alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
+    KeyStage keys[kStages];
+    ValueStage values[kStages];
+    alignas(16) Bias1Stage bias1[kStages];
+    Mask mask[2];  // of this tile and the next
+    Visible visible[2];
+    EmptyBarrier mask_full[2], mask_empty[2];
+    FullBarrier q_full[2], k_full[kStages], v_full[kStages];
+    EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
+  };
+  static constexpr int kSharedBytes = int(sizeof(Shared));
+  static_assert(kSharedBytes * kBlocksPerSm <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
+
+  // What a block works on at a time: kRows rows from `row` on, kBlockQueries queries from `query` on.
+  struct Coordinates {
+    int query, head, row, batch;
+  };
+  CUTLASS_DEVICE static Coordinates locate(const ForwardArgs& args, int tile) {
+    Coordinates at;
+    args.by_query_blocks(tile, at.query, tile);
+    args.by_heads(tile, at.head, tile);
+    args.by_row_groups(at.batch, at.row, tile);
+    at.query *= kBlockQueries, at.row *= kRows;
+    return at;
+  }
+
+  using Turn = RingTurn<kStages>;
+  using QTurn = RingTurn<2>;  // of masks too
+};
+
+}  // namespace ds4s::sm90

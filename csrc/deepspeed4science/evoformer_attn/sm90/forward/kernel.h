@@ -1,0 +1,66 @@
+// O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
+//
+// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and walks over the keys, 64 at a time,
+// without steps in which none of its rows n sees a key.
+// Each of its kRows * kQueryTiles consumer warpgroups (mainloop.h) has one tile of one n; the last warpgroup
+// (producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2
+// are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
+// + gridDim.x, ..., so that the next tile is on its way while the last one is written.
+//
+// Shared memory, D = 32, 2 x 2 tiles, 4 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 0.5 KiB.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "sm90/forward/mainloop.h"
+#include "sm90/forward/producer.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
+    forward(const ForwardArgs args, const __grid_constant__ CUtensorMap map_q,
+            const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+            const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_bias2) {
+  constexpr int kWarpgroups = Config::kWarpgroups;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
+
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < 2; ++b) {
+      shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
+      shared.mask_full[b].init(32 * Config::kScanningWarps), shared.mask_empty[b].init(Config::kBias1 ? 33 : 1);
+    }
+    for (int s = 0; s < Config::kStages; ++s) {
+      shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);
+      shared.v_full[s].init(1), shared.v_empty[s].init(128 * kWarpgroups);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128 * kWarpgroups) {
+    cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
+    ForwardConsumer<Config>::run(shared, args, map_o);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
+    int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    if (warp == 0 && cute::elect_one_sync()) {
+      ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
+    }
+    if (Config::kBias1 && warp == 1) {
+      if (args.bias1_in_vectors) {
+        ForwardProducer<Config>::template run_bias1<Bias1Vectors<Config>>(shared, args);
+      } else {
+        ForwardProducer<Config>::template run_bias1<Bias1Elements<Config>>(shared, args);
+      }
+    }
+    if (warp >= 2 && warp < 2 + Config::kScanningWarps && args.has_mask()) {
+      ForwardProducer<Config>::run_mask(shared, args, warp - 2);
+    }
+  }
+}
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,115 @@
+// Host side of the Hopper forward: FwdParams -> tensor maps and ForwardArgs -> launch. A generated unit names one
+// Forward<...> and exports its two functions.
+#pragma once
+
+#include <cmath>
+
+#include "params.h"
+#include "sm90/bias2_rows.h"
+#include "sm90/forward/kernel.h"
+#include "sm90/persistent_grid.h"
+
+namespace ds4s::sm90 {
+
+// Tile sizes for each tier, with what was measured (H200, bf16, both biases, ms; docs/kernels-sm90.md has more).
+template <int kHeadDim>
+struct ForwardChoice {
+  // (1,768,768,4,32): 0.90; not pipelined 0.99, 1 x 4 tiles 0.95, 3 x 1 1.28, three stages 0.95.
+  // (1,48,768,16,48): 0.288; pipelined 0.306 (spills). (1,256,1024,4,64): 0.648; pipelined 0.82 (spills), 1 x 2 0.76.
+  // (1,64,1024,8,128): 0.507; not pipelined 0.64, 1 x 3 tiles 0.78.
+  using ManyRows =
+      cute::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
+                          cute::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
+                                              ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
+  // One row n has no other to share bias2 with. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
+  using OneRow = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
+  using FewTiles = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
+};
+
+// One kernel: its maps, its arguments, its grid.
+template <typename Config>
+struct ForwardLaunch {
+  using Element = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  using BiasTile = typename Config::BiasTile;
+
+  static int64_t num_query_blocks(const FwdParams& p) {
+    return (p.Lq + Config::kBlockQueries - 1) / Config::kBlockQueries;
+  }
+  static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
+  static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
+
+  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, cudaStream_t stream) {
+    int blocks = 0;
+    cudaError_t error = resident_blocks(blocks);
+    CUtensorMap q, k, v, o, b{};
+    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D));
+    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
+    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
+    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2.view);
+    if (error != cudaSuccess) return error;
+    ForwardArgs args = make_args(p, bias2);
+    if (args.num_tiles < blocks) blocks = args.num_tiles;
+    forward<Config><<<blocks, Config::kNumThreads, Config::kSharedBytes, stream>>>(args, q, k, v, o, b);
+    return cudaGetLastError();
+  }
+
+  static cudaError_t resident_blocks(int& blocks) {
+    return PersistentGrid<forward<Config>, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks);
+  }
+
+ private:
+  static ForwardArgs make_args(const FwdParams& p, const Bias2Rows<Element>& bias2) {
+    ForwardArgs args{};
+    args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
+    for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
+    constexpr int kVector = 16 / sizeof(Element);
+    args.bias1_in_vectors = p.bias1_stride[2] == 1 && p.bias1_stride[0] % kVector == 0 &&
+                            p.bias1_stride[1] % kVector == 0 && p.Lk % kVector == 0 &&
+                            reinterpret_cast<uintptr_t>(p.bias1) % 16 == 0;
+    for (int d = 0; d < 2; ++d) args.row_mask_stride[d] = p.row_mask_stride[d];
+    args.N = int32_t(p.N), args.H = int32_t(p.H), args.Lq = int32_t(p.Lq), args.Lk = int32_t(p.Lk);
+    args.by_query_blocks = cutlass::FastDivmod(int(num_query_blocks(p)));
+    args.by_heads = cutlass::FastDivmod(int(p.H)), args.by_row_groups = cutlass::FastDivmod(int(num_row_groups(p)));
+    args.num_tiles = int32_t(num_tiles(p));
+    args.bias2_H = bias2.view.size[2] > 1, args.bias2_B = bias2.view.size[4] > 1;
+    args.q_factor = Config::kScalesQ ? std::exp2(std::floor(std::log2(p.scale))) : 1.f;
+    args.f = args.q_factor / p.scale;
+    args.c = kLog2e / args.f;
+    return args;
+  }
+};
+
+template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
+struct Forward {
+  static int64_t workspace_bytes(const FwdParams& p) { return Bias2Rows<Element>(p).workspace_bytes(); }
+
+  static int run(const FwdParams& p, cudaStream_t stream) {
+    constexpr int64_t kLimit = int64_t(1) << 31;
+    bool fits = p.D <= kHeadDim && p.Dv <= kHeadDim && p.Lq < kLimit - 256 && p.Lk < kLimit - 256 &&
+                p.N < kLimit - 256 && p.B * p.N * p.H * ((p.Lq + 63) / 64) < kLimit / 2 &&
+                (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+    if (!fits) return cudaErrorInvalidValue;
+    if (p.B * p.N * p.H == 0) return cudaSuccess;
+
+    Bias2Rows<Element> bias2(p);
+    cudaError_t error = bias2.prepare(p.workspace, stream);
+    if (error != cudaSuccess) return error;
+    using Choice = ForwardChoice<kHeadDim>;
+    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
+    int blocks = 0;
+    error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
+    if (error != cudaSuccess) return error;
+    bool few = Launch<typename Choice::OneRow>::num_tiles(p) < blocks;
+    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, stream)
+               : Launch<typename Choice::OneRow>::run(p, bias2, stream);
+  }
+
+ private:
+  template <typename Tiles>
+  using Launch = ForwardLaunch<ForwardConfig<Element, kHeadDim, kBias1, kBias2, Tiles>>;
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,201 @@
+// Which steps of 64 keys the rows n of a forward tile see (params.h). Two warps of the forward's own producers find it
+// a tile ahead: a kernel in front (common/key_mask.h) would take 5 us, a tenth of the forward of (1,256,256,4,32).
+//
+//   TileMask   what is known of a tile, in shared memory
+//   RowScan    one warp reads bias1 of one row n
+//   TileSteps  the steps in which a row n of the tile sees a key, one after another
+#pragma once
+
+#include "common/key_mask.h"
+#include "sm90/forward/args.h"
+
+namespace ds4s::sm90 {
+
+constexpr int kStepKeys = 64;
+
+template <int kRows>
+struct TileMask {
+  static constexpr int kWordKeys = 32 * kStepKeys;  // of one word
+  static constexpr int kWords = 32;                 // keys past 65536 count as visible, which costs time alone
+  static_assert(kWords == 32, "cleared by a warp");
+
+  uint32_t steps[kRows][kWords];  // bit i of word w: the row sees a key of step 32 w + i
+  bool sees_any[kRows];
+  float shift[kRows];  // of bias1
+};
+
+// Of two pairs the larger ones, NaN where one is NaN: max.NaN.{f16x2,bf16x2} (9.7.4.7), from 8.0 up.
+template <typename Element>
+CUTLASS_DEVICE uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  }
+  return d;
+}
+
+// By one warp. Its instructions count: a tile of (1,384,384,4,32) takes each scheduler 16,000, and 800 more were 5 %.
+template <typename Element, bool kBias1>
+class RowScan {
+ public:
+  CUTLASS_DEVICE RowScan(const ForwardArgs& args, int batch, int n)
+      : bias1_(static_cast<const Element*>(args.bias1)),
+        stride_(args.bias1_stride[2]),
+        Lk_(args.Lk),
+        lane_(int(threadIdx.x) % 32),
+        in_vectors_(args.bias1_in_vectors),
+        sees_nothing_(n >= args.N || !args.is_read(batch, n)) {
+    if constexpr (kBias1) bias1_ += batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+  }
+
+  template <int kRows>
+  CUTLASS_DEVICE void run(TileMask<kRows>& mask, int row) const {
+    using Mask = TileMask<kRows>;
+    if (sees_nothing_) {
+      mask.steps[row][lane_] = 0;
+      if (lane_ == 0) mask.sees_any[row] = false, mask.shift[row] = 0.f;
+      return;
+    }
+    // The largest of all words has to be known before the first is written; one word is read once.
+    const int num_words = (Lk_ + Mask::kWordKeys - 1) / Mask::kWordKeys;
+    float mine = -infinity(), largest = -infinity();
+    bool sees_any = num_words > Mask::kWords;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int word = num_words > 1 ? -num_words : 0; word < num_words; ++word) {
+      const int first = (word < 0 ? word + num_words : word) * Mask::kWordKeys;
+      const float top = read(first, mine);
+      largest = from_ordered(__reduce_max_sync(0xffffffffu, ordered(mine)));
+      const bool visible = first + lane_ * kStepKeys < Lk_ && MaskRule<Element>::is_visible(top, largest);
+      const uint32_t steps = __ballot_sync(0xffffffffu, visible);
+      if (word < 0 || word >= Mask::kWords) continue;
+      if (lane_ == 0) mask.steps[row][word] = steps;
+      sees_any |= steps != 0;
+    }
+    if (lane_ == 0) mask.sees_any[row] = sees_any, mask.shift[row] = MaskRule<Element>::shift(largest);
+  }
+
+ private:
+  // The largest bias1 of 32 steps from `key` on, in lane i of the i-th one; NaN where the step has one. largest: the
+  // largest finite one that this lane has read.
+  CUTLASS_DEVICE float read(int key, float& largest) const {
+    if constexpr (!kBias1) {
+      largest = 0.f;
+      return 0.f;
+    }
+    return in_vectors_ ? read_vectors(key, largest) : read_elements(key, largest);
+  }
+
+  // Four lanes read a step, eight steps at a time: what counts for a tile that sees nothing is how long it takes. Lk is
+  // a multiple of 8.
+  CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
+    constexpr int kLanes = 4, kAtOnce = 32 / kLanes, kVectors = kStepKeys / kLanes / 8;
+    const uint32_t nothing = ptx::pack<Element>(-infinity(), -infinity());
+    uint32_t mine = nothing;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < 32 && key + first * kStepKeys < Lk_; first += kAtOnce) {
+      const int k = key + first * kStepKeys + lane_ * (kStepKeys / kLanes);
+      uint32_t pairs = nothing;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        if (k + 8 * i >= Lk_) continue;
+        const uint4 x = __ldg(reinterpret_cast<const uint4*>(bias1_ + k + 8 * i));
+        pairs = max_nan_pairs<Element>(
+            pairs, max_nan_pairs<Element>(max_nan_pairs<Element>(x.x, x.y), max_nan_pairs<Element>(x.z, x.w)));
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < kLanes; mask *= 2) pairs = max_nan_pairs<Element>(pairs, ptx::shfl_xor(pairs, mask));
+      pairs = __shfl_sync(0xffffffffu, pairs, lane_ % kAtOnce * kLanes);
+      if (lane_ / kAtOnce * kAtOnce == first) mine = pairs;
+    }
+    const float2 pair = ptx::unpack<Element>(mine);
+    const float top = ptx::max_nan(pair.x, pair.y);
+    if (top < infinity()) {
+      largest = fmaxf(largest, top);
+    } else {
+      const int begin = key + lane_ * kStepKeys;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k = begin; k < min(begin + kStepKeys, Lk_); ++k) largest = larger_finite(largest, float(bias1_[k]));
+    }
+    return top;
+  }
+
+  // The warp reads a step together, in two halves.
+  CUTLASS_DEVICE float read_elements(int key, float& largest) const {
+    constexpr int kAtOnce = 4;  // steps
+    int mine = ordered(-infinity());
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < 32 && key + first * kStepKeys < Lk_; first += kAtOnce) {
+      const int k = key + first * kStepKeys + lane_;
+      uint32_t bits[2 * kAtOnce];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kAtOnce; ++i) bits[i] = ptx::load_bits(bias1_ + min(k + 32 * i, Lk_ - 1) * stride_);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        float x[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          x[j] = k + 64 * i + 32 * j < Lk_ ? ptx::bits_to_float<Element>(bits[2 * i + j]) : -infinity();
+          largest = larger_finite(largest, x[j]);
+        }
+        const int top = __reduce_max_sync(0xffffffffu, ordered(ptx::max_nan(x[0], x[1])));
+        if (lane_ == first + i) mine = top;
+      }
+    }
+    return from_ordered(mine);
+  }
+  CUTLASS_DEVICE static float larger_finite(float x, float y) { return y < infinity() ? fmaxf(x, y) : x; }
+
+  // Floats as integers of the same order; NaN, positive as max.NaN makes it, above infinity.
+  CUTLASS_DEVICE static int ordered(float x) { return flip(__float_as_int(x)); }
+  CUTLASS_DEVICE static float from_ordered(int x) { return __int_as_float(flip(x)); }
+  CUTLASS_DEVICE static int flip(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+
+  const Element* bias1_;  // of this row, or null
+  int64_t stride_;
+  int Lk_, lane_;
+  bool in_vectors_;
+  bool sees_nothing_;  // or does not exist
+};
+
+template <int kRows>
+class TileSteps {
+ public:
+  // mask: null where every key is visible to every row.
+  CUTLASS_DEVICE TileSteps(const TileMask<kRows>* mask, int Lk)
+      : mask_(mask), num_words_((Lk + kWordKeys - 1) / kWordKeys), count_((Lk + kStepKeys - 1) / kStepKeys) {
+    bits_ = load(0);
+    if (mask_ == nullptr) return;
+    const int unknown = num_words_ > kWords ? count_ - 32 * kWords : 0;
+    count_ = __popc(bits_) + unknown;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int word = 1; word < num_words_ && word < kWords; ++word) count_ += __popc(load(word));
+  }
+  CUTLASS_DEVICE int count() const { return count_; }
+  // The first key of the next one; called at most count() times.
+  CUTLASS_DEVICE int next() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (bits_ == 0) bits_ = load(++word_);
+    const int step = __ffs(int(bits_)) - 1;
+    bits_ &= bits_ - 1;
+    return word_ * kWordKeys + step * kStepKeys;
+  }
+
+ private:
+  static constexpr int kWordKeys = TileMask<kRows>::kWordKeys, kWords = TileMask<kRows>::kWords;
+
+  CUTLASS_DEVICE uint32_t load(int word) const {
+    if (mask_ == nullptr || word >= kWords) return ~0u;
+    uint32_t bits = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < kRows; ++row) bits |= mask_->steps[row][word];
+    return bits;
+  }
+
+  const TileMask<kRows>* mask_;
+  int num_words_, count_, word_ = 0;
+  uint32_t bits_;
+};
+
+}  // namespace ds4s::sm90

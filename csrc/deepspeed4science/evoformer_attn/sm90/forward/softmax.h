@@ -1,0 +1,117 @@
+// The online softmax of one thread's two rows, in base 2: p = 2^(c s - c m), l = sum p.
+//
+// m is a reference, not the running maximum: it moves only when a row exceeds it by 2^kSlack, because any m gives the
+// same quotient and 2^8 fits every type that P is rounded to. In the common case no lanes talk and nothing is rescaled.
+#pragma once
+
+#include "common/ptx.h"
+#include "sm90/mma/wgmma.h"
+
+namespace ds4s::sm90 {
+
+// Two 16-bit maxima at once: max.{f16x2,bf16x2} (9.7.4.7). Of a number and NaN, the number.
+template <typename Element>
+CUTLASS_DEVICE uint32_t max_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  }
+  return d;
+}
+
+struct RowSoftmax {
+  static constexpr float kSlack = 8.0f, kLargestP = 256.0f;
+  static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
+
+  float c;
+  float cm[2];   // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
+  float m[2];    // -inf while nothing is visible
+  float l[2];    // this thread's part of the sum
+  bool careful;  // of some row of the warp, nothing is visible yet, or m is huge: all its keys carry a mask like -1e9
+
+  CUTLASS_DEVICE explicit RowSoftmax(float c_)
+      : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
+
+  // p = 2^(c s - c m), packed; l grows. True when m has moved: what was accumulated is to be
+  // multiplied by `factor`. That m is too small for these scores is seen by p, of which there are half as many
+  // registers as of s.
+  template <typename Element, int kCount>
+  CUTLASS_DEVICE bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], const float (&s)[kCount]) {
+    if (!careful) {
+      float l_before[2] = {l[0], l[1]};
+      exponentiate_common<Element>(p, s);
+      uint32_t top = p[0];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < kCount / 2; ++i) top = max_pairs<Element>(top, p[i]);
+      float2 largest = ptx::unpack<Element>(top);
+      if (!ptx::any(fmaxf(largest.x, largest.y) > kLargestP)) return false;
+      l[0] = l_before[0], l[1] = l_before[1];
+    }
+    move(factor, s);
+    exponentiate_careful<Element>(p, s);
+    return true;
+  }
+
+  // The sums of the four threads of each row put together; once, after the last keys.
+  CUTLASS_DEVICE void finish_sums() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      l[r] += ptx::shfl_xor(l[r], 1);
+      l[r] += ptx::shfl_xor(l[r], 2);
+    }
+  }
+
+  // Natural logarithm of the sum of exponentials; -inf for a row that saw nothing.
+  CUTLASS_DEVICE float logsumexp(int r) const {
+    return l[r] == 0.f ? -infinity() : (m[r] * c + ptx::log2(l[r])) * kLn2;
+  }
+
+ private:
+  template <typename Element, int kCount>
+  CUTLASS_DEVICE void exponentiate_common(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      int r = row_of(2 * i);
+      float x = ptx::exp2(fmaf(s[2 * i], c, -cm[r])), y = ptx::exp2(fmaf(s[2 * i + 1], c, -cm[r]));
+      l[r] += x + y;
+      p[i] = ptx::pack<Element>(x, y);
+    }
+  }
+  template <typename Element, int kCount>
+  CUTLASS_DEVICE void exponentiate_careful(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      int r = row_of(2 * i);
+      float reference = m[r] == -infinity() ? 0.f : m[r];
+      float x = ptx::exp2((s[2 * i] - reference) * c), y = ptx::exp2((s[2 * i + 1] - reference) * c);
+      l[r] += x + y;
+      p[i] = ptx::pack<Element>(x, y);
+    }
+  }
+
+  // Moves the references to the largest scores of the four threads of a row.
+  template <int kCount>
+  CUTLASS_DEVICE void move(float (&factor)[2], const float (&s)[kCount]) {
+    bool special = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float x = m[r];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        if (row_of(i) == r) x = fmaxf(x, s[i]);
+      }
+      x = fmaxf(x, ptx::shfl_xor(x, 1));
+      x = fmaxf(x, ptx::shfl_xor(x, 2));
+      factor[r] = m[r] == -infinity() ? 1.f : ptx::exp2((m[r] - x) * c);
+      l[r] *= factor[r];
+      m[r] = x;
+      cm[r] = x == -infinity() ? 0.f : x * c;
+      special |= x == -infinity() || fabsf(cm[r]) > kHuge;
+    }
+    careful = ptx::any(special);
+  }
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,185 @@
+// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, rings of stages
+// between them, tiles in and out by TMA.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "common/ptx.h"
+#include "sm90/mma/smem_tile.h"
+#include "sm90/mma/tensor_map.h"
+#include "sm90/mma/wgmma.h"
+
+namespace ds4s::sm90 {
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
+using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consuming thread has arrived
+
+// Position in a ring: a stage, and the parity of its present turn.
+template <int kCount>
+struct RingTurn {
+  int stage = 0;
+  uint32_t parity = 0;
+  CUTLASS_DEVICE void advance() {
+    if (++stage == kCount) stage = 0, parity ^= 1;
+  }
+  CUTLASS_DEVICE RingTurn before() const {
+    return stage > 0 ? RingTurn{stage - 1, parity} : RingTurn{kCount - 1, parity ^ 1};
+  }
+};
+
+// Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
+// inside of what the block got at launch).
+template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32>
+struct RegisterShares {
+  static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * (kWarpgroups + 1)) / 8 * 8;
+  static constexpr int kProducer = kProducer_;
+  static constexpr int kShare = (kLaunch * (kWarpgroups + 1) - kProducer) / kWarpgroups / 8 * 8;
+  static constexpr int kConsumer = kShare < 240 ? kShare : 240;
+};
+
+// The place of a consumer in its block: kTiles warpgroups for each row n.
+struct Place {
+  int warpgroup, row, tile, warp, lane;
+
+  template <int kTiles>
+  CUTLASS_DEVICE static Place of_thread() {
+    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
+    return {warpgroup, warpgroup / kTiles, warpgroup % kTiles, cutlass::canonical_warp_idx() % 4,
+            int(threadIdx.x) % 32};
+  }
+  CUTLASS_DEVICE bool issues() const { return warp == 0 && lane == 0; }  // stores
+  CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
+};
+
+// The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its
+// way. Then all lanes hand the place back, each for what it has read of what belongs to it.
+struct PendingStore {
+  int buffer = -1;
+  CUTLASS_DEVICE void finish(EmptyBarrier* empty, const Place& at) {
+    if (buffer < 0) return;
+    if (at.issues()) cute::tma_store_wait<0>();
+    empty[buffer].arrive();
+    buffer = -1;
+  }
+};
+
+// Four values of an accumulator, two of each of its rows, for four neighbours of one row: lanes 2 i and 2 i + 1
+// exchange what they have, the odd one gets the later row.
+CUTLASS_DEVICE void four_of_a_row(float (&four)[4], const float* x, bool odd) {
+  float got[2] = {ptx::shfl_xor(odd ? x[0] : x[2], 1), ptx::shfl_xor(odd ? x[1] : x[3], 1)};
+  four[0] = odd ? got[0] : x[0], four[1] = odd ? got[1] : x[1];
+  four[2] = odd ? x[2] : got[0], four[3] = odd ? x[3] : got[1];
+}
+
+// The first `valid` of them; aligned: all of such rows begin at 16 bytes.
+CUTLASS_DEVICE void store_four(float* dst, const float (&x)[4], int valid, bool aligned) {
+  if (valid >= 4 && aligned) {
+    *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
+    return;
+  }
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < 4; ++e) {
+    if (e < valid) dst[e] = x[e];
+  }
+}
+
+template <typename Tile>
+CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2,
+                              int x3, int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int box = 0; box < Tile::kNumBoxes; ++box) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
+                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), dst + box * Tile::kBoxBytes,
+                                 x0 + box * Tile::kBoxColumns, x1, x2, x3, x4);
+  }
+}
+
+// The same to the same place of both blocks of a cluster; each one's barrier at this address announces it.
+template <typename Tile>
+CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
+                                       int x2, int x3, int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int box = 0; box < Tile::kNumBoxes; ++box) {
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), uint16_t(0b11),
+                                           uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                           dst + box * Tile::kBoxBytes, x0 + box * Tile::kBoxColumns, x1, x2, x3, x4);
+  }
+}
+
+// Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as
+// wgmma.h has them; coordinates from the tile's row on.
+template <typename Element, typename Tile, int kCount>
+CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount],
+                               const float (&factor)[2], const Place& at, int x1, int x2, int x3, int x4) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kCount; i += 2) {
+    int r = row_of(i);
+    int byte = Tile::offset(16 * at.warp + at.lane / 4 + 8 * r, i / 4) + 4 * (at.lane % 4);
+    *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<Element>(x[i] * factor[r], x[i + 1] * factor[r]);
+  }
+  cute::tma_store_fence();
+  at.sync();
+  if (at.issues()) {
+    for (int box = 0; box < Tile::kNumBoxes; ++box) {
+      cute::SM90_TMA_STORE_5D::copy(&map, tile + box * Tile::kBoxBytes, box * Tile::kBoxColumns, x1, x2, x3, x4);
+    }
+    cute::tma_store_arrive();
+  }
+}
+
+// The first `valid` of eight elements; dst on 16 bytes. Nothing here reads them again: they leave L2 first.
+template <typename Element>
+CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
+  if (valid >= 8) {
+    __stcs(reinterpret_cast<uint4*>(dst), eight);
+    return;
+  }
+  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+  CUTLASS_PRAGMA_UNROLL
+  for (int e = 0; e < 7; ++e) {
+    if (e < valid) reinterpret_cast<uint16_t*>(dst)[e] = uint16_t(pairs[e / 2] >> 16 * (e % 2));
+  }
+}
+
+// Eight neighbours of 32 columns, 8 (lane % 4) and following, for each of the four lanes of a row. mine: this lane's
+// pairs, one from each 8 columns.
+CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
+  const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
+  uint32_t pairs[2][2];  // of columns 8 (lane % 2) and 16 more: of the even and the odd lane here
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    uint32_t got = ptx::shfl_xor(odd ? mine[2 * i] : mine[2 * i + 1], 1);
+    pairs[i][0] = odd ? got : mine[2 * i], pairs[i][1] = odd ? mine[2 * i + 1] : got;
+  }
+  uint32_t got[2] = {ptx::shfl_xor(upper ? pairs[0][0] : pairs[1][0], 2),
+                     ptx::shfl_xor(upper ? pairs[0][1] : pairs[1][1], 2)};
+  return upper ? make_uint4(got[0], got[1], pairs[1][0], pairs[1][1])
+               : make_uint4(pairs[0][0], pairs[0][1], got[0], got[1]);
+}
+
+// Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a place in shared memory.
+template <typename Element, int kCount>
+CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor, const Place& at,
+                               int x1, int x2, int x3, int x4) {
+  const int eight = 8 * (at.lane % 4);
+  CUTLASS_PRAGMA_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int row = x1 + 16 * at.warp + at.lane / 4 + 8 * r;
+    const int64_t offset = row * out.stride[1] + x2 * out.stride[2] + x3 * out.stride[3] + x4 * out.stride[4];
+    CUTLASS_PRAGMA_UNROLL
+    for (int column = 0; column < kCount * 2; column += 32) {
+      uint32_t mine[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int e = column / 2 + 4 * i + 2 * r;
+        mine[i] = e < kCount ? ptx::pack<Element>(x[e] * factor, x[e + 1] * factor) : 0;
+      }
+      store_eight(static_cast<Element*>(const_cast<void*>(out.ptr)) + offset + column + eight,
+                  eight_of_a_row(mine, at.lane), row < out.size[1] ? int(out.size[0]) - column - eight : 0);
+    }
+  }
+}
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,80 @@
+// Terms of rows and columns that enter a product by 16 more contracted columns: x[row] + y[column] is a matrix product
+// of (x, 1) and (1, y). Each term stands there as a sum of three bfloat16, which is exact, whatever type the operands
+// have.
+#pragma once
+
+#include "sm90/mma/pipeline.h"
+
+namespace ds4s::sm90 {
+
+// 64 rows or columns.
+using ExtraTile = SwizzledTile<64, 16>;
+
+struct ExtraTerms {
+  using Element = cutlass::bfloat16_t;
+  // Rows 0 to 7 stand for all. Whoever checks memory takes them for 64, so something lies behind them.
+  static constexpr int kOnesBytes = 8 * ExtraTile::kRowBytes;
+
+  // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
+  // well; NaN stays NaN.
+  struct Parts {
+    static constexpr float kSmallest = -3.4e38f;
+    uint32_t high, middle, low;  // each in the upper half
+    CUTLASS_DEVICE explicit Parts(float x) {
+      if (x < kSmallest) x = kSmallest;
+      high = __float_as_uint(x) & kUpper;
+      float rest = x - __uint_as_float(high);
+      middle = __float_as_uint(rest) & kUpper;
+      low = __float_as_uint(rest - __uint_as_float(middle));
+    }
+  };
+
+  // (x, 0): with `ones`, x alone. (x, 1): with (1, y) on the other side, the sum of both.
+  CUTLASS_DEVICE static void store_alone(uint8_t* tile, int row, float x) {
+    Parts p(x);
+    store(tile, row, make_uint4(pack(p.high, p.middle), pack(p.low, 0), 0, 0));
+  }
+  CUTLASS_DEVICE static void store_first(uint8_t* tile, int row, float x) {
+    Parts p(x);
+    store(tile, row, make_uint4(pack(p.high, p.middle), pack(p.low, kOne), pack(kOne, kOne), 0));
+  }
+  CUTLASS_DEVICE static void store_second(uint8_t* tile, int row, float y) {
+    Parts p(y);
+    store(tile, row, make_uint4(pack(kOne, kOne), pack(kOne, p.high), pack(p.middle, p.low), 0));
+  }
+  CUTLASS_DEVICE static void store_ones(uint8_t* tile, int row) {
+    store(tile, row, make_uint4(pack(kOne, kOne), pack(kOne, 0), 0, 0));
+  }
+  // The upper 8 of the 16 columns are 0; once, before anything else.
+  CUTLASS_DEVICE static void clear(uint8_t* tile, int row) {
+    *reinterpret_cast<uint4*>(tile + ExtraTile::offset(row, 1)) = make_uint4(0, 0, 0, 0);
+  }
+
+  // x = the sum of a row's term and a column's, by their places.
+  template <int kN>
+  CUTLASS_DEVICE static void start_sum(float (&x)[kN / 2], uint32_t rows, uint32_t columns) {
+    wgmma<Element, kN, Major::K>(x, ExtraTile::descriptor(rows), ExtraTile::descriptor(columns), ScaleOut::Zero);
+  }
+  // One side's terms alone, the other side being ones.
+  template <int kN>
+  CUTLASS_DEVICE static void start_rows(float (&x)[kN / 2], uint32_t rows, uint32_t ones) {
+    wgmma<Element, kN, Major::K>(x, ExtraTile::descriptor(rows), same_rows(ones), ScaleOut::Zero);
+  }
+  template <int kN>
+  CUTLASS_DEVICE static void start_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
+    wgmma<Element, kN, Major::K>(x, same_rows(ones), ExtraTile::descriptor(columns), ScaleOut::Zero);
+  }
+
+ private:
+  // Eight rows that stand for all: the step to the next eight is 0.
+  CUTLASS_DEVICE static uint64_t same_rows(uint32_t place) {
+    return ExtraTile::descriptor(place) & ~(uint64_t(0x3fff) << 32);
+  }
+  static constexpr uint32_t kUpper = 0xffff0000u, kOne = 0x3f800000u;
+  CUTLASS_DEVICE static uint32_t pack(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }  // upper halves
+  CUTLASS_DEVICE static void store(uint8_t* tile, int row, uint4 value) {
+    *reinterpret_cast<uint4*>(tile + ExtraTile::offset(row, 0)) = value;
+  }
+};
+
+}  // namespace ds4s::sm90
