@@ -24,10 +24,17 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     name = argv[0] if argv else ""
+    if name == "--version":
+        from deepspeed4science import __version__
+
+        print(f"deepspeed4science {__version__}")
+        return 0
     if name not in COMMANDS:
         wanted = name in ("-h", "--help")
         lines = [f"  {key:<8} {command.meaning}" for key, command in COMMANDS.items()]
-        usage = "\n".join(["usage: python -m deepspeed4science COMMAND [OPTIONS]", "", *lines])
+        usage = "\n".join(
+            ["usage: python -m deepspeed4science COMMAND [OPTIONS] | --version", "", *lines]
+        )
         print(usage, file=sys.stdout if wanted else sys.stderr)
         return 0 if wanted else 2
     module = importlib.import_module(COMMANDS[name].module)

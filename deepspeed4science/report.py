@@ -1,6 +1,6 @@
 """`ds_report`: what runs on this machine, and beside every "no" the reason and what mends it.
 
-    ds_report [--json]          python -m deepspeed4science report [--json]
+    ds_report [--json | --version]          python -m deepspeed4science report [--json]
 
 Always prints, whatever is missing or broken: only the standard library is imported here, and each
 question is asked under guard (probes.py). Exit code 0: usable, 1: not.
@@ -170,11 +170,14 @@ def to_json(report: Report) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from deepspeed4science import __version__
+
     parser = argparse.ArgumentParser(
         prog="ds_report",
         description="What runs on this machine; exit code 0: usable, 1: not.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--version", action="version", version=f"deepspeed4science {__version__}")
     options = parser.parse_args(argv)
     from deepspeed4science import probes
 

@@ -163,7 +163,7 @@ def _write_picture(case: AttentionCase, alignment: Alignment, path: Path) -> Non
             structure=UBIQUITIN_STRUCTURE,
         )
     except ImportError:
-        print("\nNo picture: it needs Pillow. pip install 'deepspeed4science[demo]'")
+        print("\nNo picture: it needs Pillow. pip install pillow")
     else:
         print(f"\nPicture of the query's attention: {path}")
 

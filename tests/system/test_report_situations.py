@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed4science import __version__
 from tests import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -488,3 +489,6 @@ def test_commands_of_the_module() -> None:
     assert run("--help").returncode == 0
     assert "demo" in run("--help").stdout
     assert run("no-such-command").returncode == 2
+    for command in (("--version",), ("report", "--version")):
+        said = run(*command)
+        assert (said.returncode, said.stdout) == (0, f"deepspeed4science {__version__}\n")

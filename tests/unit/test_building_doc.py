@@ -28,7 +28,7 @@ def program_texts() -> list[str]:
     """Every string of the program, with a gap where something is filled in."""
     texts = []
     for folder in ("op_builder", "deepspeed4science"):
-        for path in sorted((ROOT / folder).glob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
                     parts = [p.value if isinstance(p, ast.Constant) else GAP for p in node.values]
@@ -78,6 +78,14 @@ def test_versions_and_commands_are_those_of_the_program() -> None:
     assert ".".join(map(str, nvcc.OLDEST)) + " is the oldest that serves" in TEXT
     assert f'pip install "{nvcc.PARTS}"' in TEXT
     assert f"nvidia-cutlass=={'.'.join(map(str, cutlass.OLDEST))}.0" in TEXT
+
+
+def test_remedies_name_packages_that_an_index_has() -> None:
+    """This one is installed from its sources."""
+    remedies = [text for text in (*PROGRAM, TEXT) if "pip install" in text]
+    assert len(remedies) > 5
+    wanted = [word for text in remedies for word in re.findall(r"pip install (.+)", text)]
+    assert not [one for one in wanted if "deepspeed4science" in one.partition(";")[0]]
 
 
 def test_the_extra_installs_all_parts_of_the_toolkit() -> None:
