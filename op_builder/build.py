@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import elf, evict, lock, paths, publish, search, workdir
+from . import ending, evict, lock, paths, search, tell, workdir
 from .cache import last_seconds
 from .compile_error import explain, is_lasting
+from .deliver import deliver
 from .errors import BuildError, CompileError, ToolchainError
 from .key import CompileJob, Hashes
-from .loaded import EXPORTS, LoadedKernel
+from .loaded import LoadedKernel
 from .lock import UnitLock
 from .ninja_run import NinjaRun
 from .publish import Built
@@ -30,6 +31,13 @@ _PATIENCE_S = 300.0
 _PATIENCE_TIMES = 10.0  # and at least so many times what compiling took last time
 
 
+class GivenUpError(BuildError):
+    """Who was making a unit stopped before it was done: who still wants it begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__("compiling was interrupted; call again to go on")
+
+
 @dataclass(frozen=True)
 class Order:
     """How a job was asked for."""
@@ -44,6 +52,7 @@ class Unit:
 
     job: CompileJob
     order: Order = Order()
+    maker: threading.Thread = field(default_factory=threading.current_thread)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     together: threading.Event | None = None  # set once all that are compiled at once begin
@@ -54,6 +63,14 @@ class Unit:
     @property
     def compiling(self) -> bool:
         return self.together is not None and self.together.is_set()
+
+    def is_abandoned(self) -> bool:
+        """Nobody makes it any more: its thread is gone, or is the one that asks."""
+        if self.done.is_set():
+            return False
+        return self.maker is threading.current_thread() or (
+            self.maker.ident is not None and not self.maker.is_alive() and not self.done.is_set()
+        )
 
 
 class Build:
@@ -66,7 +83,8 @@ class Build:
         succeed: Callable[[Unit, LoadedKernel], None],
         fail: Callable[[Unit, BaseException], None],
     ) -> None:
-        self._thread = threading.Thread(target=target, args=(self,), name="ds4s-build", daemon=True)
+        self._target = target
+        self.thread = threading.Thread(target=self._run, name="ds4s-build", daemon=True)
         self._succeed, self._fail = succeed, fail
         self._roots, self._root = roots, roots[-1].path
         self._cancelled = threading.Event()
@@ -74,10 +92,20 @@ class Build:
         self._held: dict[str, UnitLock] = {}
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RuntimeError when no more threads may be started."""
+        self.thread.start()
+
+    def _run(self) -> None:
+        with ending.exempt():  # the loader cancels it
+            self._target(self)
+
+    def run_here(self) -> None:
+        """In the calling thread, which may then not show what happens."""
+        self._target(self)
 
     def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        if self.thread.is_alive():  # it may never have been started
+            self.thread.join(timeout_s)
 
     def cancel(self) -> None:
         """Stop soon; units not finished yet fail."""
@@ -114,7 +142,7 @@ class Build:
             try:
                 evict.make_room(root.path)
             except BuildError as error:
-                search.warn_once(str(error))
+                tell.warn_once(str(error))
 
     def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
         """The unit's lock is ours, or there are no locks here, or its holder took too long."""
@@ -150,7 +178,7 @@ class Build:
         patience = max(_PATIENCE_S, _PATIENCE_TIMES * usual)
         if time.monotonic() - began < patience:
             return False
-        search.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
+        tell.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
         return True
 
     def _make(self, units: list[Unit]) -> None:
@@ -166,7 +194,7 @@ class Build:
         if not units:
             return
         if self._roots[-1].origin == "cache" and (note := paths.cache_note()):
-            search.warn_once(note)
+            tell.warn_once(note)
         folder = workdir.create()
         by_ident = {unit.job.ident: unit for unit in units}
         private: list[Path] = []
@@ -176,7 +204,7 @@ class Build:
             unit = by_ident[built.job.ident]
             try:
                 unit.seconds = built.seconds
-                kernel = self._deliver(built)
+                kernel = deliver(built, self._roots[-1])
                 if kernel.path == built.library:
                     private.append(kernel.path)
                 self._finish(unit, kernel)
@@ -207,48 +235,6 @@ class Build:
             if not private:
                 workdir.remove(folder)
 
-    def _deliver(self, built: Built) -> LoadedKernel:
-        """Verify, load, publish; from the private folder where publishing is not possible."""
-        _verify(built)
-        name = built.job.name
-        try:
-            if not built.changed_header:
-                return self._publish(built)
-            private = (
-                f"{built.changed_header} was changed while {name} was compiled; what came of it "
-                "serves this process and is not kept"
-            )
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if self._roots[-1].origin == "prebuilt":  # asked for there: a copy elsewhere is none
-                raise BuildError(
-                    f"{name} was compiled but cannot be written to {self._root} ({reason}): free "
-                    "some space there, or name a folder that can be written"
-                ) from error
-            private = (
-                f"compiled kernels cannot be kept in {self._root} ({reason}); "
-                "this process uses a private copy and the next one compiles again: set "
-                "DS4S_CACHE_DIR to a folder that can be written"
-            )
-        try:
-            kernel = LoadedKernel(built.library, name, "built")
-        except (OSError, ValueError) as error:
-            raise BuildError(
-                f"{name} was compiled but cannot be loaded: {error}; "
-                "name another compiler in CXX, or report it"
-            ) from error
-        search.warn_once(private)
-        return kernel
-
-    def _publish(self, built: Built) -> LoadedKernel:
-        def load(library: Path) -> LoadedKernel:
-            return LoadedKernel(library, built.job.name, "built")
-
-        try:
-            return load(publish.publish(self._root, built, load).library)
-        except ValueError as error:
-            raise BuildError(f"{error}; this is a fault of deepspeed4science") from error
-
     def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:
         held = self._held.pop(unit.job.ident, None)
         if isinstance(outcome, LoadedKernel):
@@ -260,7 +246,7 @@ class Build:
 
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
-            raise BuildError("compiling was interrupted; call again to go on")
+            raise GivenUpError
 
 
 def _require_compiler(job: CompileJob) -> None:
@@ -282,25 +268,3 @@ def _ninja() -> Path:
     if not ninja.ok or ninja.path is None:
         raise ToolchainError(f"{ninja.reason}; {ninja.remedy}")
     return Path(ninja.path)
-
-
-def _verify(built: Built) -> None:
-    """What a compiler has just made is what was asked for: before anybody else can see it."""
-    try:
-        library = built.contents
-    except (OSError, ValueError) as error:
-        raise BuildError(
-            f"{built.job.name}: the compiler reported success, but its library is unusable "
-            f"({error}); is the disk of {built.library.parent} full?"
-        ) from error
-    missing = sorted(EXPORTS - library.exports)
-    if missing:
-        raise BuildError(
-            f"{built.job.name}: expected the exports {', '.join(sorted(EXPORTS))}, "
-            f"got none named {', '.join(missing)}; this is a fault of the generated source"
-        )
-    if elf.own_machine() not in (0, library.machine):
-        raise BuildError(
-            f"{built.job.name}: expected machine code for ELF machine {elf.own_machine()}, got "
-            f"{library.machine}; {built.job.compiler} is a cross compiler: name a native one in CXX"
-        )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from . import status
+from . import ending, status
 from .errors import BuildError, UnfitToolkitError
 from .key import CompileJob
 from .loaded import LoadedKernel
@@ -160,7 +160,8 @@ class OpBuilder(ABC, Generic[KernelT]):
         """Make `kernels` ready in the background; a later `load` waits and raises errors."""
         from . import jit
 
-        jit.start(self.jobs(kernels))
+        with ending.slow_section():
+            jit.start(self.jobs(kernels))
 
     def _load(
         self, verbose: bool, kernels: Sequence[KernelT] | None, *, skip_prebuilt: bool
@@ -172,11 +173,12 @@ class OpBuilder(ABC, Generic[KernelT]):
 
             load = functools.partial(jit.load, verbose=verbose, skip_prebuilt=skip_prebuilt)
             loaded: list[LoadedKernel] = []
-            for _ in range(_MOST_UNFIT_TOOLKITS):
-                with contextlib.suppress(UnfitToolkitError):  # known from now on, and passed over
+            with ending.slow_section():
+                for _ in range(_MOST_UNFIT_TOOLKITS):
+                    with contextlib.suppress(UnfitToolkitError):  # known now, and passed over
+                        loaded = load(self.jobs(missing))
+                        break
+                else:
                     loaded = load(self.jobs(missing))
-                    break
-            else:
-                loaded = load(self.jobs(missing))
             _ready.update(zip(missing, loaded, strict=True))
         return LoadedOp({kernel: _ready[kernel] for kernel in wanted})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import calls, cpu_isa
+from . import calls, cpu_isa, ending
 from .calls import Call
 from .cpu_builder import CPUOpBuilder
 from .instantiations import DIRECTIONS, CpuKernel
@@ -22,7 +22,8 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
 
         Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
         """
-        return CpuKernel(direction, dtype, cpu_isa.best(dtype))
+        with ending.slow_section():
+            return CpuKernel(direction, dtype, cpu_isa.best(dtype))
 
     def default_kernels(self) -> list[CpuKernel]:
         return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import env, memo, paths
+from . import env, lacks, memo, paths
 from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
 _INSTALL_COMPILER = (
@@ -93,8 +93,9 @@ def _examine_compiler(candidate: Candidate) -> Tool:
     try:
         key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
         identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
-    except UnfitError as unfit:
-        return Tool(name, path, where_found=where, reason=str(unfit), remedy=_INSTALL_COMPILER)
+    except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
+        remedy = lacks.remedy(str(unfit)) or _INSTALL_COMPILER
+        return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
 

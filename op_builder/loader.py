@@ -2,6 +2,10 @@
 
 A loader searches and writes one list of folders. The process has one (jit.py); prebuild.py makes
 its own, which writes elsewhere.
+
+A claim never outlives who made it: whatever is raised behind it, Ctrl-C included, gives the units
+up, and who waits for one that was given up claims it himself. So does who finds that a unit's
+thread is gone.
 """
 
 from __future__ import annotations
@@ -9,8 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from . import env, progress, search
-from .build import Build, Order, Unit
+from . import ending, env, progress, search
+from .build import Build, GivenUpError, Order, Unit
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 from .search import Root
@@ -24,6 +28,7 @@ class Loader:
         """`roots()`: the folders to search, in order; the last one is written."""
         self._roots = roots
         self._loaded: dict[str, LoadedKernel] = {}
+        self._ending = False
         self.forget_threads()
 
     def forget_threads(self) -> None:
@@ -39,33 +44,60 @@ class Loader:
             return [self._loaded[job.ident] for job in jobs]
         except KeyError:
             pass
-        units, mine = self._claim(jobs, Order(skip_prebuilt=skip_prebuilt))
-        hashes = Hashes()
-        missing = [unit for unit in mine if not self._try_existing(unit, hashes)]
-        build = self._begin(missing, search_first=False) if missing else None
+        display = progress.display(_wants_messages(verbose))
+        with ending.slow_section():
+            while True:
+                try:
+                    self._load(jobs, Order(skip_prebuilt=skip_prebuilt), display)
+                except GivenUpError:  # by another thread: now it is ours, or a third one's
+                    if self._ending:
+                        raise
+                else:
+                    return [self._loaded[job.ident] for job in jobs]
+
+    def _load(self, jobs: Sequence[CompileJob], order: Order, display: progress.Silent) -> None:
+        units: list[Unit] = []
+        mine: list[Unit] = []
+        build: Build | None = None
         try:
-            self._follow(units, progress.display(_wants_messages(verbose)))
+            self._claim(jobs, order, units, mine)
+            hashes = Hashes()
+            missing = [unit for unit in mine if not self._try_existing(unit, hashes)]
+            if missing:
+                build = self._build(missing, search_first=False)
+                try:
+                    build.start()
+                except RuntimeError:  # a limit on threads
+                    build.run_here()
+            self._follow(units, display)
         except BaseException:  # Ctrl-C: nobody else wants what this call began
-            if build is not None:
-                build.cancel()
-                build.join(_LAST_WAIT_S)
+            self._give_up(mine, build)
             raise
         for unit in units:
             if unit.error is not None:
                 self._forget(unit)
                 raise unit.error
-        return [self._loaded[job.ident] for job in jobs]
 
     def loaded(self) -> tuple[LoadedKernel, ...]:
         return tuple(self._loaded.values())
 
     def start(self, jobs: Sequence[CompileJob]) -> None:
-        _, mine = self._claim(jobs, Order(background=True))
-        if mine:
-            self._begin(mine, search_first=True)
+        mine: list[Unit] = []
+        build: Build | None = None
+        try:
+            self._claim(jobs, Order(background=True), [], mine)
+            if mine:
+                build = self._build(mine, search_first=True)
+                build.start()
+        except BaseException as error:
+            self._give_up(mine, build)
+            if not isinstance(error, Exception):
+                raise
 
     def stop(self) -> None:
         """Stop what runs in the background, and wait for it shortly."""
+        self._ending = True
+        ending.begin()
         with self._guard:
             builds = list(self._builds)
         for build in builds:
@@ -73,32 +105,48 @@ class Loader:
         for build in builds:
             build.join(_LAST_WAIT_S)
 
-    def _claim(self, jobs: Sequence[CompileJob], order: Order) -> tuple[list[Unit], list[Unit]]:
-        """The units of what is not loaded yet, and those among them that the caller has to make."""
-        units: dict[str, Unit] = {}
-        mine = []
+    def _claim(
+        self, jobs: Sequence[CompileJob], order: Order, units: list[Unit], mine: list[Unit]
+    ) -> None:
+        """Fills `units` with those of what is not loaded yet, and `mine` with those among them that
+        the caller has to make: each before anybody else can wait for it.
+        """
         with self._guard:
             for job in jobs:
-                if job.ident in self._loaded or job.ident in units:
+                if job.ident in self._loaded or any(job.ident == u.job.ident for u in units):
                     continue
                 unit = self._pending.get(job.ident)
-                if unit is None:
-                    unit = self._pending[job.ident] = Unit(job, order)
+                if unit is None or unit.is_abandoned():
+                    unit = Unit(job, order)
                     mine.append(unit)
-                units[job.ident] = unit
-        return list(units.values()), mine
+                    self._pending[job.ident] = unit
+                units.append(unit)
+
+    def _give_up(self, mine: list[Unit], build: Build | None) -> None:
+        if build is not None:
+            build.cancel()
+            build.join(_LAST_WAIT_S)
+            with self._guard:
+                self._builds.discard(build)
+        for unit in mine:
+            self._forget(unit)
+            if not unit.done.is_set():
+                unit.error = GivenUpError()
+                unit.done.set()
 
     def _try_existing(self, unit: Unit, hashes: Hashes) -> bool:
         try:
             kernel = search.load_existing(unit.job, self._searched(unit.order), hashes)
-        except BaseException as error:
+        except Exception as error:
             self._fail(unit, error)
             return True
         if kernel is not None:
             self._succeed(unit, kernel)
         return kernel is not None
 
-    def _begin(self, units: list[Unit], *, search_first: bool) -> Build:
+    def _build(self, units: list[Unit], *, search_first: bool) -> Build:
+        """Not started yet."""
+
         def run(build: Build) -> None:
             left = units
             try:
@@ -118,7 +166,8 @@ class Loader:
         build = Build(run, self._searched(units[0].order), self._succeed, self._fail)
         with self._guard:
             self._builds.add(build)
-        build.start()
+        for unit in units:
+            unit.maker = build.thread
         return build
 
     def _searched(self, order: Order) -> tuple[Root, ...]:
@@ -168,6 +217,9 @@ class Loader:
                 display.end()
                 return
             waiting.done.wait(display.interval_s)
+            ending.stop_if_ending()
+            if waiting.is_abandoned():
+                raise GivenUpError
             display.tick()
 
 

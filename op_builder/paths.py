@@ -113,8 +113,8 @@ def _may_write(folder: Path) -> bool:
 
 def _temporary_cache() -> Path:
     """Made here, since only what nobody else can write may be loaded from such a place."""
-    folder = Path(tempfile.gettempdir()) / f"deepspeed4science-{os.geteuid()}"
     try:
+        folder = build_root() / f"deepspeed4science-{os.geteuid()}"
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         status = os.lstat(folder)
@@ -125,7 +125,10 @@ def _temporary_cache() -> Path:
 
 
 def build_root() -> Path:
-    """A local folder in which compilations run: never the cache, which may be on a network."""
+    """A local folder in which compilations run: never the cache, which may be on a network.
+
+    Raises OSError when no temporary folder can be written.
+    """
     return Path(tempfile.gettempdir())
 
 

@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 logger = logging.getLogger("op_builder")
@@ -46,6 +46,38 @@ class Silent:
     def tick(self) -> None: ...
 
     def end(self) -> None: ...
+
+
+class Safe(Silent):
+    """Another display for as long as it works: what can be shown never decides over a build."""
+
+    def __init__(self, shown: Silent) -> None:
+        self._shown = shown
+
+    @property
+    def interval_s(self) -> float:  # type: ignore[override]
+        return self._shown.interval_s
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        self._try(lambda: self._shown.begin(units))
+
+    def finished(self, name: str, seconds: float) -> None:
+        self._try(lambda: self._shown.finished(name, seconds))
+
+    def note(self, message: str) -> None:
+        self._try(lambda: self._shown.note(message))
+
+    def tick(self) -> None:
+        self._try(self._shown.tick)
+
+    def end(self) -> None:
+        self._try(self._shown.end)
+
+    def _try(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except Exception:  # a full disk, a closed pipe, a stream that raises
+            self._shown = Silent()
 
 
 class Lines(Silent):
@@ -145,6 +177,6 @@ def display(verbose: bool) -> Silent:
         return Silent()
     try:
         on_terminal = sys.stderr.isatty()
-    except (AttributeError, ValueError):  # no stderr, or a closed one
+    except Exception:  # no stderr, a closed one, or one of the program's own
         return Silent()
-    return Bar() if on_terminal else Lines()
+    return Safe(Bar() if on_terminal else Lines())

@@ -11,7 +11,6 @@ import errno
 import functools
 import hashlib
 import json
-import logging
 import os
 import shutil
 import socket
@@ -22,11 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, elf
+from . import cache, elf, tell
 from .cache import Entry
 from .key import LAYOUT, CompileJob, Header, content_key
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,9 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
     except FileNotFoundError:
         return True  # another process has just done it
     except OSError as error:
-        logger.warning("%s cannot be used (%s) nor moved away (%s)", folder, why, error.strerror)
+        tell.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")
         return False
-    logger.warning("%s cannot be used (%s); moved to %s, compiled again", folder, why, aside)
+    tell.warn(f"{folder} cannot be used ({why}); moved to {aside}, compiled again")
     return True
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, paths
+from . import cache, paths, tell
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
-
-logger = logging.getLogger(__name__)
-
-_warned: set[str] = set()
-_uncovered: set[Path] = set()  # prebuilt folders that have been told not to cover something
 
 
 @dataclass(frozen=True)
@@ -52,22 +46,21 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
                     cache.note_use(entry.folder)
                 return kernel
             except (OSError, ValueError) as error:
-                warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
+                tell.warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
         elif root.shared:
-            warn_once(f"{entry.folder} is damaged ({damage}); passed over")
+            tell.warn_once(f"{entry.folder} is damaged ({damage}); passed over")
     return None
 
 
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
     """Say, once in a process, that and why what an install compiled does not serve `job`."""
     for root in where:
-        if root.origin != "prebuilt" or root.path in _uncovered:
+        if root.origin != "prebuilt" or tell.was_told(root.path):
             continue
         entries = cache.entries(root.path)
-        if entries:
-            _uncovered.add(root.path)
+        if entries and tell.first_time(root.path):
             named = [entry for entry in entries if entry.meta["name"] == job.name]
-            warn_once(
+            tell.warn_once(
                 f"{job.title} is not among the {len(entries)} kernels compiled while installing "
                 f"({_why_not(job, named)}); it is compiled now and kept in {where[-1].path}"
             )
@@ -80,9 +73,3 @@ def _why_not(job: CompileJob, entries: list[cache.Entry]) -> str:
         return "its sources have changed since, or it was made for another system"
     targets = {target for entry in entries for target in entry.targets}
     return f"it was compiled for {', '.join(sorted(targets)) or 'another processor'} there"
-
-
-def warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning("%s", message)

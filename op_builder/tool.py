@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import env, paths
+from . import ending, env, paths
 from .errors import ToolchainError
 
 TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the report
@@ -84,6 +85,9 @@ def on_path(*programs: str) -> Iterable[Candidate]:
                 yield Candidate("PATH", path)
 
 
+_TELLING_SHELL = ("/bin/sh", "-c", '"$@"; printf "\\n%d" "$?"', "sh")
+
+
 @dataclass(frozen=True)
 class Ran:
     output: str  # stdout and stderr
@@ -92,19 +96,24 @@ class Ran:
 
 def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
     """Run a program that should answer at once; whatever goes wrong is told in `problem`."""
+    untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # nobody hears how a child ended
     try:
-        done = subprocess.run(
-            command,
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            env=env.for_compiler(),
-            cwd=cwd,
-            check=False,
-        )
+        with ending.slow_section():
+            done = subprocess.run(
+                [*_TELLING_SHELL, *command] if untold else command,
+                input=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                env=env.for_compiler(),
+                cwd=cwd,
+                check=False,
+            )
+        if untold:
+            done.stdout, _, code = done.stdout.rpartition("\n")
+            done.returncode = int(code)
     except subprocess.TimeoutExpired:
         return Ran("", f"{command[0]} did not answer within {TIMEOUT_S:.0f} s")
     except (OSError, ValueError) as error:

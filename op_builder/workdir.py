@@ -26,8 +26,9 @@ _mine: dict[Path, int] = {}  # folder -> the locked file's descriptor
 
 def create() -> Path:
     """A new empty folder, removed by `remove` or when the process ends."""
-    root = paths.build_root()
+    root: Path | str = "a temporary folder"
     try:
+        root = paths.build_root()
         fresh = Path(tempfile.mkdtemp(dir=root, prefix=".ds4s-new-"))
         handle = os.open(fresh / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
@@ -39,8 +40,6 @@ def create() -> Path:
             f"no folder to compile in: expected {root} to be writable, got {error.strerror}; "
             "free some space or set TMPDIR"
         ) from error
-    if not _mine:
-        atexit.register(_remove_mine)
     _mine[folder] = handle
     _sweep(root)
     return folder
@@ -75,3 +74,6 @@ def _sweep(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+atexit.register(_remove_mine)  # before jit.py's, which stops what runs there, is registered

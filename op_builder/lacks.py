@@ -1,0 +1,81 @@
+"""What a machine may lack for the moment, in its programs' words, and what mends it.
+
+A failure of this kind says nothing of a compiler or a source: it is not remembered, not shared with
+those who wait, and no reason to name another compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+# nvcc says nothing of a full disk and removes its temporary files before it ends. A unit needs less
+# than this.
+SMALL_DISK_BYTES = 64 << 20
+
+_NOEXEC = (
+    "the folder is on a file system that runs no programs (mounted noexec): set TMPDIR, and "
+    "DS4S_CACHE_DIR if need be, to a folder on one that does"
+)
+# (what the programs say, what to do)
+_LACKS: tuple[tuple[str, str], ...] = (
+    (
+        r"\bKilled\b|exit status 137|died due to signal 9|ended with (-9|137)\b|out of memory"
+        r"|cannot allocate memory|virtual memory exhausted|Memory allocation failure",
+        "the machine ran out of memory: close other programs or set MAX_JOBS=1",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full: free some space, or set TMPDIR to a folder on another one",
+    ),
+    (
+        r"Resource temporarily unavailable|[Cc]annot fork|can't start new thread",
+        "no more processes or threads may be started: raise the limit (ulimit -u, or the "
+        "container's pids limit), close other programs, or set MAX_JOBS=1",
+    ),
+    (
+        r"Too many open files",
+        "no more files may be opened: raise the limit (ulimit -n)",
+    ),
+    (
+        r"failed to map segment from shared object",
+        _NOEXEC,
+    ),
+)
+_ANY = re.compile("|".join(pattern for pattern, _ in _LACKS), re.IGNORECASE)
+
+
+def remedy(words: str) -> str:
+    """What to do about the lack that `words` tell of; empty when they tell of none."""
+    if _ANY.search(words) is None:
+        return ""
+    return next(what for pattern, what in _LACKS if re.search(pattern, words, re.IGNORECASE))
+
+
+def disk_remedy(folder: Path, free_bytes: int | None = None) -> str:
+    """What to do where the disk of `folder` is nearly full; empty where it is not."""
+    free = free_bytes if free_bytes is not None else free_space(folder)
+    if free is None or free >= SMALL_DISK_BYTES:
+        return ""
+    return (
+        f"the disk may be full, {free / 2**20:.1f} MiB are left in {folder}: free some space, or "
+        "set TMPDIR to a folder on another one"
+    )
+
+
+def free_space(folder: Path) -> int | None:
+    """None where the system does not say."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def runs_programs(folder: Path) -> bool:
+    """Whether libraries may be loaded from the file system of `folder`."""
+    try:
+        return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+    except OSError:
+        return True

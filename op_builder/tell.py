@@ -1,0 +1,33 @@
+"""Warnings, told once in a process. What happens to them never decides over a call: a full disk
+behind stderr, a closed pipe or a handler that raises costs the words alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable
+
+logger = logging.getLogger(__name__)
+
+_told: dict[Hashable, object] = {}
+
+
+def warn(message: str) -> None:
+    with contextlib.suppress(Exception):
+        logger.warning("%s", message)
+
+
+def warn_once(message: str) -> None:
+    if first_time(message):
+        warn(message)
+
+
+def first_time(what: Hashable) -> bool:
+    """True once for each `what`, for whichever thread asks first."""
+    mine = object()
+    return _told.setdefault(what, mine) is mine
+
+
+def was_told(what: Hashable) -> bool:
+    return what in _told
