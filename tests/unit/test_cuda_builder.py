@@ -119,7 +119,7 @@ def test_sm90_is_compiled_for_9_0a_whatever_9_0_is_called(requested, nvcc, monke
     assert row == CudaKernel("sm90", "fwd", "bf16", 32, "both", True, "9.0a")
     assert row.name == "sm90_fwd_bf16_d32_both"
     source = row.source()
-    assert '#include "sm90/launch_forward.h"' in source
+    assert '#include "sm90/forward/launch.h"' in source
     launch = "ds4s::sm90::Forward<cutlass::bfloat16_t, 32, /*kBias1=*/true, /*kBias2=*/true>"
     assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
     (job,) = BUILDER.jobs([row])
@@ -141,7 +141,7 @@ def test_an_sm90_backward_reads_bias1_at_run_time(bias, compiled, nvcc):
     )
     assert row.name == f"sm90_bwd_fp16_d64_{compiled}"
     source = row.source()
-    assert '#include "sm90/launch_backward.h"' in source
+    assert '#include "sm90/backward/launch.h"' in source
     bias2 = f"/*kBias2=*/{str(compiled == 'bias2').lower()}"
     launch = f"ds4s::sm90::Backward<cutlass::half_t, 64, {bias2}>"
     assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
