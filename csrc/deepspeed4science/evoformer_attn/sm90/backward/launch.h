@@ -40,7 +40,7 @@ class Backward : BackwardHost {
   }
 
  private:
-  using Prepare = BackwardConfig<Element, cutlass::arch::Sm80, kHeadDim, /*kIsAligned=*/true, /*kTf32=*/false, kBias2>;
+  using Prepare = PrepareConfig<Element, kHeadDim>;
   using Choice = BackwardChoice<kHeadDim>;
   using KeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
   using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;

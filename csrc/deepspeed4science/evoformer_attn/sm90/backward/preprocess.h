@@ -6,6 +6,14 @@
 
 namespace ds4s::sm90 {
 
+// As common/preprocess.h wants it: rows on 16 bytes, as the tensor memory accelerator needs them.
+template <typename Element, int kHeadDim_>
+struct PrepareConfig {
+  using scalar_t = Element;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kIsAligned = true, kTf32 = false;
+};
+
 // The first blocks list what sees each tile of `keys` keys of the bias pass, the others have queries.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads)
