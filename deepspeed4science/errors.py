@@ -4,6 +4,7 @@ EvoformerError
 ├── InvalidInputError (ValueError)          wrong tensors or arguments: expected, got, what to do
 ├── NoBackendError (NotImplementedError)    no kernel takes this call: the reasons of every backend
 ├── DoubleBackwardError (NotImplementedError)  the gradient was differentiated again
+├── ForwardModeError (NotImplementedError)  forward-mode derivatives (jvp, dual tensors) were asked
 ├── KernelError (RuntimeError)              a kernel was launched and reported a failure
 └── BuildError (RuntimeError)               a kernel could not be made ready
     ├── ToolchainError                      a compiler, ninja or CUTLASS is missing or unfit
@@ -20,6 +21,7 @@ __all__ = [
     "CompileError",
     "DoubleBackwardError",
     "EvoformerError",
+    "ForwardModeError",
     "InvalidInputError",
     "KernelError",
     "NoBackendError",
@@ -37,6 +39,10 @@ class NoBackendError(EvoformerError, NotImplementedError):
 
 class DoubleBackwardError(EvoformerError, NotImplementedError):
     """The op's gradient was differentiated again; only first derivatives exist."""
+
+
+class ForwardModeError(EvoformerError, NotImplementedError):
+    """Forward-mode derivatives were asked for; only reverse-mode ones exist."""
 
 
 class KernelError(EvoformerError, RuntimeError):

@@ -19,17 +19,20 @@ def evoformer_attention(
     bias1: Tensor | None = None,
     bias2: Tensor | None = None,
     *,
+    scale: float | None = None,
     row_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(Q K^T / sqrt(D) + bias1 + bias2) V, in the dtype of the inputs.
+    """softmax(scale Q K^T + bias1 + bias2) V, in the dtype of the inputs.
 
     Args:
         q: `[*, Lq, H, D]`.
         k: `[*, Lk, H, D]`.
         v: `[*, Lk, H, Dv]`.
-        bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None.
+        bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None. Boolean or of integers:
+            a key is seen where it is not 0.
         bias2: broadcastable to `[*, H, Lq, Lk]` with size 1 in the last dimension of `*` (pair
             bias), or None.
+        scale: a number; default 1 / sqrt(D).
         row_mask: bool, broadcastable to `[*]`, or None. Where it is False the result is 0, and so
             are the gradients.
 
@@ -40,8 +43,11 @@ def evoformer_attention(
     hidden = None if row_mask is None else ~row_mask[..., None, None, None]
     if hidden is not None:  # nothing that such a row holds reaches a gradient, NaN included
         q, k, v = (tensor.masked_fill(hidden, 0.0) for tensor in (q, k, v))
-    scores = torch.einsum("...qhd,...khd->...hqk", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k)
+    scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
     if bias1 is not None:
+        if not bias1.is_floating_point():
+            bias1 = torch.zeros_like(bias1, dtype=q.dtype).masked_fill(bias1 == 0, -math.inf)
         scores = scores + _shifted(bias1.to(scores.dtype))
     if bias2 is not None:
         scores = scores + bias2.to(scores.dtype)

@@ -32,8 +32,7 @@ class Operator:
     schema: str
     kernels: Mapping[str, Callable[..., Any]]  # by dispatch key: "CompositeExplicitAutograd", ...
     fake: Callable[..., Any]  # results without values
-    backward: Callable[..., Any]
-    setup_context: Callable[..., Any] | None = None
+    vmap: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -42,8 +41,8 @@ class Operator:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """By their role: a dispatch key, or one of the names above."""
-        found = {"fake": self.fake, "backward": self.backward, **self.kernels}
-        return found | ({"setup_context": self.setup_context} if self.setup_context else {})
+        found = {"fake": self.fake, **self.kernels}
+        return found | ({"vmap": self.vmap} if self.vmap else {})
 
 
 @dataclass
@@ -126,11 +125,8 @@ def _bind(library: torch.library.Library, table: Functions, operator: Operator, 
         library.impl(operator.name, latest(role), role)
     elif role == "fake":
         torch.library.register_fake(qualified, latest(role), lib=library)
-    elif role == "backward":
-        setup_context = latest("setup_context") if operator.setup_context else None
-        torch.library.register_autograd(
-            qualified, latest(role), setup_context=setup_context, lib=library
-        )
+    elif role == "vmap":
+        torch.library.register_vmap(qualified, latest(role), lib=library)
 
 
 def _overload(operator: Operator) -> Any:

@@ -103,7 +103,8 @@ BAD = {
     ),
     "float64": ({name: lambda t: t.double() for name in "qkv"}, "float32, bfloat16 or float16"),
     "int": ({name: lambda t: t.int() for name in "qkv"}, "float32, bfloat16 or float16"),
-    "dtypes-differ": ({"k": lambda k: k.bfloat16()}, "dtype of Q"),
+    "dtypes-differ-by-float64": ({"k": lambda k: k.double()}, "got torch.float64"),
+    "dtypes-differ-by-integers": ({"k": lambda k: k.long()}, "dtype of Q"),
     "devices-differ": ({"k": lambda k: k.to("meta")}, "device of Q"),
     "not-a-tensor": ({"q": lambda q: q.tolist()}, "expected a tensor"),
     "three-biases": ({"biases": lambda b: [*b, b[0]]}, "at most 2"),
@@ -113,7 +114,11 @@ BAD = {
     "pair-bias-first": ({"biases": lambda b: [b[1]]}, r"\[None, bias2\]"),
     "biases-swapped": ({"biases": lambda b: [b[1], b[0]]}, "bias1: expected"),
     "bias2-with-rows": (
-        {"biases": lambda b: [None, b[1].expand(2, 3, 2, 9, 9)]},
+        {"biases": lambda b: [None, b[1].repeat(1, 3, 1, 1, 1)]},
+        r"bias2: expected .* make each n a batch",
+    ),
+    "bias2-expanded-over-other-rows": (
+        {"biases": lambda b: [None, b[1].expand(2, 4, 2, 9, 9)]},
         "bias2: expected",
     ),
     "bias2-wrong-heads": (
@@ -121,7 +126,8 @@ BAD = {
         "bias2: expected",
     ),
     "bias-rank-6": ({"biases": lambda b: [b[0][None]]}, "at most the 5 dimensions"),
-    "bias-bool": ({"biases": lambda b: [b[0] > 0]}, "torch.where"),
+    "bias2-bool": ({"biases": lambda b: [None, b[1] > 0]}, "torch.where"),
+    "bias1-complex": ({"biases": lambda b: [b[0] * 1j]}, "bias1: expected"),
     "bias-float64": ({"biases": lambda b: [b[0].double()]}, "bias1: expected"),
     "bias-device": ({"biases": lambda b: [b[0].to("meta")]}, "device of Q"),
     "row-mask-float": ({"row_mask": lambda m: torch.ones(2, 3)}, "torch.bool.*row_mask != 0"),

@@ -47,8 +47,8 @@ def test_second_import():
 
 def test_reload():
     run(
-        "check()\nfrom deepspeed4science import evoformer_attn\n"
-        "importlib.reload(evoformer_attn)\ncheck()"
+        "check()\nfrom deepspeed4science import evoformer_attn, operators\n"
+        "importlib.reload(operators)\nimportlib.reload(evoformer_attn)\ncheck()"
     )
 
 

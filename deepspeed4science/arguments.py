@@ -1,0 +1,204 @@
+"""What the caller passes, as the operators take it: five dimensions, one dtype, biases that are
+numbers, a positive scale. All by PyTorch operations that autograd and torch.compile see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.problem import BIAS_HELP, ROW_MASK_HELP, shape_of
+
+
+def split_biases(biases: Sequence[Tensor | None] | None) -> tuple[Tensor | None, Tensor | None]:
+    """The caller's sequence of 0, 1 or 2 biases as a pair; the sequence itself is left alone."""
+    if biases is None:
+        return None, None
+    if not isinstance(biases, (list, tuple)):
+        raise InvalidInputError(
+            f"biases: expected a list or tuple of 0, 1 or 2 entries, each a tensor or None; got "
+            f"{type(biases).__name__}. Write [bias1, bias2]: {BIAS_HELP}."
+        )
+    if len(biases) > 2:
+        raise InvalidInputError(
+            f"biases: expected at most 2 entries, got {len(biases)}. Add further terms to one of "
+            f"the two: {BIAS_HELP}."
+        )
+    first = biases[0] if len(biases) > 0 else None
+    second = biases[1] if len(biases) > 1 else None
+    for name, bias in (("bias1", first), ("bias2", second)):
+        if bias is not None and not isinstance(bias, Tensor):
+            raise InvalidInputError(
+                f"{name}: expected a tensor or None, got {type(bias).__name__}. {BIAS_HELP}."
+            )
+    return first, second
+
+
+def canonicalise(
+    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`[*, L, H, D]` of any rank >= 3 as `[B, N, L, H, D]`: views wherever strides allow.
+
+    The last dimension of `*` is N, the ones before it are flattened into B; a missing one is 1.
+    Biases of lower rank gain leading dimensions of size 1, as in any broadcast. Q, K and V get one
+    dtype, a mask becomes a bias, a pair bias expanded over N becomes the one that it is.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        kinds = ", ".join(type(t).__name__ for t in (q, k, v))
+        raise InvalidInputError(f"Q, K, V: expected a tensor for each, got {kinds}.")
+    for name, tensor in (("Q", q), ("K", k), ("V", v), ("bias1", bias1), ("bias2", bias2)):
+        if tensor is not None:
+            _require_strided(name, tensor)
+    rank = q.dim()
+    if rank < 3 or k.dim() != rank or v.dim() != rank:
+        raise InvalidInputError(
+            "Q, K, V: expected three tensors of one rank >= 3, [*, L, H, D]; "
+            f"got Q {shape_of(q)}, K {shape_of(k)}, V {shape_of(v)}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        q, k, v = _promoted(q, k, v)
+    if bias1 is not None and not bias1.is_floating_point():
+        bias1 = _bias_of_mask(bias1, q)
+    if rank == 5 and _is_five(bias1) and _is_five(bias2):
+        return q, k, v, bias1, _without_rows(bias2, q)
+    lead = tuple(q.shape[:-3])
+    for name, tensor in (("K", k), ("V", v)):
+        if tuple(tensor.shape[:-3]) != lead:
+            raise InvalidInputError(
+                f"{name}: expected the leading dimensions of Q, {list(lead)}; got "
+                f"{shape_of(tensor)}."
+            )
+    q, k, v = _flatten_lead(q, lead), _flatten_lead(k, lead), _flatten_lead(v, lead)
+    bias1 = _canonical_bias("bias1", bias1, lead)
+    return q, k, v, bias1, _without_rows(_canonical_bias("bias2", bias2, lead), q)
+
+
+def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
+    """Q and a positive scale with the same scores. Sign and zero go into Q, where they are exact:
+    kernels take the largest of the unscaled scores, and divide biases by the scale.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InvalidInputError(
+            f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "
+            "need a gradient, multiplies Q: pass Q * scale * D ** 0.5."
+        )
+    if not -math.inf < scale < math.inf:
+        raise InvalidInputError(f"scale: expected a finite number; got {scale}. Check its source.")
+    if scale > 0:
+        return q, float(scale)
+    return (q * 0.0, 1.0) if scale == 0 else (-q, -float(scale))
+
+
+def canonicalise_row_mask(row_mask: Tensor, q: Tensor) -> Tensor:
+    """A mask broadcastable to the leading dimensions of `q`, as `[B|1, N|1]`."""
+    if not isinstance(row_mask, Tensor):
+        raise InvalidInputError(
+            f"row_mask: expected a tensor or None, got {type(row_mask).__name__}. {ROW_MASK_HELP}."
+        )
+    _require_strided("row_mask", row_mask)
+    lead = tuple(q.shape[:-3])
+    if row_mask.dim() > len(lead):
+        raise InvalidInputError(
+            f"row_mask: expected at most the {len(lead)} leading dimensions of Q {shape_of(q)}; "
+            f"got {shape_of(row_mask)}. {ROW_MASK_HELP}."
+        )
+    row_mask = row_mask[(None,) * (max(len(lead), 2) - row_mask.dim())]
+    return _flatten_batch("row_mask", row_mask, lead, ROW_MASK_HELP)
+
+
+def _require_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
+    advice = "pad it (torch.nested.to_padded_tensor)" if tensor.is_nested else "use to_dense()"
+    raise InvalidInputError(
+        f"{name}: expected a dense tensor with strides (torch.strided); got a {kind} one. To make "
+        f"one of it, {advice}."
+    )
+
+
+def _promoted(*tensors: Tensor) -> list[Tensor]:
+    """In one dtype, which PyTorch's own operators would choose."""
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return list(tensors)  # `describe` refuses them
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _bias_of_mask(mask: Tensor, q: Tensor) -> Tensor:
+    """0 where a boolean or integer mask is not 0, `-inf` elsewhere."""
+    if mask.is_complex():
+        return mask  # `describe` refuses it
+    dtype = q.dtype if q.is_floating_point() else torch.float32
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, -math.inf)
+
+
+def _without_rows(bias2: Tensor | None, q: Tensor) -> Tensor | None:
+    """A five-dimensional pair bias that is expanded over all N (chunking models make them) without
+    that expansion.
+    """
+    if bias2 is None or bias2.dim() != 5 or _is_known(bias2.shape[1] == 1):
+        return bias2
+    if _is_known(bias2.stride(1) == 0) and _is_known(bias2.shape[1] == q.shape[1]):
+        return bias2[:, :1]
+    return bias2
+
+
+def _is_known(condition: bool) -> bool:
+    """Whether a condition on sizes holds, as far as they are known before the program runs."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    known: bool = guard_or_false(condition)
+    return known
+
+
+def _is_five(bias: Tensor | None) -> bool:
+    return bias is None or bias.dim() == 5
+
+
+def _flatten_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    if len(lead) == 2:
+        return tensor
+    if len(lead) < 2:
+        return tensor[(None,) * (2 - len(lead))]
+    return tensor.flatten(0, len(lead) - 2)
+
+
+def _canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    if bias is None:
+        return None
+    rank = len(lead) + 3
+    if bias.dim() > rank:
+        raise InvalidInputError(
+            f"{name}: expected at most the {rank} dimensions of Q; got {shape_of(bias)}. "
+            f"{BIAS_HELP}."
+        )
+    bias = bias[(None,) * (max(rank, 5) - bias.dim())]
+    return _flatten_batch(name, bias, lead, BIAS_HELP)
+
+
+def _flatten_batch(name: str, tensor: Tensor, lead: tuple[int, ...], advice: str) -> Tensor:
+    """Of several leading dimensions all but the last become B: what has some of them is broadcast
+    among them first.
+    """
+    if len(lead) <= 2:
+        return tensor
+    batch = lead[:-1]
+    own = tuple(tensor.shape[: len(batch)])
+    if any(size != 1 and size != full for size, full in zip(own, batch, strict=True)):
+        raise InvalidInputError(
+            f"{name}: expected leading dimensions broadcastable to {list(batch)} of Q; got "
+            f"{shape_of(tensor)}. {advice}."
+        )
+    if any(size != 1 for size in own):
+        tensor = tensor.expand(*batch, *tensor.shape[len(batch) :])
+    return tensor.flatten(0, len(batch) - 1)

@@ -1,0 +1,234 @@
+"""Evoformer attention as PyTorch operators: registration, derivatives, autocast, vmap. Nothing here
+knows about hardware.
+
+Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors (row_mask [B, N])
+and with a positive scale (None: 1 / sqrt(D)):
+
+    evoformer_attn(q, k, v, bias1?, bias2?, with_lse, row_mask?, scale?) -> (o, lse)
+    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5], row_mask?, scale?)
+        -> (dq, dk, dv, dbias1, dbias2)    bias gradients in float32
+
+`Library.define/impl` (registration.py) rather than `custom_op`: the wrapper of the latter costs 9
+to 15 us a call. The autograd.Functions have all that torch.func wants of one: their rules are those
+of the operators. There is no forward mode: a tangent that is 0 in silence would be worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed4science import flops, implementation, registration
+from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
+from deepspeed4science.problem import SUPPORTED_DTYPES
+from deepspeed4science.vmap import map_backward, map_forward
+
+
+class Attention(torch.autograd.Function):
+    """The forward operator, recorded."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, bias1, bias2, with_lse, row_mask, scale = inputs
+        o, lse = output
+        ctx.save_for_backward(q, k, v, o, lse, bias1, bias2, row_mask)
+        ctx.with_lse, ctx.scale = with_lse, scale
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do_ is None:
+            return (None,) * 8
+        q, k, v, o, lse, bias1, bias2, row_mask = ctx.saved_tensors
+        if not ctx.with_lse:  # the operator was called directly, without what its backward needs
+            o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, ctx.scale)
+        wanted = list(ctx.needs_input_grad[:5])
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
+        arguments = (do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
+        compiled = torch.compiler.is_compiling()
+        if not compiled and torch._C._are_functorch_transforms_active():
+            gradients = AttentionBackward.apply(*arguments)
+        elif compiled or torch.is_grad_enabled():
+            gradients = backward_op(*arguments)
+        else:  # nothing to record
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = backward_op(*arguments)
+            # What was saved goes before bias gradients get a copy in their own dtype: less memory
+            # at once. Compiled autograd frees what it can itself.
+            del q, k, v, o, lse, bias1, bias2, arguments
+            ctx.maybe_clear_saved_tensors()
+        own = zip(gradients, dtypes, wanted, strict=True)
+        return (*(g.to(dtype) if want else None for g, dtype, want in own), None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ForwardModeError(_NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        return map_forward(Attention.apply, info.batch_size, in_dims, *arguments)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The backward operator, recorded: it has no derivative."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward_op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is needed."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> None:
+        raise DoubleBackwardError(
+            "Evoformer attention has first derivatives only: its backward was differentiated again "
+            "(create_graph=True, a gradient penalty or a Hessian). Use "
+            "deepspeed4science.reference.evoformer_attention for those terms."
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ForwardModeError(_NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        return map_backward(AttentionBackward.apply, info.batch_size, in_dims, *arguments)
+
+
+_NO_FORWARD_MODE = (
+    "Evoformer attention has reverse-mode derivatives only: jvp, jacfwd, hessian or a dual tensor "
+    "asked for a forward-mode one. Use torch.func.vjp or jacrev, or "
+    "deepspeed4science.reference.evoformer_attention."
+)
+
+
+def recorded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    row_mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """O, differentiable by autograd and at every level of torch.func that is active."""
+    if torch.is_autocast_enabled(q.device.type):  # where autograd sees it
+        q, k, v = _in_autocast_dtype(q.device.type, q, k, v)
+    function = forward_op if _is_functionalized() else Attention.apply
+    o: Tensor = function(q, k, v, bias1, bias2, True, row_mask, scale)[0]
+    return o
+
+
+def _is_functionalized() -> bool:
+    """At any level of torch.func: functionalize takes operators only."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    return any(
+        level.key() == functionalize for level in torch._C._functorch.get_interpreter_stack()
+    )
+
+
+def _recorded(function: type[torch.autograd.Function], operator: Any, arguments: Any) -> Any:
+    """The operator as autograd meets it: recorded where a gradient is wanted."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if any(torch._VF._unpack_dual(tensor, level=0)[1] is not None for tensor in tensors):
+        raise ForwardModeError(_NO_FORWARD_MODE)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return function.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def _autograd_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    with_lse: bool,
+    row_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    return _recorded(Attention, forward_op, (q, k, v, bias1, bias2, with_lse, row_mask, scale))
+
+
+def _autograd_backward(*arguments: Any) -> Any:
+    return _recorded(AttentionBackward, backward_op, arguments)
+
+
+def _in_autocast_dtype(device_type: str, *tensors: Tensor) -> list[Tensor]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return [tensor.to(dtype) if tensor.dtype in SUPPORTED_DTYPES else tensor for tensor in tensors]
+
+
+def _autocast(device_type: str) -> Any:
+    """Q, K and V in autocast's dtype, float64 excepted, as PyTorch's own do it; biases stay as they
+    are (they are added in float32).
+    """
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    keyset = torch._C.DispatchKeySet(key)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        with_lse: bool,
+        row_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keyset):
+            q, k, v = _in_autocast_dtype(device_type, q, k, v)
+            return forward_op(q, k, v, bias1, bias2, with_lse, row_mask, scale)
+
+    return call
+
+
+def _vmap_forward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    return map_forward(forward_op, info.batch_size, in_dims, *arguments)
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    return map_backward(backward_op, info.batch_size, in_dims, *arguments)
+
+
+forward_op, backward_op = registration.register(
+    registration.Operator(
+        "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse, "
+        "Tensor? row_mask=None, float? scale=None) -> (Tensor, Tensor)",
+        kernels={
+            "CompositeExplicitAutograd": implementation.forward,
+            "Autograd": _autograd_forward,
+            "AutocastCPU": _autocast("cpu"),
+            "AutocastCUDA": _autocast("cuda"),
+        },
+        fake=implementation.fake_forward,
+        vmap=_vmap_forward,
+    ),
+    registration.Operator(
+        "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        "Tensor? bias1, Tensor? bias2, bool[5] wanted, Tensor? row_mask=None, "
+        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        kernels={
+            "CompositeExplicitAutograd": implementation.backward,
+            "Autograd": _autograd_backward,
+        },
+        fake=implementation.fake_backward,
+        vmap=_vmap_backward,
+    ),
+)
+flops.register(forward_op, backward_op)

@@ -1,0 +1,182 @@
+"""CONTRACT: any scale, masks of booleans and integers, a pair bias expanded over N, different float
+dtypes; tensors of other layouts are refused.
+"""
+
+import math
+
+import pytest
+import torch
+
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric.cases import DEVICES, DTYPES, Case, skip_unsupported
+from tests.numeric.law import check
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+CASE = Case("arguments", B=2, N=3, Lq=70, Lk=90, H=2)
+
+
+def with_scale(function, scale):
+    def call(q, k, v, bias1, bias2):
+        biases = (bias1, bias2) if function is evoformer_attention else ([bias1, bias2],)
+        return function(q, k, v, *biases, scale=scale)
+
+    return call
+
+
+@each_dtype
+@pytest.mark.parametrize("scale", [0.0, 0.03, 1, 2.5, -0.5, -2])
+def test_scales_keep_the_law(scale, dtype, device):
+    ours, definition = (
+        with_scale(function, scale) for function in (DS4Sci_EvoformerAttention, evoformer_attention)
+    )
+    for Lq in (9, CASE.Lq):
+        inputs = Case("scale", B=2, N=3, Lq=Lq, Lk=90, H=2).inputs(dtype, device)
+        inputs.bias1[..., 5:30] = -math.inf
+        check(inputs, ours, eager=definition, reference=definition)
+
+
+@pytest.mark.parametrize("wrong", [0.5, -0.1768, None])
+def test_another_scale_is_noticed(wrong, device):
+    inputs = CASE.inputs(torch.float32, device)
+    definition = with_scale(evoformer_attention, -0.5)
+    ours = with_scale(DS4Sci_EvoformerAttention, wrong)
+    with pytest.raises(AssertionError):
+        check(inputs, ours, eager=definition, reference=definition)
+
+
+def test_default_scale(device):
+    q, k, v, *_ = CASE.inputs(torch.float32, device).tensors()
+    given = DS4Sci_EvoformerAttention(q, k, v, scale=CASE.D**-0.5)
+    assert torch.equal(DS4Sci_EvoformerAttention(q, k, v), given)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (math.inf, "finite number; got inf"),
+        (math.nan, "finite number; got nan"),
+        (torch.tensor(0.5), "expected a number or None; got Tensor.*multiplies Q"),
+        ("1", "got str"),
+        (True, "got bool"),
+    ],
+    ids=["inf", "nan", "tensor", "str", "bool"],
+)
+def test_what_is_no_scale(scale, message, device):
+    q = torch.randn(2, 9, 2, 8, device=device)
+    with pytest.raises(InvalidInputError, match=message):
+        DS4Sci_EvoformerAttention(q, q, q, scale=scale)
+
+
+def test_operators_take_positive_scales(device):
+    q = torch.randn(1, 2, 9, 2, 8, device=device)
+    with pytest.raises(InvalidInputError, match="positive finite"):
+        torch.ops.deepspeed4science.evoformer_attn(q, q, q, None, None, True, None, -1.0)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_masks_of_booleans_and_integers(kind, dtype, device):
+    """True and 1 are keys that are seen, in every rank that a bias may have."""
+    inputs = CASE.inputs(dtype, device)
+    seen = torch.rand(inputs.bias1.shape, device=device) < 0.7
+    seen[:, 1] = False
+    q, k, v, _, bias2 = inputs.tensors()
+    expected = DS4Sci_EvoformerAttention(
+        q, k, v, [torch.where(seen, 0.0, -math.inf).to(dtype), bias2]
+    )
+    assert torch.equal(DS4Sci_EvoformerAttention(q, k, v, [seen.to(kind), bias2]), expected)
+    assert not expected[:, 1].any()
+    one = seen[0, 0].flatten().to(kind)
+    torch.testing.assert_close(
+        DS4Sci_EvoformerAttention(q, k, v, [one]).float(),
+        evoformer_attention(q.double(), k.double(), v.double(), one).float(),
+        rtol=0.02,
+        atol=0.02,
+    )
+
+
+@each_dtype
+def test_pair_bias_expanded_over_rows(dtype, device):
+    """What chunking models make; its gradient is that of the bias before it was expanded."""
+    inputs = CASE.inputs(dtype, device)
+
+    def ours(q, k, v, bias1, bias2):
+        expanded = bias2.expand(-1, q.shape[1], -1, -1, -1)
+        return DS4Sci_EvoformerAttention(q, k, v, [bias1, expanded])
+
+    check(inputs, ours)
+
+
+@pytest.mark.parametrize("lead", [(4,), (2, 4), (2, 3, 4)], ids=str)
+def test_pair_bias_expanded_in_any_rank(lead, device):
+    q, k, v = (torch.randn(*lead, 9, 2, 8, device=device) for _ in range(3))
+    shared = torch.randn(*lead[:-1], 1, 2, 9, 9, device=device)
+    expanded = shared.expand(*lead, 2, 9, 9)
+    torch.testing.assert_close(
+        DS4Sci_EvoformerAttention(q, k, v, (None, expanded)),
+        evoformer_attention(q, k, v, None, shared),
+    )
+    with pytest.raises(InvalidInputError, match="make each n a batch"):
+        DS4Sci_EvoformerAttention(q, k, v, (None, expanded.contiguous()))
+
+
+PROMOTED = [
+    (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16, torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16, torch.float32, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("of_q", "of_k", "of_v", "expected"), PROMOTED)
+def test_dtypes_are_promoted(of_q, of_k, of_v, expected, device):
+    q, k, v = (
+        torch.randn(2, 3, 9, 2, 8, device=device).to(dtype).requires_grad_()
+        for dtype in (of_q, of_k, of_v)
+    )
+    o = DS4Sci_EvoformerAttention(q, k, v)
+    assert o.dtype == expected
+    assert torch.equal(o, DS4Sci_EvoformerAttention(*(t.to(expected) for t in (q, k, v))))
+    gradients = torch.autograd.grad(o.sum(), (q, k, v))
+    assert [g.dtype for g in gradients] == [of_q, of_k, of_v]
+
+
+def test_float64_under_autocast_is_refused(device):
+    skip_unsupported(torch.bfloat16, device)
+    q = torch.randn(2, 9, 2, 8, device=device, dtype=torch.float64)
+    for tensors in ((q, q, q), (q.float(), q, q), (q.float(), q.float(), q)):
+        for grad in (False, True):
+            with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(grad):
+                tensors = tuple(t.detach().requires_grad_(grad) for t in tensors)
+                with pytest.raises(InvalidInputError, match=r"float64\. Cast it"):
+                    DS4Sci_EvoformerAttention(*tensors)
+
+
+def of_other_layout(kind, x):
+    if kind == "sparse":
+        return x.to_sparse()
+    if kind == "mkldnn":
+        return x.to_mkldnn()
+    layout = torch.strided if kind == "nested" else torch.jagged
+    return torch.nested.nested_tensor([x[0], x[0]], layout=layout)
+
+
+@pytest.mark.parametrize("place", ["Q", "K", "V", "bias1", "bias2", "row_mask"])
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn", "nested", "jagged"])
+def test_layouts_without_strides_are_refused(kind, place, device):
+    if kind == "mkldnn" and (place == "row_mask" or device != "cpu"):
+        pytest.skip("there are no such tensors")
+    x = torch.randn(2, 3, 9, 2, 8, device=device)
+    arguments = {
+        **{"Q": x, "K": x, "V": x, "bias1": torch.zeros(2, 3, 1, 1, 9, device=device)},
+        **{"bias2": torch.zeros(2, 1, 2, 9, 9, device=device)},
+        "row_mask": torch.ones(2, 3, dtype=torch.bool, device=device),
+    }
+    arguments[place] = of_other_layout(kind, arguments[place])
+    biases = [arguments.pop("bias1"), arguments.pop("bias2")]
+    word = {"jagged": "nested"}.get(kind, kind)
+    with pytest.raises(InvalidInputError, match=rf"{place}: expected a dense .* {word}"):
+        DS4Sci_EvoformerAttention(**arguments, biases=biases)
