@@ -4,8 +4,9 @@ check its status.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -126,23 +127,31 @@ class Backend(ABC):
     ) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]`
         in float32.
+
+        A softmax over one key (attention over the columns of a lone sequence) is 1 whatever its
+        score: all gradients but dv are exactly 0, where a kernel would find what it rounded.
         """
         p = problem
+        new: Callable[..., Tensor] = torch.zeros if p.Lk == 1 else torch.empty
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         o, do_ = self._prepare_output(o), self._prepare_output(do_)
         bias1, bias2 = self._prepare_bias(bias1, p), self._prepare_bias(bias2, p)
         want_q, want_k, want_v, want_bias1, want_bias2 = wanted
-        dq = torch.empty(q.shape, dtype=p.dtype, device=p.device) if want_q else None
-        dk = torch.empty(k.shape, dtype=p.dtype, device=p.device) if want_k else None
+        dq = new(q.shape, dtype=p.dtype, device=p.device) if want_q else None
+        dk = new(k.shape, dtype=p.dtype, device=p.device) if want_k else None
         dv = torch.empty(v.shape, dtype=p.dtype, device=p.device) if want_v else None
-        dbias1 = _float32((p.B, p.N, 1, 1, p.Lk), p.device) if want_bias1 else None
-        dbias2 = _float32((p.B, 1, p.H, p.Lq, p.Lk), p.device) if want_bias2 else None
-        outputs = (dq, dk, dv, dbias1, dbias2)
+        new32 = functools.partial(new, dtype=torch.float32, device=p.device)
+        dbias1 = new32((p.B, p.N, 1, 1, p.Lk)) if want_bias1 else None
+        dbias2 = new32((p.B, 1, p.H, p.Lq, p.Lk)) if want_bias2 else None
+        gradients = (dq, dk, dv, dbias1, dbias2)
+        outputs = (None, None, dv, None, None) if p.Lk == 1 else gradients
+        if all(output is None for output in outputs):
+            return gradients
         packed = params.BWD_LAYOUT.pack(
             *(pointer(t) for t in (q, k, v, bias1, bias2, row_mask, o, lse, do_, *outputs)),
             0,
             *(p.B, p.N, p.Lq, p.Lk, p.H, p.D, p.Dv),
-            *(stride for t in (q, k, v, o, do_, dq, dk, dv) for stride in _four_strides(t)),
+            *(stride for t in (q, k, v, o, do_, *outputs[:3]) for stride in _four_strides(t)),
             *params.bias1_strides(bias1),
             *params.bias2_strides(bias2),
             *params.row_mask_strides(row_mask),
@@ -151,8 +160,8 @@ class Backend(ABC):
             *self._options(p),
             p.scale,
         )
-        self._launch("bwd", p, (q, k, v, o, do_, dq, dk, dv), packed)
-        return outputs
+        self._launch("bwd", p, (q, k, v, o, do_, *outputs[:3]), packed)
+        return gradients
 
     def _launch(
         self, direction: str, problem: Problem, tensors: Sequence[Tensor | None], packed: bytes
@@ -171,10 +180,6 @@ def _unit_stride(tensor: Tensor) -> Tensor:
     copied.
     """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _float32(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _four_strides(tensor: Tensor | None) -> tuple[int, ...]:

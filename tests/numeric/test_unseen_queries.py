@@ -168,6 +168,17 @@ def test_one_visible_key_has_gradients_of_exactly_zero(lengths, hide, dtype):
     check(inputs)
 
 
+@each_dtype
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_other_key(dtype, device):
+    """Attention over the columns of a lone sequence; also where only zeros are asked for."""
+    inputs = Case("lone", B=2, N=3, Lq=70, Lk=1, H=2).inputs(dtype, device)
+    assert_zero_gradients(inputs)
+    check(inputs)
+    inputs.needs = (True, True, False, True, True)
+    assert not any(x is not None and x.any() for x in run(ours, inputs)[1:])
+
+
 def test_gradients_that_are_nearly_zero_are_noticed():
     inputs = Case("one", B=1, N=3, Lq=9, Lk=150, H=2, D=32).inputs(torch.float32, "cpu")
     one_key_far_above(inputs)
