@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import ending, evict, lock, paths, search, tell, workdir
+from . import ending, evict, lacks, lock, paths, search, tell, workdir
 from .cache import last_seconds
 from .compile_error import explain, is_lasting
 from .deliver import deliver
@@ -227,9 +227,8 @@ class Build:
                     held.write({"failed": str(error), "of": _places(failed.job), "at": time.time()})
                 self._finish(by_ident[failed.job.ident], error)
         except OSError as error:
-            raise BuildError(
-                f"compiling in {folder} failed: {error}; free some space there or set TMPDIR"
-            ) from error
+            remedy = lacks.remedy(str(error)) or "free some space there or set TMPDIR"
+            raise BuildError(f"compiling in {folder} failed: {error}; {remedy}") from error
         finally:
             self._ninja_run = None
             if not private:

@@ -7,10 +7,12 @@ import re
 import tempfile
 from pathlib import Path
 
+from . import lacks
 from .errors import CompileError
 from .ninja_run import Failed
 
 _LINES_AROUND = 5
+_MOST_COLUMNS = 500
 
 # The first line that matches is the cause; what follows it is mostly its consequence.
 _ERROR = re.compile(
@@ -22,15 +24,6 @@ _ERROR = re.compile(
 
 # (what the log says, what to do). The first that matches counts: the specific ones come first.
 _HINTS: tuple[tuple[str, str], ...] = (
-    (  # _LACKS matches these two
-        r"\bKilled\b|exit status 137|died due to signal 9|out of memory|cannot allocate memory"
-        r"|virtual memory exhausted",
-        "the machine ran out of memory: close other programs or set MAX_JOBS=1",
-    ),
-    (
-        r"No space left on device|Disk quota exceeded",
-        "the disk is full: free some space, or set TMPDIR to a folder on another one",
-    ),
     (
         r"(cutlass|cute)/[\w/.]+: No such file",
         "CUTLASS's headers are missing or too old: pip install --no-deps nvidia-cutlass==4.2.0.0, "
@@ -64,21 +57,17 @@ _HINTS: tuple[tuple[str, str], ...] = (
 )
 
 
-# Failures of this moment and machine: trying again may succeed.
-_LACKS = re.compile("|".join(pattern for pattern, _ in _HINTS[:2]), re.IGNORECASE | re.MULTILINE)
-
-# nvcc says nothing of a full disk and removes its temporary files before it ends. A unit needs less
-# than this.
-_SMALL_DISK_BYTES = 64 << 20
-
-
 def is_lasting(failed: Failed) -> bool:
     """Whether others would fail at the same source in the same way."""
-    return _LACKS.search(failed.log) is None and not _small_disk(failed)
+    return not _lack(failed)
 
 
-def _small_disk(failed: Failed) -> bool:
-    return failed.free_bytes is not None and failed.free_bytes < _SMALL_DISK_BYTES
+def _lack(failed: Failed) -> str:
+    """What to do about what the machine lacks for the moment; empty when that is not it."""
+    told = lacks.remedy(failed.log)
+    if told or failed.folder is None or failed.free_bytes is None:
+        return told
+    return lacks.disk_remedy(failed.folder, failed.free_bytes)
 
 
 def explain(failed: Failed, logs: Path) -> CompileError:
@@ -99,18 +88,15 @@ def _first_error(log: str) -> str:
         return "    (the compiler said nothing)"
     at = next((index for index, line in enumerate(lines) if _ERROR.search(line)), len(lines) - 1)
     shown = range(max(at - _LINES_AROUND, 0), min(at + _LINES_AROUND + 1, len(lines)))
-    return "\n".join(f"  {'>' if index == at else ' '} {lines[index]}" for index in shown)
+    return "\n".join(f"  {'>' if i == at else ' '} {lines[i][:_MOST_COLUMNS]}" for i in shown)
 
 
 def _hint(failed: Failed) -> str:
+    if lack := _lack(failed):
+        return lack
     for pattern, hint in _HINTS:
         if re.search(pattern, failed.log, re.IGNORECASE | re.MULTILINE):
             return hint
-    if _small_disk(failed):
-        return (
-            f"the disk may be full, {(failed.free_bytes or 0) / 2**20:.1f} MiB are left in "
-            f"{failed.folder}: free some space, or set TMPDIR to a folder on another one"
-        )
     return (
         "the compiler and our source disagree: another compiler in CXX may do; "
         "otherwise report it with the log"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import elf, publish, tell
+from . import elf, lacks, publish, tell
 from .errors import BuildError
 from .loaded import EXPORTS, LoadedKernel
 from .publish import Built
@@ -31,15 +31,15 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
             ) from error
         private = (
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
-            "this process uses a private copy and the next one compiles again: set "
-            "DS4S_CACHE_DIR to a folder that can be written"
+            "this process uses a private copy and the next one compiles again: "
+            f"{lacks.remedy(reason) or 'set DS4S_CACHE_DIR to a folder that can be written'}"
         )
     try:
         kernel = LoadedKernel(built.library, name, "built")
     except (OSError, ValueError) as error:
         raise BuildError(
             f"{name} was compiled but cannot be loaded: {error}; "
-            "name another compiler in CXX, or report it"
+            f"{lacks.remedy(str(error)) or 'name another compiler in CXX, or report it'}"
         ) from error
     tell.warn_once(private)
     return kernel

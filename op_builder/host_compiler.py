@@ -94,10 +94,17 @@ def _examine_compiler(candidate: Candidate) -> Tool:
         key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
         identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
     except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
-        remedy = lacks.remedy(str(unfit)) or _INSTALL_COMPILER
+        remedy = lacks.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
+
+
+def _full_disk() -> str:
+    try:
+        return lacks.disk_remedy(paths.build_root())
+    except OSError:
+        return "set TMPDIR to a folder that can be written"
 
 
 def _try_compiler(path: str) -> str:

@@ -12,7 +12,7 @@ import atexit
 import os
 from collections.abc import Sequence
 
-from . import lock, search, workdir
+from . import lock, search, supervised, workdir
 from .key import CompileJob
 from .loaded import LoadedKernel
 from .loader import Loader
@@ -53,6 +53,7 @@ def _after_fork() -> None:
     _LOADER.forget_threads()
     lock.forget_after_fork()
     workdir.forget_after_fork()
+    supervised.forget_after_fork()
 
 
 atexit.register(_LOADER.stop)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from . import ending, env, progress, search
 from .build import Build, GivenUpError, Order, Unit
+from .follow import follow
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 from .search import Root
@@ -69,7 +70,7 @@ class Loader:
                     build.start()
                 except RuntimeError:  # a limit on threads
                     build.run_here()
-            self._follow(units, display)
+            follow(units, display)
         except BaseException:  # Ctrl-C: nobody else wants what this call began
             self._give_up(mine, build)
             raise
@@ -191,36 +192,6 @@ class Loader:
         with self._guard:
             if self._pending.get(unit.job.ident) is unit:
                 del self._pending[unit.job.ident]
-
-    def _follow(self, units: list[Unit], display: progress.Silent) -> None:
-        """Until all units are done, showing what happens to them."""
-        told: dict[str, int] = {}
-        begun: set[str] = set()
-        finished: set[str] = set()
-        while True:
-            waiting = next((unit for unit in units if not unit.done.is_set()), None)
-            for unit in units:
-                name = unit.job.title
-                for message in unit.messages[told.get(name, 0) :]:
-                    display.note(message)
-                told[name] = len(unit.messages)
-            fresh = [unit for unit in units if unit.compiling and unit.job.title not in begun]
-            if fresh:
-                display.begin([progress.Unit(unit.job.title, unit.last_seconds) for unit in fresh])
-                begun.update(unit.job.title for unit in fresh)
-            for unit in units:
-                name = unit.job.title
-                if unit.seconds is not None and unit.done.is_set() and name not in finished:
-                    finished.add(name)
-                    display.finished(name, unit.seconds)
-            if waiting is None:
-                display.end()
-                return
-            waiting.done.wait(display.interval_s)
-            ending.stop_if_ending()
-            if waiting.is_abandoned():
-                raise GivenUpError
-            display.tick()
 
 
 def _wants_messages(verbose: bool) -> bool:

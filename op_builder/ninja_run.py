@@ -2,8 +2,8 @@
 
 ninja only runs the commands: what is fresh was decided before, by content (key.py), and the folder
 is empty at the start. Each unit has its own subfolder with its source, its log and, once linked,
-its library, which appears by a rename, so that a unit can be taken as soon as it is there while
-others still compile.
+its library and a file that says that it is whole, so that a unit can be taken as soon as it is
+there while others still compile.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
-import subprocess
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import env, resources
+from . import compiler_log, env, lacks, resources
 from .key import CompileJob, Header, headers_from_depfile
 from .publish import Built
+from .supervised import Supervised
 
 _RULES = """\
 ninja_required_version = 1.5
@@ -38,16 +37,8 @@ _LOGGED = (
     " || {{ code=$?; echo 'exit status '$code >> {log}; exit $code; }}"
 )
 
-# ninja is started by a thread that waits for it, and told to stop by the kernel when that thread
-# dies with its process, however that happens; ninja then stops its compilers. A preexec_fn could
-# do the same but may deadlock when there are other threads.
-_WITH_PARENT = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+_LINKED = "linked"  # an empty file that says that a unit is whole
+_MOST_SAID = 50  # lines of ninja's own that are kept
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,10 @@ class NinjaRun:
 
     def __init__(self, folder: Path, jobs: Sequence[CompileJob], ninja: Path) -> None:
         self._folder, self._jobs, self._ninja = folder, tuple(jobs), ninja
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: Supervised | None = None
         self._cancelled = False
         self._began_ns = 0
+        self._said: deque[str] = deque(maxlen=_MOST_SAID)
         self._guard = threading.Lock()
 
     def run(self, on_built: Callable[[Built], None]) -> list[Failed]:
@@ -76,38 +68,34 @@ class NinjaRun:
         self._began_ns = time.time_ns()
         self._write()
         waiting = {job.ident: job for job in self._jobs}
-        with self._start() as process:
-            for _ in process.stdout or ():  # a line for each command that ended
+        program = self._start()
+        try:
+            for line in program.lines():  # some for each command that ended
+                self._said.append(line)
                 self._take_finished(waiting, on_built)
+        except BaseException:
+            program.cancel()
+            program.kill()
+            raise
         self._take_finished(waiting, on_built)
         return [self._failure(job) for job in waiting.values()]
 
     def cancel(self) -> None:
         with self._guard:
             self._cancelled = True
-            if self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.terminate()
+            if self._program is not None:
+                self._program.cancel()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Supervised:
         limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
         command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
-        if sys.executable:
-            head = [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid())]
-            command = head + command
+        # What a compiler that is killed leaves behind goes with the folder.
+        environment = env.for_compiler() | {"TMPDIR": str(self._folder)}
         with self._guard:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # What a compiler that is killed leaves behind goes with the folder.
-                env=env.for_compiler() | {"TMPDIR": str(self._folder)},
-                start_new_session=True,  # Ctrl-C is for us to answer, who know what others wait for
-            )
+            self._program = Supervised(command, environment)
             if self._cancelled:
-                self._process.terminate()
-            return self._process
+                self._program.cancel()
+            return self._program
 
     def _write(self) -> None:
         text = _RULES
@@ -124,7 +112,7 @@ class NinjaRun:
     ) -> None:
         for ident, job in list(waiting.items()):
             folder = self._folder / ident
-            if os.path.exists(folder / _library(job)):
+            if os.path.exists(folder / _LINKED):
                 del waiting[ident]
                 depfile = (folder / f"{job.name}.d").read_text()
                 headers = headers_from_depfile(depfile, folder, job)
@@ -152,13 +140,11 @@ class NinjaRun:
         return ""
 
     def _failure(self, job: CompileJob) -> Failed:
-        log = (self._folder / job.ident / "log").read_text(errors="replace")
-        compiled = os.path.exists(self._folder / job.ident / f"{job.name}.o")
-        free_bytes = None
-        with contextlib.suppress(OSError):
-            free_bytes = shutil.disk_usage(self._folder).free
+        folder = self._folder / job.ident
+        log = compiler_log.read(folder / "log") or "\n".join(self._said)
+        compiled = os.path.exists(folder / f"{job.name}.o")
         command = shlex.join(commands(job)[1 if compiled else 0])
-        return Failed(job, log, command, free_bytes, self._folder)
+        return Failed(job, log, command, lacks.free_space(self._folder), self._folder)
 
     def _seconds(self, job: CompileJob) -> float:
         """From the first command's beginning to the last one's end; ninja's log comes too late."""
@@ -187,25 +173,20 @@ def commands(job: CompileJob) -> tuple[list[str], list[str]]:
     link = [compiler, "-shared", f"{job.name}.o", *job.link_flags, *job.local_flags]
     if not host:  # nvcc names its temporary files, by process id, in the symbol table
         link += ["-Xlinker", "--strip-all"]
-    return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _part(job)]
+    return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _library(job)]
 
 
 def _library(job: CompileJob) -> str:
     return f"{job.name}.so"
 
 
-def _part(job: CompileJob) -> str:
-    return f"{job.name}.so.part"
-
-
 def _edge(job: CompileJob) -> str:
     """Compiles and links as one: ninja would put off linking until everything is compiled."""
-    finish = ["mv", _part(job), _library(job)]
-    command = " && ".join(shlex.join(words) for words in (*commands(job), finish))
+    command = " && ".join(shlex.join(words) for words in commands(job))
     logged = _LOGGED.format(command=command, log="log")
-    inside = f"cd {shlex.quote(job.ident)} && : > {_BEGUN} && {logged}"
+    inside = f"cd {shlex.quote(job.ident)} && : > {_BEGUN} && {logged} && : > {_LINKED}"
     return (
-        f"build {job.ident}/{_library(job)}: run\n"
+        f"build {job.ident}/{_LINKED}: run\n"
         f"  command = {inside.replace('$', '$$')}\n"
         f"  what = {_library(job)}\n"
     )

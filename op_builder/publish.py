@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, elf, tell
+from . import cache, compiler_log, elf, tell
 from .cache import Entry
 from .key import LAYOUT, CompileJob, Header, content_key
 
@@ -140,7 +140,7 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
     }
     _write(folder / f"{job.name}.so", data, mode=0o755)
     _write(folder / f"{job.name}{job.suffix}", job.source.encode())
-    _write(folder / "log", built.log.read_bytes())
+    _write(folder / "log", compiler_log.read(built.log).encode())
     _write(folder / "meta.json", json.dumps(meta, indent=1).encode())
     return meta
 

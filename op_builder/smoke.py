@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import env, memo, paths
+from . import env, lacks, memo, paths
 from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
 from .tool import Tool, run
 
@@ -79,16 +79,13 @@ def _try(command: list[str]) -> str:
             full = shutil.disk_usage(folder).free < _SMALL_DISK_BYTES
     except OSError as error:
         raise _UnprovenError from error
-    if ran.problem and (full or _LACKS.search(ran.output + ran.problem)):
+    words = f"{ran.problem}\n{ran.output}"
+    if ran.problem and (full or lacks.remedy(words) or _UNANSWERED.search(words)):
         raise _UnprovenError
-    return ran.problem and f"{ran.problem}\n{ran.output}"
+    return words if ran.problem else ""
 
 
-# Killed, timed out, no memory: the machine's fault and not the toolkit's.
-_LACKS = re.compile(
-    r"did not answer within|cannot be run|ended with (-|137)|\bKilled\b|signal 9|No space left"
-    r"|out of memory|[Cc]annot allocate memory|Memory allocation failure"
-)
+_UNANSWERED = re.compile(r"did not answer within|cannot be run|ended with -")  # killed
 
 
 def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:

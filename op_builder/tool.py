@@ -5,6 +5,7 @@ Finding never raises and never prints: an unfit or missing program is a `Tool` w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -99,28 +100,39 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
     untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # nobody hears how a child ended
     try:
         with ending.slow_section():
-            done = subprocess.run(
-                [*_TELLING_SHELL, *command] if untold else command,
-                input=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-                env=env.for_compiler(),
-                cwd=cwd,
-                check=False,
-            )
+            output, code = _run([*_TELLING_SHELL, *command] if untold else command, stdin, cwd)
         if untold:
-            done.stdout, _, code = done.stdout.rpartition("\n")
-            done.returncode = int(code)
+            output, _, told = output.rpartition("\n")
+            code = int(told)
     except subprocess.TimeoutExpired:
         return Ran("", f"{command[0]} did not answer within {TIMEOUT_S:.0f} s")
     except (OSError, ValueError) as error:
         return Ran("", f"{command[0]} cannot be run: {getattr(error, 'strerror', None) or error}")
-    if done.returncode != 0:
-        words = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if code != 0:
+        words = [line.strip() for line in output.splitlines() if line.strip()]
         telling = (line for line in words if re.search("error|cannot find", line, re.IGNORECASE))
         first = next(telling, words[0] if words else "")
-        return Ran(done.stdout, f"{command[0]} ended with {done.returncode}: {first or 'no word'}")
-    return Ran(done.stdout)
+        return Ran(output, f"{command[0]} ended with {code}: {first or 'no word'}")
+    return Ran(output)
+
+
+def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
+    """What it writes and its exit code; whatever ends our waiting ends all that it started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env.for_compiler(),
+        cwd=cwd,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(stdin, timeout=TIMEOUT_S)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return output, process.returncode

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from . import nvcc, smoke
+from . import lacks, nvcc, smoke
 from .errors import UnfitToolkitError
 from .host_compiler import find_host_compiler
 from .nvcc import Targets, cudart_folder, targets
@@ -153,6 +153,6 @@ def _examine_ninja(candidate: Candidate) -> Tool:
         candidate.where,
         ok=bool(version),
         reason=spoken.problem or ("" if version else f"{path} does not tell its version"),
-        remedy="" if version else _INSTALL_NINJA,
+        remedy="" if version else lacks.remedy(spoken.problem) or _INSTALL_NINJA,
         identity=spoken.output.strip() if version else "",
     )
