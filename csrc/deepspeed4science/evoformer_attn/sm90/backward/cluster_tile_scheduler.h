@@ -14,7 +14,7 @@ namespace ds4s::sm90 {
 
 struct ClusterFeed {
   static constexpr int kPlaces = 32;
-  using Turn = RingTurn<kPlaces>;
+  using Pipe = PipelineState<kPlaces>;
   int tiles[kPlaces];
   FullBarrier full[kPlaces];
 
@@ -43,17 +43,17 @@ class ClusterTiles {
       return;
     }
     if constexpr (kTakes) take_next();
-    wait_in_cluster(feed_.full[turn_.stage], turn_.parity);
-    tile = feed_.tiles[turn_.stage];
-    turn_.advance(), has_next_ = false;
+    wait_in_cluster(feed_.full[pipe_.index], pipe_.phase);
+    tile = feed_.tiles[pipe_.index];
+    pipe_.advance(), has_next_ = false;
   }
   // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
   // nothing to do.
   CUTLASS_DEVICE void take_next() {
     if (has_next_ || args_.next_bias_tile == nullptr) return;
     has_next_ = true;
-    FullBarrier& full = feed_.full[turn_.stage];
-    int& place = feed_.tiles[turn_.stage];
+    FullBarrier& full = feed_.full[pipe_.index];
+    int& place = feed_.tiles[pipe_.index];
     const uint32_t num_blocks = cute::cluster_shape().x;
     if (num_blocks > 1) full.arrive_and_expect_tx(sizeof(int));
     if (cute::block_rank_in_cluster() != 0) return;
@@ -80,7 +80,7 @@ class ClusterTiles {
   ClusterFeed& feed_;
   const BackwardArgs& args_;
   bool has_next_ = false;
-  ClusterFeed::Turn turn_;
+  ClusterFeed::Pipe pipe_;
 };
 
 }  // namespace ds4s::sm90

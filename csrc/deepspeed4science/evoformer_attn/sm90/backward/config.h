@@ -133,8 +133,8 @@ struct RowPassConfig {
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
-  using Turn = RingTurn<kStages>;
-  using OwnedTurn = RingTurn<kBuffers>;
+  using Pipe = PipelineState<kStages>;
+  using OwnedPipe = PipelineState<kBuffers>;
 
   // What a block walks over: everything, or its part in whole steps.
   struct Columns {
@@ -256,7 +256,7 @@ struct BiasPassConfig {
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
-  using Turn = RingTurn<kStages>;
+  using Pipe = PipelineState<kStages>;
 
   // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
   struct Coordinates {

@@ -51,8 +51,8 @@ struct RingDq {
 
   // A consumer's way through the steps of all its tiles.
   struct Walk {
-    using Turn = RingTurn<Config::RingTiles::kPlaces>;
-    Turn given, taken;
+    using Pipe = PipelineState<Config::RingTiles::kPlaces>;
+    Pipe given, taken;
     uint32_t slot_parity = 0;
     float* next;  // this lane's first element of the next step
     bool begins;  // no step of this tile has been added
@@ -61,30 +61,30 @@ struct RingDq {
   // dS of this warpgroup's keys, each 8x8 matrix transposed to where `offset` says.
   template <typename Packed>
   CUTLASS_DEVICE static void hand_over(const Packed& ds, Walk& walk, Shared& shared, uint32_t offset, const Place& at) {
-    const typename Walk::Turn& turn = walk.given;
-    shared.ring_barriers.empty[turn.stage].wait(turn.parity ^ 1);
-    uint32_t address = shared_address(shared.ring.ds[turn.stage][at.tile]) + offset;
+    const typename Walk::Pipe& pipe = walk.given;
+    shared.ring_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
+    uint32_t address = shared_address(shared.ring.ds[pipe.index][at.tile]) + offset;
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumns / 16; ++g) stmatrix_trans(address + g * 16 * DsTile::kRowBytes, ds + 4 * g);
     cutlass::arch::fence_view_async_shared();
-    shared.ring_barriers.full[turn.stage][at.tile].arrive();
+    shared.ring_barriers.full[pipe.index][at.tile].arrive();
     walk.given.advance();
   }
 
   // dS that has been handed over last, of this warpgroup's keys; dS of the next step for dq, of all keys.
   CUTLASS_DEVICE static void wait_for_own(const Walk& walk, Shared& shared, const Place& at) {
-    typename Walk::Turn last = walk.given.before();
-    shared.ring_barriers.full[last.stage][at.tile].wait(last.parity);
+    typename Walk::Pipe last = walk.given.before();
+    shared.ring_barriers.full[last.index][at.tile].wait(last.phase);
   }
   CUTLASS_DEVICE static void wait_for_all(const Walk& walk, Shared& shared) {
-    for (auto& barrier : shared.ring_barriers.full[walk.taken.stage]) barrier.wait(walk.taken.parity);
+    for (auto& barrier : shared.ring_barriers.full[walk.taken.index]) barrier.wait(walk.taken.phase);
   }
 
   // dk += dS^T Q of the step whose dS has been handed over last.
   template <int kCount>
   CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const Walk& walk, const Shared& shared, uint32_t queries,
                                        const Place& at) {
-    uint32_t ds = place_of(shared.ring.ds[0]) + (walk.given.before().stage * kTiles + at.tile) * (DsTile::kBytes >> 4);
+    uint32_t ds = place_of(shared.ring.ds[0]) + (walk.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumns / 16; ++step) {
       wgmma<Element, 2 * kCount, Major::MN, Major::MN>(dk, DsTile::descriptor(ds + DsTile::rows_step(step)),
@@ -95,7 +95,7 @@ struct RingDq {
   CUTLASS_DEVICE static void start(Sum& sum, const Walk& walk, const Shared& shared, uint32_t owned, const Place& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     uint32_t keys = owned + at.tile % kBoxes * (OwnedTile::kBoxBytes >> 4);
-    uint32_t ds = place_of(shared.ring.ds[0]) + walk.taken.stage * (kTiles * kNextDs) +
+    uint32_t ds = place_of(shared.ring.ds[0]) + walk.taken.index * (kTiles * kNextDs) +
                   DsTile::rows_step(at.tile / kBoxes * (kQueries / 16));
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
@@ -109,7 +109,7 @@ struct RingDq {
     }
   }
   CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared, const Place& at) {
-    shared.ring_barriers.empty[walk.taken.stage].arrive();
+    shared.ring_barriers.empty[walk.taken.index].arrive();
     walk.taken.advance();
     if (walk.begins) {
       shared.ring_barriers.slot_free.wait(walk.slot_parity);

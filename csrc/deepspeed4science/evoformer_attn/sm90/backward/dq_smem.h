@@ -27,12 +27,12 @@ struct FusedDq {
   struct Walk {
     const RowPassMaps& maps;
     const typename Config::Coordinates& block;
-    const typename Config::OwnedTurn& owned_turn;
+    const typename Config::OwnedPipe& owned_pipe;
     bool first, last;  // of the blocks of this (b, n, h) that see a key
   };
 
   // The product of a step, the index-th of its walk, if it is this warpgroup's turn. All others hand theirs over soon.
-  CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Turn& turn, Shared& shared,
+  CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const Place& at) {
     if (index % kTiles != at.tile) return;
     const bool first = walk.first, last = walk.last;
@@ -45,9 +45,9 @@ struct FusedDq {
     float4* mine = reinterpret_cast<float4*>(tile.x[0][threadIdx.x % 128]);
     Sum sum = {};
     if (!first) load(sum, mine);
-    for (int t = 0; t < kTiles; ++t) shared.dq.full[turn.stage][t].wait(turn.parity);
-    multiply(sum, place_of(shared.stages[turn.stage].bias2), place_of(shared.owned[walk.owned_turn.stage]));
-    shared.empty[turn.stage].arrive();
+    for (int t = 0; t < kTiles; ++t) shared.dq.full[pipe.index][t].wait(pipe.phase);
+    multiply(sum, place_of(shared.stages[pipe.index].bias2), place_of(shared.owned[walk.owned_pipe.index]));
+    shared.empty[pipe.index].arrive();
     if (!last) {
       store(mine, sum);
       return;

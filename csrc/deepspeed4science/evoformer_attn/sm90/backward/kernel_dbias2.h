@@ -27,12 +27,12 @@ struct BiasPassProducer {
     const int rank = Config::rank();
     constexpr int kRowsAhead = 4;  // taking a tile takes as long
     const bool shares = Config::num_blocks() > 1;
-    typename Config::Turn turn;
+    typename Config::Pipe pipe;
     for (ClusterTiles<Config, /*kTakes=*/true> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
-      shared.empty[turn.stage].wait(turn.parity ^ 1);
-      shared.num_rows[turn.stage] = rows.count;
+      shared.empty[pipe.index].wait(pipe.phase ^ 1);
+      shared.num_rows[pipe.index] = rows.count;
       int n, next;
       rows.load(n, 0);
       CUTLASS_PRAGMA_NO_UNROLL
@@ -40,11 +40,11 @@ struct BiasPassProducer {
         if (i < rows.count) rows.load(next, i);
         if (i + kRowsAhead == rows.count) tiles.take_next();
         CUTLASS_PRAGMA_UNROLL
-        for (int product = 0; product < 2; ++product, turn.advance()) {
-          typename Config::Stage& stage = shared.stages[turn.stage];
-          FullBarrier& full = shared.full[turn.stage];
-          EmptyBarrier& partner_empty = shared.partner_empty[turn.stage];
-          shared.empty[turn.stage].wait(turn.parity ^ 1);
+        for (int product = 0; product < 2; ++product, pipe.advance()) {
+          typename Config::Stage& stage = shared.stages[pipe.index];
+          FullBarrier& full = shared.full[pipe.index];
+          EmptyBarrier& partner_empty = shared.partner_empty[pipe.index];
+          shared.empty[pipe.index].wait(pipe.phase ^ 1);
           if (shares) partner_empty.arrive(rank ^ 1);
           full.arrive_and_expect_tx(QueryTile::kBytes + KeyTile::kBytes);
           load_tile<QueryTile>(product == 0 ? maps.q : maps.do_, full, stage.queries.tile, 0, at.query, at.head, n,
@@ -53,7 +53,7 @@ struct BiasPassProducer {
           if (!shares) {
             load_tile<KeyTile>(keys, full, stage.keys.tile, 0, at.key, at.head, n, at.batch);
           } else if (rank == product) {
-            partner_empty.wait(turn.parity);
+            partner_empty.wait(pipe.phase);
             load_tile_for_both<KeyTile>(keys, full, stage.keys.tile, 0, at.key, at.head, n, at.batch);
           }
         }
@@ -101,7 +101,7 @@ struct BiasPassProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int warp) {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
-    typename Config::Turn turn;
+    typename Config::Pipe pipe;
     for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
          tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
@@ -114,16 +114,16 @@ struct BiasPassProducer {
       rows.load(next, min(own + kWarps, rows.count - 1));
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < rows.count; ++i, step = step == kWarps - 1 ? 0 : step + 1) {
-        typename Config::Turn scores = turn;
-        turn.advance();
-        typename Config::Turn products = turn;
-        turn.advance();
+        typename Config::Pipe scores = pipe;
+        pipe.advance();
+        typename Config::Pipe products = pipe;
+        pipe.advance();
         if (step != warp) continue;
-        shared.empty[scores.stage].wait(scores.parity ^ 1);
-        shared.empty[products.stage].wait(products.parity ^ 1);
-        statistics.store(shared.stages[scores.stage], shared.stages[products.stage], args, at, rows.exist(args), lane);
-        shared.full[scores.stage].arrive();  // every lane for what it wrote itself
-        shared.full[products.stage].arrive();
+        shared.empty[scores.index].wait(scores.phase ^ 1);
+        shared.empty[products.index].wait(products.phase ^ 1);
+        statistics.store(shared.stages[scores.index], shared.stages[products.index], args, at, rows.exist(args), lane);
+        shared.full[scores.index].arrive();  // every lane for what it wrote itself
+        shared.full[products.index].arrive();
         if (i + kWarps < rows.count) statistics.load(args, at, next, lane);
         if (i + 2 * kWarps < rows.count) rows.load(next, i + 2 * kWarps);
       }
@@ -206,7 +206,7 @@ struct BiasPassConsumer {
     wgmma_commit();
   }
 
-  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
+  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
                                   const Coordinates& block, const Biases& bias2, Sums& dbias2, const Place& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     // Places of this warpgroup's rows of the first stage, and of what enters their products.
@@ -221,37 +221,37 @@ struct BiasPassConsumer {
     int left = 0;  // rows n, once the first is there
     CUTLASS_PRAGMA_NO_UNROLL
     do {
-      const typename Config::Turn of_scores = turn;
-      turn.advance();
-      const typename Config::Turn of_products = turn;
-      turn.advance();
-      shared.full[of_scores.stage].wait(of_scores.parity);
-      if (left == 0) left = uniform(shared.num_rows[of_scores.stage]);
+      const typename Config::Pipe of_scores = pipe;
+      pipe.advance();
+      const typename Config::Pipe of_products = pipe;
+      pipe.advance();
+      shared.full[of_scores.index].wait(of_scores.phase);
+      if (left == 0) left = uniform(shared.num_rows[of_scores.index]);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
         if (part % kScores == 0) {
-          uint32_t stage = of_scores.stage * kNextStage;
+          uint32_t stage = of_scores.index * kNextStage;
           wgmma_begin();
           ExtraTerms::start_sum<kScores>(s, stage + first_query_terms,
                                          stage + first_key_terms + ExtraTile::rows_step(part / 16));
           start<kScores>(s, stage + first_queries, stage + keys);
         }
-        if (part == 0) shared.full[of_products.stage].wait(of_products.parity);
-        uint32_t stage = of_products.stage * kNextStage;
+        if (part == 0) shared.full[of_products.index].wait(of_products.phase);
+        uint32_t stage = of_products.index * kNextStage;
         wgmma_begin();
         ExtraTerms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
         start<kColumns>(dp, stage + first_queries, stage + keys);
         if (part % kScores == 0) {
           wgmma_wait<1>();
           fence_registers(s);
-          if (part + kScores == kKeys) shared.empty[of_scores.stage].arrive();
+          if (part + kScores == kKeys) shared.empty[of_scores.index].arrive();
           exponentiate(s, bias2, part / 2, args.c);
           fence_registers(s);  // all of it before waiting for more
         }
         wgmma_wait<0>();
         fence_registers(dp);
-        if (part + kColumns == kKeys) shared.empty[of_products.stage].arrive();
+        if (part + kColumns == kKeys) shared.empty[of_products.index].arrive();
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kColumns / 2; ++x) {
           float& sum = dbias2[part / 2 + x];
@@ -286,7 +286,7 @@ struct BiasPassConsumer {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
     Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
-    typename Config::Turn turn;
+    typename Config::Pipe pipe;
     for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
          tiles.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
@@ -294,15 +294,15 @@ struct BiasPassConsumer {
         Biases bias2;
         Sums dbias2 = {};
         load_bias2(bias2, args, block, at);
-        walk(shared, args, turn, block, bias2, dbias2, at);
+        walk(shared, args, pipe, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
       } else {  // nothing to compute, but the ring goes on
         int left = 0;
         do {
-          for (int product = 0; product < 2; ++product, turn.advance()) {
-            shared.full[turn.stage].wait(turn.parity);
-            if (product == 0 && left == 0) left = shared.num_rows[turn.stage];
-            shared.empty[turn.stage].arrive();
+          for (int product = 0; product < 2; ++product, pipe.advance()) {
+            shared.full[pipe.index].wait(pipe.phase);
+            if (product == 0 && left == 0) left = shared.num_rows[pipe.index];
+            shared.empty[pipe.index].arrive();
           }
         } while (--left != 0);
       }

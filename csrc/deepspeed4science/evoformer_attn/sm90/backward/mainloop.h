@@ -211,39 +211,39 @@ struct RowPassConsumer {
   }
 
   // All visible columns, one step after another.
-  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn, int num_steps,
+  CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe, int num_steps,
                                   const Operands& operands, PendingStore& pending, Results& results, const DqWalk& dq,
                                   const Place& at) {
     Scores s, dp;
     Packed p, ds;
     int last_stage = -1;
-    typename Config::Turn last_turn;
-    shared.full[turn.stage].wait(turn.parity);
-    begin(s, shared, turn.stage, args.unit, at);
+    typename Config::Pipe last_pipe;
+    shared.full[pipe.index].wait(pipe.phase);
+    begin(s, shared, pipe.index, args.unit, at);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     wgmma_begin();
-    start_scores(s, operands.owned, operands.walked + turn.stage * Operands::kNextStage);
+    start_scores(s, operands.owned, operands.walked + pipe.index * Operands::kNextStage);
     wgmma_commit();  // of no results yet
-    start_products(dp, operands, turn.stage);
+    start_products(dp, operands, pipe.index);
     for (int step = 1;; ++step) {
-      finish_scores(p, ds, s, dp, results, shared, args, turn.stage, last_stage, pending, at);
+      finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);
       if constexpr (kFused) {
-        if (step > 1) FusedDq<Config>::add(dq, step - 2, last_turn, shared, args, at);
-        last_turn = turn;
+        if (step > 1) FusedDq<Config>::add(dq, step - 2, last_pipe, shared, args, at);
+        last_pipe = pipe;
       }
-      last_stage = turn.stage;
-      turn.advance();
+      last_stage = pipe.index;
+      pipe.advance();
       if (step == num_steps) break;
       // The results of this step beside the exponentials of the next.
-      shared.full[turn.stage].wait(turn.parity);
-      begin(s, shared, turn.stage, args.unit, at);
+      shared.full[pipe.index].wait(pipe.phase);
+      begin(s, shared, pipe.index, args.unit, at);
       wgmma_begin();
-      start_scores(s, operands.owned, operands.walked + turn.stage * Operands::kNextStage);
+      start_scores(s, operands.owned, operands.walked + pipe.index * Operands::kNextStage);
       start_results(results, p, ds, operands, last_stage);
-      start_products(dp, operands, turn.stage);
+      start_products(dp, operands, pipe.index);
     }
-    if constexpr (Config::kHandsBack) shared.owned_empty[dq.owned_turn.stage].arrive();
+    if constexpr (Config::kHandsBack) shared.owned_empty[dq.owned_pipe.index].arrive();
     wgmma_begin();
     start_results(results, p, ds, operands, last_stage);
     wgmma_wait<0>();
@@ -253,8 +253,8 @@ struct RowPassConsumer {
     fence_registers(results.of_p);
     shared.empty[last_stage].arrive();
     if constexpr (kFused) {
-      FusedDq<Config>::add(dq, num_steps - 1, last_turn, shared, args, at);
-      shared.dq.keys_read[dq.owned_turn.stage].arrive();
+      FusedDq<Config>::add(dq, num_steps - 1, last_pipe, shared, args, at);
+      shared.dq.keys_read[dq.owned_pipe.index].arrive();
     }
   }
 
@@ -267,9 +267,9 @@ struct RowPassConsumer {
   }
 
   CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
-                                    const Coordinates& block, const typename Config::OwnedTurn& turn, bool computed,
+                                    const Coordinates& block, const typename Config::OwnedPipe& pipe, bool computed,
                                     Results& results, uint32_t& exchanged, const Place& at) {
-    auto& owned = shared.owned[turn.stage][at.warpgroup];
+    auto& owned = shared.owned[pipe.index][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
     if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
@@ -295,7 +295,7 @@ struct RowPassConsumer {
       }
       return;
     }
-    if constexpr (kFused) shared.dq.keys_read[turn.stage].wait(turn.parity);
+    if constexpr (kFused) shared.dq.keys_read[pipe.index].wait(pipe.phase);
     at.sync();  // no warp's products read the owned tiles any more
     if constexpr (Config::kSplit > 1) {
       if (computed) SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
@@ -320,19 +320,19 @@ struct RowPassConsumer {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
     Place at = Place::of_thread<Config::kTiles>();
-    typename Config::Turn turn;
-    typename Config::OwnedTurn owned_turn;
+    typename Config::Pipe pipe;
+    typename Config::OwnedPipe owned_pipe;
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
     cute::conditional_t<kRing, RingState, NoRing> ring;
     for (typename Config::template Walk<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args), owned_turn.advance()) {
+         tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
-      int buffer = owned_turn.stage;
-      shared.owned_full[buffer].wait(owned_turn.parity);
+      int buffer = owned_pipe.index;
+      shared.owned_full[buffer].wait(owned_pipe.phase);
       const typename Config::Visible visible = shared.visible[buffer];
       const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
-      DqWalk dq{maps, block, owned_turn, false, false};
+      DqWalk dq{maps, block, owned_pipe, false, false};
       if constexpr (kFused) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
       }
@@ -346,29 +346,29 @@ struct RowPassConsumer {
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         if constexpr (!kKeys) find_dbias2(results, args, block, at);
         if constexpr (kRing) {
-          RingWalk<RowPassConsumer>::run(shared, args, turn, Operands(shared, buffer, at), results, ring.walk,
+          RingWalk<RowPassConsumer>::run(shared, args, pipe, Operands(shared, buffer, at), results, ring.walk,
                                          shared.owned_empty[buffer], block, at);
         } else {
           const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
-          walk(shared, args, turn, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
+          walk(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but the ring goes on
         if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
         if constexpr (kRing) RingDq<Config>::add_nothing(ring.walk, shared);
         pending.finish(shared.owned_empty, at);
         const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
-        for (int step = 0; step < num_steps; ++step, turn.advance()) {
-          shared.full[turn.stage].wait(turn.parity);
-          if constexpr (kFused) hand_nothing_over(shared, turn.stage, exists, at);
-          shared.empty[turn.stage].arrive();
-          if constexpr (kFused) FusedDq<Config>::add(dq, step, turn, shared, args, at);
+        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+          shared.full[pipe.index].wait(pipe.phase);
+          if constexpr (kFused) hand_nothing_over(shared, pipe.index, exists, at);
+          shared.empty[pipe.index].arrive();
+          if constexpr (kFused) FusedDq<Config>::add(dq, step, pipe, shared, args, at);
         }
         if constexpr (kFused) {
           if (!computed && dq.first && dq.last) FusedDq<Config>::store_zeros(dq, shared, args, at);
           shared.dq.keys_read[buffer].arrive();
         }
       }
-      if (exists) finish(shared, args, maps, block, owned_turn, computes, results, exchanged, at);
+      if (exists) finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kHandsBack) continue;
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this place

@@ -95,28 +95,28 @@ struct RingWalk {
     for (int i = 0; i < kColumns / 4; ++i) p[i] = __byte_perm(next[i], p[i], of_next);
   }
 
-  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Turn& turn,
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
                                  const Operands& operands, Results& results, typename Dq::Walk& walk,
                                  EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
                                  const Place& at) {
     State state(typename Dbias2::Walk(args, block, at));
     const int num_steps = Config::columns(args).num_steps();
-    shared.full[turn.stage].wait(turn.parity);
-    Consumer::begin(state.s, shared, turn.stage, args.unit, at);
+    shared.full[pipe.index].wait(pipe.phase);
+    Consumer::begin(state.s, shared, pipe.index, args.unit, at);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     wgmma_begin();
-    start_scores(state, operands, turn.stage);
+    start_scores(state, operands, pipe.index);
     wgmma_commit();  // of no results yet
     for (int step = 1;; ++step) {
       finish_scores(state, results, walk, args, shared, at);
-      state.last_stage = turn.stage, state.adds = step > 1;
-      turn.advance();
+      state.last_stage = pipe.index, state.adds = step > 1;
+      pipe.advance();
       if (step == num_steps) break;
-      shared.full[turn.stage].wait(turn.parity);
-      Consumer::begin(state.s, shared, turn.stage, args.unit, at);
+      shared.full[pipe.index].wait(pipe.phase);
+      Consumer::begin(state.s, shared, pipe.index, args.unit, at);
       wgmma_begin();
-      start_scores(state, operands, turn.stage);
+      start_scores(state, operands, pipe.index);
       Dq::wait_for_own(walk, shared, at);
       if (state.adds) Dq::wait_for_all(walk, shared);
       wgmma_begin();

@@ -29,34 +29,34 @@ struct RowPassProducer {
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
     constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
-    typename Config::Turn turn;
-    typename Config::OwnedTurn owned_turn;
+    typename Config::Pipe pipe;
+    typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Walk<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args), owned_turn.advance()) {
+         tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       typename Config::Visible visible = Config::visible(args, at);
       if constexpr (Config::kFused) visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
-      FullBarrier& owned_full = shared.owned_full[owned_turn.stage];
-      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
-      shared.visible[owned_turn.stage] = visible;
+      FullBarrier& owned_full = shared.owned_full[owned_pipe.index];
+      shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
+      shared.visible[owned_pipe.index] = visible;
       if (visible.num_steps == 0) {
         owned_full.arrive();
         continue;
       }
       owned_full.arrive_and_expect_tx(2 * kWarpgroups * OwnedTile::kBytes);
       for (int t = 0; t < kWarpgroups; ++t) {
-        auto& owned = shared.owned[owned_turn.stage][t];
+        auto& owned = shared.owned[owned_pipe.index][t];
         int l = at.owned + t % kTiles * kOwned, n = at.row + t / kTiles;
         load_tile<OwnedTile>(maps.owned_first, owned_full, owned.first, 0, l, at.head, n, at.batch);
         load_tile<OwnedTile>(maps.owned_second, owned_full, owned.second, 0, l, at.head, n, at.batch);
       }
       auto steps = Config::steps(args, at);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = 0; step < visible.num_steps; ++step, turn.advance()) {
+      for (int step = 0; step < visible.num_steps; ++step, pipe.advance()) {
         const int column = steps.next();
-        typename Config::Stage& stage = shared.stages[turn.stage];
-        FullBarrier& full = shared.full[turn.stage];
-        shared.empty[turn.stage].wait(turn.parity ^ 1);
+        typename Config::Stage& stage = shared.stages[pipe.index];
+        FullBarrier& full = shared.full[pipe.index];
+        shared.empty[pipe.index].wait(pipe.phase ^ 1);
         full.arrive_and_expect_tx(kStageBytes);
         for (int r = 0; r < kRows; ++r) {
           load_tile<WalkedTile>(maps.walked_first, full, stage.walked[r].first, 0, column, at.head, at.row + r,
@@ -74,9 +74,9 @@ struct RowPassProducer {
       }
     }
     if constexpr (Config::kFused) {
-      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
-      shared.visible[owned_turn.stage].tile = args.num_tiles;
-      shared.owned_full[owned_turn.stage].arrive();
+      shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
+      shared.visible[owned_pipe.index].tile = args.num_tiles;
+      shared.owned_full[owned_pipe.index].arrive();
     }
   }
 
@@ -84,10 +84,10 @@ struct RowPassProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
-    typename Config::Turn turn;
-    typename Config::OwnedTurn owned_turn;
+    typename Config::Pipe pipe;
+    typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args), owned_turn.advance()) {
+         tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
@@ -122,12 +122,12 @@ struct RowPassProducer {
           owned_queries[i] = queries.load(l);
         }
       }
-      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
+      shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       if (visible.num_steps == 0) {
-        shared.owned_full[owned_turn.stage].arrive();
+        shared.owned_full[owned_pipe.index].arrive();
         continue;
       }
-      int buffer = owned_turn.stage;
+      int buffer = owned_pipe.index;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kTiles * kOwned / 32; ++i) {
         int x = 32 * i + lane, t = r * kTiles + x / kOwned, l = at.owned + x;
@@ -143,31 +143,31 @@ struct RowPassProducer {
         }
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
-      shared.owned_full[owned_turn.stage].arrive();  // every lane for what it wrote itself
-      for (int step = 1; step <= visible.num_steps; ++step, turn.advance()) {
-        shared.empty[turn.stage].wait(turn.parity ^ 1);
+      shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
+      for (int step = 1; step <= visible.num_steps; ++step, pipe.advance()) {
+        shared.empty[pipe.index].wait(pipe.phase ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
           int in_step = 32 * x + lane;
-          float& score = shared.scores[turn.stage][r][in_step];
+          float& score = shared.scores[pipe.index][r][in_step];
           if constexpr (kKeys) {
             float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
-            ExtraTerms::store_alone(shared.products[turn.stage * kRows + r], in_step, value.y);
+            ExtraTerms::store_alone(shared.products[pipe.index * kRows + r], in_step, value.y);
           } else {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;
           }
         }
         if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
-        shared.full[turn.stage].arrive();
+        shared.full[pipe.index].arrive();
         if (step == visible.num_steps) continue;
         column = steps.next();
         load(column);
       }
     }
     if constexpr (Config::kFused) {
-      shared.owned_empty[owned_turn.stage].wait(owned_turn.parity ^ 1);
-      shared.owned_full[owned_turn.stage].arrive();
+      shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
+      shared.owned_full[owned_pipe.index].arrive();
     }
   }
 

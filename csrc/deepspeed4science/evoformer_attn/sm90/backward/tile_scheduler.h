@@ -14,27 +14,27 @@ namespace ds4s::sm90 {
 template <int kReaders>
 struct TileFeed {
   static constexpr int kPlaces = 32;
-  using Turn = RingTurn<kPlaces>;
+  using Pipe = PipelineState<kPlaces>;
   int tiles[kPlaces];
   EmptyBarrier full[kPlaces], empty[kPlaces];
 
   CUTLASS_DEVICE void init() {
     for (int place = 0; place < kPlaces; ++place) full[place].init(1), empty[place].init(kReaders);
   }
-  CUTLASS_DEVICE int take(Turn& turn, int* counter) {
-    empty[turn.stage].wait(turn.parity ^ 1);
-    const int tile = tiles[turn.stage] = atomicAdd(counter, 1);
-    full[turn.stage].arrive();
-    turn.advance();
+  CUTLASS_DEVICE int take(Pipe& pipe, int* counter) {
+    empty[pipe.index].wait(pipe.phase ^ 1);
+    const int tile = tiles[pipe.index] = atomicAdd(counter, 1);
+    full[pipe.index].arrive();
+    pipe.advance();
     return tile;
   }
   // By a warp, or by one lane of it.
-  CUTLASS_DEVICE int read(Turn& turn, bool warp) {
-    full[turn.stage].wait(turn.parity);
-    const int tile = tiles[turn.stage];
+  CUTLASS_DEVICE int read(Pipe& pipe, bool warp) {
+    full[pipe.index].wait(pipe.phase);
+    const int tile = tiles[pipe.index];
     if (warp) __syncwarp();
-    if (!warp || threadIdx.x % 32 == 0) empty[turn.stage].arrive();
-    turn.advance();
+    if (!warp || threadIdx.x % 32 == 0) empty[pipe.index].arrive();
+    pipe.advance();
     return tile;
   }
 };
@@ -57,14 +57,14 @@ struct TileWalk {
     if constexpr (!Config::kRing) {
       tile += gridDim.x;
     } else if constexpr (kReader == TileReader::kTakes) {
-      tile = shared.feed.take(turn_, args.next_tile);
+      tile = shared.feed.take(pipe_, args.next_tile);
     } else {
-      tile = shared.feed.read(turn_, kReader != TileReader::kLane);
+      tile = shared.feed.read(pipe_, kReader != TileReader::kLane);
     }
   }
 
  private:
-  typename TileFeed<1>::Turn turn_;
+  typename TileFeed<1>::Pipe pipe_;
 };
 
 // A fused pass, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
@@ -107,16 +107,16 @@ struct ToldWalk {
 
   CUTLASS_DEVICE ToldWalk(typename Config::Shared& shared, const BackwardArgs&) { read(shared); }
   CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs&) {
-    turn_.advance();
+    pipe_.advance();
     read(shared);
   }
 
  private:
   CUTLASS_DEVICE void read(typename Config::Shared& shared) {
-    shared.owned_full[turn_.stage].wait(turn_.parity);
-    tile = uniform(shared.visible[turn_.stage].tile);
+    shared.owned_full[pipe_.index].wait(pipe_.phase);
+    tile = uniform(shared.visible[pipe_.index].tile);
   }
-  typename Config::OwnedTurn turn_;
+  typename Config::OwnedPipe pipe_;
 };
 
 }  // namespace ds4s::sm90

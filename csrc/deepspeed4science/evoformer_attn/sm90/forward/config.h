@@ -90,8 +90,8 @@ struct ForwardConfig {
     return at;
   }
 
-  using Turn = RingTurn<kStages>;
-  using QTurn = RingTurn<2>;  // of masks too
+  using Pipe = PipelineState<kStages>;
+  using QPipe = PipelineState<2>;  // of masks too
 };
 
 }  // namespace ds4s::sm90

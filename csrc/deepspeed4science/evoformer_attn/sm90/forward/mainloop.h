@@ -16,8 +16,8 @@ struct ForwardConsumer {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  using Turn = typename Config::Turn;
-  using QTurn = typename Config::QTurn;
+  using Pipe = typename Config::Pipe;
+  using QPipe = typename Config::QPipe;
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
   using BiasTile = typename Config::BiasTile;
@@ -140,30 +140,30 @@ struct ForwardConsumer {
 
   // All visible keys, one step after another. While a step's exponentials are computed the tensor cores work for
   // others.
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int end,
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                     PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const Place& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
     Operands operands(shared, at);
-    for (int key = 0; key < end; key += kKeys, turn.advance()) {
-      shared.k_full[turn.stage].wait(turn.parity);
-      start_scores(s, shared, operands, turn.stage, q, args.f, at);
+    for (int key = 0; key < end; key += kKeys, pipe.advance()) {
+      shared.k_full[pipe.index].wait(pipe.phase);
+      start_scores(s, shared, operands, pipe.index, q, args.f, at);
       wgmma_wait<0>();
       fence_registers(s);
       fence_registers(o);
-      shared.k_empty[turn.stage].arrive();
+      shared.k_empty[pipe.index].arrive();
       if (last_stage >= 0) {
         shared.v_empty[last_stage].arrive();
       } else {
         pending.finish(shared.q_empty, at);
       }
-      last_stage = turn.stage;
+      last_stage = pipe.index;
       float factor[2];
       if (exponentiate(p, factor, s, softmax, args.Lk - key, at)) rescale(o, factor);
-      shared.v_full[turn.stage].wait(turn.parity);
-      start_output(o, p, operands, turn.stage);
+      shared.v_full[pipe.index].wait(pipe.phase);
+      start_output(o, p, operands, pipe.index);
     }
     wgmma_wait<0>();
     fence_registers(o);
@@ -171,44 +171,44 @@ struct ForwardConsumer {
   }
 
   // The same with O += P V of a step beside the exponentials of the next.
-  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Turn& turn, uint32_t q, int end,
+  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                               PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                               const Place& at) {
     float s[kKeys / 2], factor[2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
-    shared.k_full[turn.stage].wait(turn.parity);
-    start_scores(s, shared, operands, turn.stage, q, args.f, at);
+    shared.k_full[pipe.index].wait(pipe.phase);
+    start_scores(s, shared, operands, pipe.index, q, args.f, at);
     wgmma_wait<0>();
     fence_registers(s);
-    shared.k_empty[turn.stage].arrive();
+    shared.k_empty[pipe.index].arrive();
     pending.finish(shared.q_empty, at);
     exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
     int key = kKeys;
     auto step = [&](uint32_t (&p)[kKeys / 4], uint32_t (&p_next)[kKeys / 4]) {
-      Turn values = turn;
-      turn.advance();
+      Pipe values = pipe;
+      pipe.advance();
       bool more = key < end;
       if (more) {
-        shared.k_full[turn.stage].wait(turn.parity);
-        start_scores(s, shared, operands, turn.stage, q, args.f, at);
-        shared.v_full[values.stage].wait(values.parity);
-        start_output(o, p, operands, values.stage);
+        shared.k_full[pipe.index].wait(pipe.phase);
+        start_scores(s, shared, operands, pipe.index, q, args.f, at);
+        shared.v_full[values.index].wait(values.phase);
+        start_output(o, p, operands, values.index);
         wgmma_wait<1>();
         fence_registers(s);
-        shared.k_empty[turn.stage].arrive();
+        shared.k_empty[pipe.index].arrive();
         bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
         wgmma_wait<0>();
         fence_registers(o);
         if (moves) rescale(o, factor);
       } else {
-        shared.v_full[values.stage].wait(values.parity);
-        start_output(o, p, operands, values.stage);
+        shared.v_full[values.index].wait(values.phase);
+        start_output(o, p, operands, values.index);
         wgmma_wait<0>();
         fence_registers(o);
       }
-      shared.v_empty[values.stage].arrive();
+      shared.v_empty[values.index].arrive();
       key += kKeys;
       return more;
     };
@@ -237,15 +237,15 @@ struct ForwardConsumer {
 
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
     Place at = Place::of_thread<kQueryTiles>();
-    Turn turn;
-    QTurn q_turn;
+    Pipe pipe;
+    QPipe q_pipe;
     PendingStore pending;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_turn.advance()) {
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
       Coordinates block = Config::locate(args, tile);
-      uint8_t* q = shared.q[q_turn.stage][at.warpgroup];
-      shared.q_full[q_turn.stage].wait(q_turn.parity);
-      const int num_steps = uniform(shared.visible[q_turn.stage].num_steps);
-      const uint32_t rows = shared.visible[q_turn.stage].rows;
+      uint8_t* q = shared.q[q_pipe.index][at.warpgroup];
+      shared.q_full[q_pipe.index].wait(q_pipe.phase);
+      const int num_steps = uniform(shared.visible[q_pipe.index].num_steps);
+      const uint32_t rows = shared.visible[q_pipe.index].rows;
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
       if (exists && (rows >> at.row & 1) != 0) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
@@ -253,18 +253,18 @@ struct ForwardConsumer {
         float o[kHeadDim / 2] = {};
         RowSoftmax softmax(args.c);
         if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, turn, q_low, num_steps * kKeys, pending, o, softmax, at);
+          attend_pipelined(shared, args, pipe, q_low, num_steps * kKeys, pending, o, softmax, at);
         } else {
-          attend(shared, args, turn, q_low, num_steps * kKeys, pending, o, softmax, at);
+          attend(shared, args, pipe, q_low, num_steps * kKeys, pending, o, softmax, at);
         }
         finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but the ring goes on
         pending.finish(shared.q_empty, at);
-        for (int step = 0; step < num_steps; ++step, turn.advance()) {
-          shared.k_full[turn.stage].wait(turn.parity);
-          shared.k_empty[turn.stage].arrive();
-          shared.v_full[turn.stage].wait(turn.parity);
-          shared.v_empty[turn.stage].arrive();
+        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+          shared.k_full[pipe.index].wait(pipe.phase);
+          shared.k_empty[pipe.index].arrive();
+          shared.v_full[pipe.index].wait(pipe.phase);
+          shared.v_empty[pipe.index].arrive();
         }
         if (exists) {  // a row n that sees no key
           float o[kHeadDim / 2] = {};
@@ -272,7 +272,7 @@ struct ForwardConsumer {
           finish(q, args, map_o, block, o, softmax, at);
         }
       }
-      pending.buffer = q_turn.stage;
+      pending.buffer = q_pipe.index;
     }
     if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
   }

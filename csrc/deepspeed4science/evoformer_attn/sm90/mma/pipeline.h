@@ -16,16 +16,16 @@ namespace ds4s::sm90 {
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
 using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consuming thread has arrived
 
-// Position in a ring: a stage, and the parity of its present turn.
+// Where a thread is in a pipeline of kCount stages: a stage, and the phase that its barriers are in.
 template <int kCount>
-struct RingTurn {
-  int stage = 0;
-  uint32_t parity = 0;
+struct PipelineState {
+  int index = 0;
+  uint32_t phase = 0;
   CUTLASS_DEVICE void advance() {
-    if (++stage == kCount) stage = 0, parity ^= 1;
+    if (++index == kCount) index = 0, phase ^= 1;
   }
-  CUTLASS_DEVICE RingTurn before() const {
-    return stage > 0 ? RingTurn{stage - 1, parity} : RingTurn{kCount - 1, parity ^ 1};
+  CUTLASS_DEVICE PipelineState before() const {
+    return index > 0 ? PipelineState{index - 1, phase} : PipelineState{kCount - 1, phase ^ 1};
   }
 };
 
