@@ -10,7 +10,7 @@ struct Pass {
   static constexpr int kTiles = 2, kOwned = 64, kColumns = kColumns_, kSlotColumns = kSlotColumns_;
   static constexpr bool kAddsDbias2 = kAddsDbias2_;
   using Element = uint16_t;
-  struct Feed {
+  struct Queue {
     static constexpr int kPlaces = 32;
   };
 };

@@ -9,7 +9,7 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-struct SplitResults {
+struct ClusterReduce {
   using Shared = typename Config::Shared;
   using OwnedPair = typename Config::template Pair<typename Config::OwnedTile>;
   using Result = float[Config::kHeadDim / 2];
@@ -22,7 +22,7 @@ struct SplitResults {
 
   // Nothing reads the owned tiles any more. Of both results one is complete afterwards.
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& dk, Result& dv, uint32_t& parity,
-                                      const Place& at) {
+                                      const ConsumerCoord& at) {
     if (Config::rank() == 0) {
       exchange(shared, owned, dk, dv, 1, parity, at);
     } else {
@@ -33,7 +33,7 @@ struct SplitResults {
 
  private:
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& mine, const Result& theirs,
-                                      uint32_t partner, uint32_t parity, const Place& at) {
+                                      uint32_t partner, uint32_t parity, const ConsumerCoord& at) {
     float4* place = reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128;
     auto& ready = shared.dq.ready[at.tile];
     auto& received = shared.dq.received[at.tile];

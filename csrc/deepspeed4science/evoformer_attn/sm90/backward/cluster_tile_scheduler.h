@@ -12,7 +12,7 @@
 
 namespace ds4s::sm90 {
 
-struct ClusterFeed {
+struct ClusterTileQueue {
   static constexpr int kPlaces = 32;
   using Pipe = PipelineState<kPlaces>;
   int tiles[kPlaces];
@@ -26,11 +26,12 @@ struct ClusterFeed {
 // One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
 // tiles.
 template <typename Config, bool kTakes>
-class ClusterTiles {
+class ClusterTileScheduler {
  public:
   int tile;
 
-  CUTLASS_DEVICE ClusterTiles(ClusterFeed& feed, const BackwardArgs& args) : feed_(feed), args_(args) {
+  CUTLASS_DEVICE ClusterTileScheduler(ClusterTileQueue& tile_queue, const BackwardArgs& args)
+      : queue_(tile_queue), args_(args) {
     if (args.next_bias_tile == nullptr) {
       tile = int(cute::cluster_id_in_grid().x);
     } else {
@@ -43,8 +44,8 @@ class ClusterTiles {
       return;
     }
     if constexpr (kTakes) take_next();
-    wait_in_cluster(feed_.full[pipe_.index], pipe_.phase);
-    tile = feed_.tiles[pipe_.index];
+    wait_in_cluster(queue_.full[pipe_.index], pipe_.phase);
+    tile = queue_.tiles[pipe_.index];
     pipe_.advance(), has_next_ = false;
   }
   // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
@@ -52,8 +53,8 @@ class ClusterTiles {
   CUTLASS_DEVICE void take_next() {
     if (has_next_ || args_.next_bias_tile == nullptr) return;
     has_next_ = true;
-    FullBarrier& full = feed_.full[pipe_.index];
-    int& place = feed_.tiles[pipe_.index];
+    FullBarrier& full = queue_.full[pipe_.index];
+    int& place = queue_.tiles[pipe_.index];
     const uint32_t num_blocks = cute::cluster_shape().x;
     if (num_blocks > 1) full.arrive_and_expect_tx(sizeof(int));
     if (cute::block_rank_in_cluster() != 0) return;
@@ -77,10 +78,10 @@ class ClusterTiles {
     return number;
   }
 
-  ClusterFeed& feed_;
+  ClusterTileQueue& queue_;
   const BackwardArgs& args_;
   bool has_next_ = false;
-  ClusterFeed::Pipe pipe_;
+  ClusterTileQueue::Pipe pipe_;
 };
 
 }  // namespace ds4s::sm90

@@ -15,12 +15,12 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kStages_,   // steps in flight
           int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps (1: kHandsBack)
           int kQueries_ = 0,          // of keys: dq as well, of so many queries at most (dq_smem.h)
-          int kSplit_ = 1,            // fused: blocks of a cluster, that have so many queries each
+          int kClusterBlocks_ = 1,    // fused: blocks of a cluster, that have so many queries each
           bool kRing_ = false,        // of keys: dq as well, by additions to slots in L2 (dq_global.h)
           bool kAddsDbias2_ = false>  // kRing: dbias2 as well, where it is asked for (dbias2_global.h)
 struct RowPassTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
-  static constexpr int kQueries = kQueries_, kSplit = kSplit_;
+  static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
   static constexpr bool kRing = kRing_, kAddsDbias2 = kAddsDbias2_;
 };
 
@@ -45,17 +45,17 @@ struct RowPassConfig {
   static constexpr int kOwned = 64;                   // rows of one wgmma
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kFused = Tiles::kQueries > 0;
-  static constexpr int kQueries = Tiles::kQueries, kSplit = Tiles::kSplit;  // fused
+  static constexpr int kQueries = Tiles::kQueries, kClusterBlocks = Tiles::kClusterBlocks;  // fused
   static constexpr bool kRing = Tiles::kRing, kAddsDbias2 = Tiles::kAddsDbias2;
   // With one place for owned tiles, it is free for the next ones as soon as the last scores are computed. Results leave
   // from registers then, not through it.
   static constexpr bool kHandsBack = kBuffers == 1 && !kFused;
-  static_assert(kSplit <= 2, "one block finishes dk, the other dv");
+  static_assert(kClusterBlocks <= 2, "one block finishes dk, the other dv");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   using Registers = cute::conditional_t<kRing, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
                                         RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
   static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
-  static_assert(kKeys || kColumns == ExtraTile::kRows, "the product of -delta and ones");
+  static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kRing || (kKeys && kRows == 1 && kHandsBack), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
 
@@ -79,7 +79,7 @@ struct RowPassConfig {
     // Fused: dS takes its place.
     alignas(1024) uint8_t bias2[kBias2 || kFused ? kTiles : 1][kBias2 || kFused ? BiasTile::kBytes : 16];
   };
-  static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * ExtraTile::kRowBytes;
+  static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
   // Fused: dq of all queries, as a warpgroup's accumulators have it.
   struct DqTile {
     alignas(1024) float x[kHeadDim / 8][128][4];
@@ -104,7 +104,7 @@ struct RowPassConfig {
     EmptyBarrier slot_free, added;
     int slot;  // of the tile that slot_free is about
   };
-  using Feed = TileFeed</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
+  using Queue = TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
   // What there is to compute of a tile.
   struct Visible {
     int tile;             // kFused: which it is; args.num_tiles or more behind the last one
@@ -119,7 +119,7 @@ struct RowPassConfig {
     cute::conditional_t<kFused, Dq, NoDq> dq;
     cute::conditional_t<kRing, RingTiles, NoDq> ring;
     // -delta of queries, owned or walked over, and what it is multiplied with (sm90/mma/rank1_mma.h).
-    alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
     alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
     // The other terms: of owned keys log2(e) bias1, of owned queries -log2(e) lse, for the exponents; of queries walked
     // over -lse / scale, of keys bias1 / scale, for the accumulators to begin with.
@@ -129,7 +129,7 @@ struct RowPassConfig {
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kRing, RingBarriers, NoDq> ring_barriers;
-    cute::conditional_t<kRing, Feed, NoDq> feed;
+    cute::conditional_t<kRing, Queue, NoDq> tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -143,11 +143,11 @@ struct RowPassConfig {
   };
   CUTLASS_DEVICE static Columns columns(const BackwardArgs& args) {
     int all = kKeys ? args.Lq : args.Lk;
-    if (kSplit == 1) return {0, all};
-    int part = (all + kSplit * kColumns - 1) / (kSplit * kColumns) * kColumns, begin = rank() * part;
+    if (kClusterBlocks == 1) return {0, all};
+    int part = (all + kClusterBlocks * kColumns - 1) / (kClusterBlocks * kColumns) * kColumns, begin = rank() * part;
     return {begin, min(begin + part, all)};
   }
-  CUTLASS_DEVICE static int rank() { return kSplit == 1 ? 0 : int(cute::block_rank_in_cluster()); }
+  CUTLASS_DEVICE static int rank() { return kClusterBlocks == 1 ? 0 : int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
 
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
@@ -197,9 +197,10 @@ struct RowPassConfig {
     return x;
   }
   template <TileReader kReader>
-  using Walk = cute::conditional_t<
-      !kFused, TileWalk<RowPassConfig, kReader>,
-      cute::conditional_t<kReader == TileReader::kConsumer, ToldWalk<RowPassConfig>, FusedWalk<RowPassConfig>>>;
+  using Scheduler =
+      cute::conditional_t<!kFused, TileScheduler<RowPassConfig, kReader>,
+                          cute::conditional_t<kReader == TileReader::kConsumer, PublishedTileScheduler<RowPassConfig>,
+                                              GroupedTileScheduler<RowPassConfig>>>;
 };
 
 template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
@@ -239,20 +240,20 @@ struct BiasPassConfig {
   template <typename Tile>
   struct Operand {
     alignas(1024) uint8_t tile[Tile::kBytes];
-    uint8_t terms[Tile::kRows * ExtraTile::kRowBytes];
+    uint8_t terms[Tile::kRows * Rank1Tile::kRowBytes];
   };
   struct Stage {
     Operand<QueryTile> queries;
     Operand<KeyTile> keys;
   };
   struct Shared {
-    alignas(256) uint8_t ones[ExtraTerms::kOnesBytes];
+    alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
     Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
     EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
     int num_rows[kStages];                // of Q and K of a tile's first row n: how many there are
-    ClusterFeed feed;
+    ClusterTileQueue tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");

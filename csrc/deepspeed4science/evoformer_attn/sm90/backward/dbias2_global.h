@@ -34,7 +34,7 @@ struct RingDbias2 {
     float* next;  // of the step's first unit, this lane's four elements; null where dbias2 is not wanted
     int queries_left, keys_left;
 
-    CUTLASS_DEVICE Walk(const BackwardArgs& args, const typename Config::Coordinates& block, const Place& at) {
+    CUTLASS_DEVICE Walk(const BackwardArgs& args, const typename Config::Coordinates& block, const ConsumerCoord& at) {
       const int key = block.owned + at.tile * Config::kOwned;
       queries_left = args.Lq, keys_left = args.Lk - key;
       next = args.ring_dbias2;
@@ -45,7 +45,8 @@ struct RingDbias2 {
   };
 
   template <int kCount>
-  CUTLASS_DEVICE static void add(Walk& walk, const float (&ds)[kCount], const BackwardArgs& args, const Place& at) {
+  CUTLASS_DEVICE static void add(Walk& walk, const float (&ds)[kCount], const BackwardArgs& args,
+                                 const ConsumerCoord& at) {
     if (walk.next == nullptr) return;
     if (walk.queries_left >= Config::kColumns && walk.keys_left >= Dbias2Unit::kKeys) {
       CUTLASS_PRAGMA_UNROLL
@@ -59,7 +60,7 @@ struct RingDbias2 {
 
  private:
   CUTLASS_DEVICE static void add_ragged(const Walk& walk, int query, const float* four, const BackwardArgs& args,
-                                        const Place& at) {
+                                        const ConsumerCoord& at) {
     const Dbias2Unit unit{args.Lk, at.warp, at.lane};
     float* dst = walk.next + int64_t(query) * args.Lk;
     const int queries = walk.queries_left - query;

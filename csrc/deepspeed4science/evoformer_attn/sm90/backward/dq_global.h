@@ -60,7 +60,8 @@ struct RingDq {
 
   // dS of this warpgroup's keys, each 8x8 matrix transposed to where `offset` says.
   template <typename Packed>
-  CUTLASS_DEVICE static void hand_over(const Packed& ds, Walk& walk, Shared& shared, uint32_t offset, const Place& at) {
+  CUTLASS_DEVICE static void hand_over(const Packed& ds, Walk& walk, Shared& shared, uint32_t offset,
+                                       const ConsumerCoord& at) {
     const typename Walk::Pipe& pipe = walk.given;
     shared.ring_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
     uint32_t address = shared_address(shared.ring.ds[pipe.index][at.tile]) + offset;
@@ -72,7 +73,7 @@ struct RingDq {
   }
 
   // dS that has been handed over last, of this warpgroup's keys; dS of the next step for dq, of all keys.
-  CUTLASS_DEVICE static void wait_for_own(const Walk& walk, Shared& shared, const Place& at) {
+  CUTLASS_DEVICE static void wait_for_own(const Walk& walk, Shared& shared, const ConsumerCoord& at) {
     typename Walk::Pipe last = walk.given.before();
     shared.ring_barriers.full[last.index][at.tile].wait(last.phase);
   }
@@ -83,7 +84,7 @@ struct RingDq {
   // dk += dS^T Q of the step whose dS has been handed over last.
   template <int kCount>
   CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const Walk& walk, const Shared& shared, uint32_t queries,
-                                       const Place& at) {
+                                       const ConsumerCoord& at) {
     uint32_t ds = place_of(shared.ring.ds[0]) + (walk.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumns / 16; ++step) {
@@ -92,7 +93,8 @@ struct RingDq {
     }
   }
   // sum = K^T dS^T of the next step for dq; then sum is added.
-  CUTLASS_DEVICE static void start(Sum& sum, const Walk& walk, const Shared& shared, uint32_t owned, const Place& at) {
+  CUTLASS_DEVICE static void start(Sum& sum, const Walk& walk, const Shared& shared, uint32_t owned,
+                                   const ConsumerCoord& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     uint32_t keys = owned + at.tile % kBoxes * (OwnedTile::kBoxBytes >> 4);
     uint32_t ds = place_of(shared.ring.ds[0]) + walk.taken.index * (kTiles * kNextDs) +
@@ -108,7 +110,8 @@ struct RingDq {
       }
     }
   }
-  CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared, const Place& at) {
+  CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared,
+                                 const ConsumerCoord& at) {
     shared.ring_barriers.empty[walk.taken.index].arrive();
     walk.taken.advance();
     if (walk.begins) {
@@ -131,7 +134,7 @@ struct RingDq {
   CUTLASS_DEVICE static void run_slots(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
     uint32_t parity = 0;
-    for (typename Config::template Walk<TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), parity ^= 1) {
       shared.ring_barriers.slot = slot_of(args, pair_of(args, tiles.tile));
       shared.ring_barriers.slot_free.arrive();
@@ -142,7 +145,7 @@ struct RingDq {
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
     const int lane = threadIdx.x % 32;
-    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       typename Config::Coordinates at = Config::locate(args, tiles.tile);
       const int slot = slot_of(args, pair_of(args, tiles.tile));

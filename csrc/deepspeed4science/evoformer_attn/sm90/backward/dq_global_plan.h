@@ -22,7 +22,7 @@ struct RingPlan {
   static RingPlan of(const BwdParams& p, int64_t blocks) {
     auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t key_blocks = ceil_div(p.Lk, Pass::kTiles * Pass::kOwned);
-    if (key_blocks > Pass::Feed::kPlaces * blocks) return {};
+    if (key_blocks > Pass::Queue::kPlaces * blocks) return {};
     RingPlan plan;
     plan.slot_size = ceil_div(p.Lq, Pass::kColumns) * Pass::kColumns * int64_t(Pass::kSlotColumns);
     int64_t pairs = p.B * p.N * p.H, elements = p.B * p.H * p.Lq * p.Lk, most = ceil_div(3 * blocks, key_blocks) + 4;

@@ -33,7 +33,7 @@ struct FusedDq {
 
   // The product of a step, the index-th of its walk, if it is this warpgroup's turn. All others hand theirs over soon.
   CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Pipe& pipe, Shared& shared,
-                                 const BackwardArgs& args, const Place& at) {
+                                 const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;
     const bool first = walk.first, last = walk.last;
     const typename Config::Columns columns = Config::columns(args);
@@ -57,7 +57,8 @@ struct FusedDq {
   }
 
   // dq of a (b, n, h) that sees no key.
-  CUTLASS_DEVICE static void store_zeros(const Walk& walk, Shared& shared, const BackwardArgs& args, const Place& at) {
+  CUTLASS_DEVICE static void store_zeros(const Walk& walk, Shared& shared, const BackwardArgs& args,
+                                         const ConsumerCoord& at) {
     const typename Config::Columns columns = Config::columns(args);
     if (at.issues()) cute::tma_store_wait<0>();  // of the last (b, n, h)
     at.sync();
@@ -69,7 +70,7 @@ struct FusedDq {
 
  private:
   CUTLASS_DEVICE static void store_out(const Walk& walk, typename Config::DqTile& tile, const Sum& sum, int query,
-                                       const BackwardArgs& args, const Place& at) {
+                                       const BackwardArgs& args, const ConsumerCoord& at) {
     const float scale[2] = {args.scale, args.scale};
     store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
                                    walk.block.head, walk.block.row, walk.block.batch);

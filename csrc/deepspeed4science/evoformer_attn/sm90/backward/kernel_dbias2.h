@@ -28,7 +28,8 @@ struct BiasPassProducer {
     constexpr int kRowsAhead = 4;  // taking a tile takes as long
     const bool shares = Config::num_blocks() > 1;
     typename Config::Pipe pipe;
-    for (ClusterTiles<Config, /*kTakes=*/true> tiles(shared.feed, args); tiles.tile < args.num_tiles; tiles.advance()) {
+    for (ClusterTileScheduler<Config, /*kTakes=*/true> tiles(shared.tile_queue, args); tiles.tile < args.num_tiles;
+         tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
       shared.empty[pipe.index].wait(pipe.phase ^ 1);
@@ -85,13 +86,13 @@ struct BiasPassProducer {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kRows; ++x) {
         float2 value = QueryStatistics::value(row[x], exists ? at.query + 32 * x + lane : args.Lq, args.Lq);
-        ExtraTerms::store_first(scores.queries.terms, 32 * x + lane, value.x * args.unit);
-        ExtraTerms::store_alone(products.queries.terms, 32 * x + lane, value.y);
+        Rank1Terms::store_first(scores.queries.terms, 32 * x + lane, value.x * args.unit);
+        Rank1Terms::store_alone(products.queries.terms, 32 * x + lane, value.y);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) {
         float value = Bias1OfRow<Element>::value(column[x], shift, exists ? at.key + 32 * x + lane : args.Lk, args.Lk);
-        ExtraTerms::store_second(scores.keys.terms, 32 * x + lane, value * args.unit);
+        Rank1Terms::store_second(scores.keys.terms, 32 * x + lane, value * args.unit);
       }
       cutlass::arch::fence_view_async_shared();
     }
@@ -102,7 +103,7 @@ struct BiasPassProducer {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
     typename Config::Pipe pipe;
-    for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
+    for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args); tiles.tile < args.num_tiles;
          tiles.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, at);
@@ -148,16 +149,16 @@ struct BiasPassConsumer {
   using Biases = cute::conditional_t<kPacked, uint32_t, float>[kKeys / (kPacked ? 4 : 2)];
 
   // The place of a lane's first element.
-  CUTLASS_DEVICE static int first_query(const Coordinates& block, const Place& at) {
+  CUTLASS_DEVICE static int first_query(const Coordinates& block, const ConsumerCoord& at) {
     return block.query + at.row * Config::kQueries + 16 * at.warp + at.lane / 4;
   }
-  CUTLASS_DEVICE static int first_key(const Coordinates& block, const Place& at) {
+  CUTLASS_DEVICE static int first_key(const Coordinates& block, const ConsumerCoord& at) {
     return block.key + at.tile * Config::kKeys + 2 * (at.lane % 4);
   }
 
   // log2(e) bias2, as accumulators have it; nothing is read past its ends.
   CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
-                                        const Place& at) {
+                                        const ConsumerCoord& at) {
     int query = first_query(block, at), key = first_key(block, at);
     const Element* ptr = static_cast<const Element*>(args.bias2) + block.batch * args.bias2_stride[0] +
                          block.head * args.bias2_stride[1];
@@ -207,14 +208,15 @@ struct BiasPassConsumer {
   }
 
   CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
-                                  const Coordinates& block, const Biases& bias2, Sums& dbias2, const Place& at) {
+                                  const Coordinates& block, const Biases& bias2, Sums& dbias2,
+                                  const ConsumerCoord& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     // Places of this warpgroup's rows of the first stage, and of what enters their products.
     const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 16);
     const uint32_t first_queries = place_of(shared.stages[0].queries.tile) + QueryTile::rows_step(row);
     const uint32_t first_keys = place_of(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
-    const uint32_t first_query_terms = place_of(shared.stages[0].queries.terms) + ExtraTile::rows_step(row);
-    const uint32_t first_key_terms = place_of(shared.stages[0].keys.terms) + ExtraTile::rows_step(key);
+    const uint32_t first_query_terms = place_of(shared.stages[0].queries.terms) + Rank1Tile::rows_step(row);
+    const uint32_t first_key_terms = place_of(shared.stages[0].keys.terms) + Rank1Tile::rows_step(key);
     const uint32_t ones = place_of(shared.ones);
     Scores s;
     Products dp;
@@ -233,14 +235,14 @@ struct BiasPassConsumer {
         if (part % kScores == 0) {
           uint32_t stage = of_scores.index * kNextStage;
           wgmma_begin();
-          ExtraTerms::start_sum<kScores>(s, stage + first_query_terms,
-                                         stage + first_key_terms + ExtraTile::rows_step(part / 16));
+          Rank1Terms::start_sum<kScores>(s, stage + first_query_terms,
+                                         stage + first_key_terms + Rank1Tile::rows_step(part / 16));
           start<kScores>(s, stage + first_queries, stage + keys);
         }
         if (part == 0) shared.full[of_products.index].wait(of_products.phase);
         uint32_t stage = of_products.index * kNextStage;
         wgmma_begin();
-        ExtraTerms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
+        Rank1Terms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
         start<kColumns>(dp, stage + first_queries, stage + keys);
         if (part % kScores == 0) {
           wgmma_wait<1>();
@@ -262,7 +264,7 @@ struct BiasPassConsumer {
   }
 
   CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
-                                   const Place& at) {
+                                   const ConsumerCoord& at) {
     if (args.dbias2_is_lent) ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
@@ -285,9 +287,9 @@ struct BiasPassConsumer {
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
-    Place at = Place::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
+    ConsumerCoord at = ConsumerCoord::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Pipe pipe;
-    for (ClusterTiles<Config, /*kTakes=*/false> tiles(shared.feed, args); tiles.tile < args.num_tiles;
+    for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args); tiles.tile < args.num_tiles;
          tiles.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
@@ -321,14 +323,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) shared.full[s].init(1 + 32), shared.empty[s].init(128 * kWarpgroups);
     for (auto& barrier : shared.partner_empty) barrier.init(1);
-    shared.feed.init();
+    shared.tile_queue.init();
     cutlass::arch::fence_barrier_init();
   }
   for (auto& stage : shared.stages) {
-    if (threadIdx.x < Config::kBlockQueries) ExtraTerms::clear(stage.queries.terms, threadIdx.x);
-    if (threadIdx.x < Config::kBlockKeys) ExtraTerms::clear(stage.keys.terms, threadIdx.x);
+    if (threadIdx.x < Config::kBlockQueries) Rank1Terms::clear(stage.queries.terms, threadIdx.x);
+    if (threadIdx.x < Config::kBlockKeys) Rank1Terms::clear(stage.keys.terms, threadIdx.x);
   }
-  if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
+  if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();

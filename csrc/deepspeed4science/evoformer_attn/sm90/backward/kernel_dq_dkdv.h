@@ -14,7 +14,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     row_pass(const BackwardArgs args, const __grid_constant__ RowPassMaps maps) {
   constexpr int kWarpgroups = Config::kWarpgroups, kFused = Config::kFused;
-  constexpr bool kSplit = Config::kSplit > 1;
+  constexpr bool kClusterBlocks = Config::kClusterBlocks > 1;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
@@ -24,18 +24,18 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
     if constexpr (kFused) FusedDq<Config>::init(shared.dq);
-    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers), shared.feed.init();
-    if constexpr (kSplit) SplitResults<Config>::init(shared.dq);
+    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers), shared.tile_queue.init();
+    if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
-  if (threadIdx.x < 8) ExtraTerms::clear(shared.ones, threadIdx.x), ExtraTerms::store_ones(shared.ones, threadIdx.x);
-  if (threadIdx.x < Config::kProductsBytes / ExtraTile::kRowBytes) {
-    for (auto& tile : shared.products) ExtraTerms::clear(tile, threadIdx.x);
+  if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
+  if (threadIdx.x < Config::kProductsBytes / Rank1Tile::kRowBytes) {
+    for (auto& tile : shared.products) Rank1Terms::clear(tile, threadIdx.x);
   }
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
-  if constexpr (kSplit) {
+  if constexpr (kClusterBlocks) {
     cute::cluster_sync();
   } else {
     __syncthreads();
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     __syncwarp();
   }
-  if constexpr (kSplit) cute::cluster_sync();  // the other block may still write here
+  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other block may still write here
 }
 
 }  // namespace ds4s::sm90

@@ -230,15 +230,15 @@ class Backward : BackwardHost {
   // faster where a third of those places is empty.
   template <typename Fused>
   bool suits() {
-    using Grid = PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kSplit>;
-    int64_t most = Fused::kSplit * Fused::kQueries, too_few = most - Fused::kQueries;
+    using Grid = PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kClusterBlocks>;
+    int64_t most = Fused::kClusterBlocks * Fused::kQueries, too_few = most - Fused::kQueries;
     if (p_.Lq <= too_few || p_.Lq > most) return false;  // each block of a cluster has queries
     int blocks = 0;
     if (Grid::resident_blocks(blocks) != cudaSuccess) {
       cudaGetLastError();  // not ours: two passes ask for less
       return false;
     }
-    int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H, teams = blocks / Fused::kSplit;
+    int64_t keys = ceil_div(p_.Lk, Fused::kOwned), walks = p_.B * p_.N * p_.H, teams = blocks / Fused::kClusterBlocks;
     int64_t places = ceil_div(keys, Fused::kTiles) * Fused::kTiles * ceil_div(walks, teams) * teams;
     return 5 * places <= 8 * keys * walks;
   }
@@ -325,8 +325,8 @@ class Backward : BackwardHost {
     args_.by_row_groups = cutlass::FastDivmod(row_groups);
     args_.num_tiles = int32_t(args_.num_blocks * p_.H * row_groups * p_.B);
     if constexpr (Config::kRing) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
-    start_persistent<row_pass<Config>, Config, Config::kSplit>(
-        maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kSplit : args_.num_tiles);
+    start_persistent<row_pass<Config>, Config, Config::kClusterBlocks>(
+        maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kClusterBlocks : args_.num_tiles);
   }
 
   template <typename Pass>

@@ -44,7 +44,7 @@ struct RowPassConsumer {
     static constexpr uint32_t kNextProducts = Config::kRows * Config::kProductsBytes >> 4;  // of queries walked over
     static constexpr uint32_t kOwnedSecond = OwnedTile::kBytes >> 4, kWalkedSecond = WalkedTile::kBytes >> 4;
 
-    CUTLASS_DEVICE Operands(const Shared& shared, int buffer, const Place& at)
+    CUTLASS_DEVICE Operands(const Shared& shared, int buffer, const ConsumerCoord& at)
         : owned(place_of(&shared.owned[buffer][at.warpgroup])),
           owned_tiles(place_of(shared.owned[buffer])),
           walked(place_of(&shared.stages[0].walked[at.row])),
@@ -53,15 +53,15 @@ struct RowPassConsumer {
   };
 
   // Of the row of an 8x8 matrix that a lane names to ldmatrix.
-  CUTLASS_DEVICE static uint32_t bias2_offset(const Place& at) {
+  CUTLASS_DEVICE static uint32_t bias2_offset(const ConsumerCoord& at) {
     return kKeys ? BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
                  : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
   }
-  CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const Place& at) {
+  CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const ConsumerCoord& at) {
     return shared_address(shared.stages[stage].bias2[kBias2 || kFused ? at.tile : 0]) + bias2_offset(at);
   }
   // dS for dq: queries by keys, each element where this warp has read its bias2.
-  CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const Place& at) {
+  CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const ConsumerCoord& at) {
     uint32_t address = bias2_address(shared, stage, at);
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumnSteps; ++g) stmatrix_trans(address + g * 16 * BiasTile::kRowBytes, ds + 4 * g);
@@ -69,7 +69,7 @@ struct RowPassConsumer {
     shared.dq.full[stage][at.tile].arrive();
   }
   // dS of keys that are hidden or do not exist is 0, as bias2 is of the latter.
-  CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, bool exists, const Place& at) {
+  CUTLASS_DEVICE static void hand_nothing_over(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
     if (!kBias2 || exists) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
       for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
@@ -79,7 +79,7 @@ struct RowPassConsumer {
   }
 
   // s before its product: biases, and what belongs to columns.
-  CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const Place& at) {
+  CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const ConsumerCoord& at) {
     const float* columns = shared.scores[stage][at.row] + 2 * (at.lane % 4);
     uint32_t bias2 = bias2_address(shared, stage, at);
     CUTLASS_PRAGMA_UNROLL
@@ -109,9 +109,9 @@ struct RowPassConsumer {
   // dp = dO V^T - delta
   CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage) {
     if constexpr (kKeys) {
-      ExtraTerms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
+      Rank1Terms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
     } else {
-      ExtraTerms::start_rows<kColumns>(dp, operands.products, operands.ones);
+      Rank1Terms::start_rows<kColumns>(dp, operands.products, operands.ones);
     }
     start_scores(dp, operands.owned + Operands::kOwnedSecond,
                  operands.walked + stage * Operands::kNextStage + Operands::kWalkedSecond);
@@ -149,7 +149,7 @@ struct RowPassConsumer {
     int keys_left;                         // from there on
   };
   CUTLASS_DEVICE static void find_dbias2(Results& results, const BackwardArgs& args, const Coordinates& block,
-                                         const Place& at) {
+                                         const ConsumerCoord& at) {
     int query = block.owned + at.tile * kOwned + 16 * at.warp + at.lane / 4 + (at.lane % 2 != 0 ? 8 : 0);
     int key = at.lane % 4 / 2 * 4;
     int64_t row = (int64_t(block.batch) * args.H + block.head) * args.Lq + query;
@@ -157,7 +157,7 @@ struct RowPassConsumer {
     results.keys_left = query < args.Lq ? args.Lk - key : 0;
   }
   CUTLASS_DEVICE static void store_dbias2(const Scores& ds, Results& results, const BackwardArgs& args,
-                                          const Place& at) {
+                                          const ConsumerCoord& at) {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; x += 4) {
       float four[4];
@@ -171,7 +171,7 @@ struct RowPassConsumer {
   // and the results of the step before, which had `last_stage`.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
                                            Shared& shared, const BackwardArgs& args, int stage, int last_stage,
-                                           PendingStore& pending, const Place& at) {
+                                           PendingStore& pending, const ConsumerCoord& at) {
     wgmma_wait<2>();
     fence_registers(s);
     CUTLASS_PRAGMA_UNROLL
@@ -213,7 +213,7 @@ struct RowPassConsumer {
   // All visible columns, one step after another.
   CUTLASS_DEVICE static void walk(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe, int num_steps,
                                   const Operands& operands, PendingStore& pending, Results& results, const DqWalk& dq,
-                                  const Place& at) {
+                                  const ConsumerCoord& at) {
     Scores s, dp;
     Packed p, ds;
     int last_stage = -1;
@@ -268,7 +268,7 @@ struct RowPassConsumer {
 
   CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
                                     const Coordinates& block, const typename Config::OwnedPipe& pipe, bool computed,
-                                    Results& results, uint32_t& exchanged, const Place& at) {
+                                    Results& results, uint32_t& exchanged, const ConsumerCoord& at) {
     auto& owned = shared.owned[pipe.index][at.warpgroup];
     int l = block.owned + at.tile * kOwned, n = block.row + at.row;
     if (kKeys && args.dbias1 != nullptr) {
@@ -297,8 +297,8 @@ struct RowPassConsumer {
     }
     if constexpr (kFused) shared.dq.keys_read[pipe.index].wait(pipe.phase);
     at.sync();  // no warp's products read the owned tiles any more
-    if constexpr (Config::kSplit > 1) {
-      if (computed) SplitResults<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+    if constexpr (Config::kClusterBlocks > 1) {
+      if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
       (Config::rank() == 0 ? stores_second : stores_first) = false;
     }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
@@ -319,13 +319,13 @@ struct RowPassConsumer {
   struct NoRing {};
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
-    Place at = Place::of_thread<Config::kTiles>();
+    ConsumerCoord at = ConsumerCoord::of_thread<Config::kTiles>();
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
     cute::conditional_t<kRing, RingState, NoRing> ring;
-    for (typename Config::template Walk<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
       int buffer = owned_pipe.index;

@@ -42,7 +42,7 @@ struct RingWalk {
   }
   // dv and dk of the last step, dq of the one before. All dS that they read must be there.
   CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::Walk& walk,
-                                           const Shared& shared, const Operands& operands, const Place& at) {
+                                           const Shared& shared, const Operands& operands, const ConsumerCoord& at) {
     uint32_t walked = operands.walked + state.last_stage * Operands::kNextStage;
     Consumer::start_result(results.of_p, state.p, walked + Operands::kWalkedSecond);
     Dq::start_own(results.of_ds, walk, shared, walked, at);
@@ -51,7 +51,7 @@ struct RingWalk {
   }
   // What they read is free, and dq is added.
   CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::Walk& walk,
-                                            const BackwardArgs& args, Shared& shared, const Place& at) {
+                                            const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     wgmma_wait<0>();
     Consumer::keep(state.p);
     fence_registers(results.of_ds);
@@ -63,7 +63,7 @@ struct RingWalk {
 
   // From s and dp, which are under way: P, packed, and dS, handed over.
   CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::Walk& walk,
-                                           const BackwardArgs& args, Shared& shared, const Place& at) {
+                                           const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     Scores &s = state.s, &dp = state.dp;
     Packed p, ds;
     wgmma_wait<2>();
@@ -98,7 +98,7 @@ struct RingWalk {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
                                  const Operands& operands, Results& results, typename Dq::Walk& walk,
                                  EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
-                                 const Place& at) {
+                                 const ConsumerCoord& at) {
     State state(typename Dbias2::Walk(args, block, at));
     const int num_steps = Config::columns(args).num_steps();
     shared.full[pipe.index].wait(pipe.phase);

@@ -31,7 +31,7 @@ struct RowPassProducer {
     constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
-    for (typename Config::template Walk<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       typename Config::Visible visible = Config::visible(args, at);
@@ -86,7 +86,7 @@ struct RowPassProducer {
     int lane = threadIdx.x % 32;
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
-    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       int n = min(at.row + r, args.N - 1);
@@ -139,7 +139,7 @@ struct RowPassProducer {
         }
         shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
         if constexpr (!kKeys) {
-          ExtraTerms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
+          Rank1Terms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
         }
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
@@ -153,7 +153,7 @@ struct RowPassProducer {
           if constexpr (kKeys) {
             float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
-            ExtraTerms::store_alone(shared.products[pipe.index * kRows + r], in_step, value.y);
+            Rank1Terms::store_alone(shared.products[pipe.index * kRows + r], in_step, value.y);
           } else {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;
           }
@@ -174,7 +174,7 @@ struct RowPassProducer {
   // kFused, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those before
   // the first of its tiles and behind the last.
   CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps, int thread) {
-    for (typename Config::template Walk<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       if (!tiles.first) continue;
       const Coordinates at = Config::locate(args, tiles.tile);
@@ -191,7 +191,7 @@ struct RowPassProducer {
     if (begin >= end) return;
     // One block of two stores dk, the other dv.
     if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
-    if (args.stores_second && Config::rank() == Config::kSplit - 1) {
+    if (args.stores_second && Config::rank() == Config::kClusterBlocks - 1) {
       store_zeros(maps.second_rows, at, begin, end, thread);
     }
     if (!args.stores_dbias1) return;

@@ -12,7 +12,7 @@ namespace ds4s::sm90 {
 // In shared memory. Its places are how far a warp that waits for other blocks may be behind: a (b, n, h) of more tiles
 // than all blocks have places would never be done.
 template <int kReaders>
-struct TileFeed {
+struct TileQueue {
   static constexpr int kPlaces = 32;
   using Pipe = PipelineState<kPlaces>;
   int tiles[kPlaces];
@@ -43,10 +43,10 @@ enum class TileReader { kTakes, kWarp, kLane, kConsumer };
 
 // One warp's way through them; `tile` is args.num_tiles or more behind the last one.
 template <typename Config, TileReader kReader>
-struct TileWalk {
+struct TileScheduler {
   int tile;
 
-  CUTLASS_DEVICE TileWalk(typename Config::Shared& shared, const BackwardArgs& args) {
+  CUTLASS_DEVICE TileScheduler(typename Config::Shared& shared, const BackwardArgs& args) {
     if constexpr (Config::kRing) {
       advance(shared, args);
     } else {
@@ -57,25 +57,25 @@ struct TileWalk {
     if constexpr (!Config::kRing) {
       tile += gridDim.x;
     } else if constexpr (kReader == TileReader::kTakes) {
-      tile = shared.feed.take(pipe_, args.next_tile);
+      tile = shared.tile_queue.take(pipe_, args.next_tile);
     } else {
-      tile = shared.feed.read(pipe_, kReader != TileReader::kLane);
+      tile = shared.tile_queue.read(pipe_, kReader != TileReader::kLane);
     }
   }
 
  private:
-  typename TileFeed<1>::Pipe pipe_;
+  typename TileQueue<1>::Pipe pipe_;
 };
 
 // A fused pass, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
 // last; of a row n that sees nothing the first one. Then the next (b, n, h) of this block.
 template <typename Config>
-struct FusedWalk {
+struct GroupedTileScheduler {
   int tile;
   bool first;  // of its (b, n, h)
   int end;     // behind the last one
 
-  CUTLASS_DEVICE FusedWalk(typename Config::Shared&, const BackwardArgs& args) : keys_(load(args, walk())) {
+  CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(load(args, walk())) {
     begin(args, walk());
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
@@ -84,8 +84,8 @@ struct FusedWalk {
   }
 
  private:
-  CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kSplit; }
-  CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kSplit; }
+  CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kClusterBlocks; }
+  CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kClusterBlocks; }
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
     return walk * args.num_blocks < args.num_tiles ? args.mask.keys(args.by_heads.div(walk), args.Lk) : make_int2(0, 0);
   }
@@ -102,10 +102,10 @@ struct FusedWalk {
 
 // The same for its consumers, who are told with the owned tiles.
 template <typename Config>
-struct ToldWalk {
+struct PublishedTileScheduler {
   int tile;
 
-  CUTLASS_DEVICE ToldWalk(typename Config::Shared& shared, const BackwardArgs&) { read(shared); }
+  CUTLASS_DEVICE PublishedTileScheduler(typename Config::Shared& shared, const BackwardArgs&) { read(shared); }
   CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs&) {
     pipe_.advance();
     read(shared);

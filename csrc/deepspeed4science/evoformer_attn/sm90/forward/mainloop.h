@@ -27,7 +27,7 @@ struct ForwardConsumer {
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
 
   // Q' = factor Q, in place.
-  CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const Place& at) {
+  CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
     constexpr int kVectors = QTile::kBytes / 16 / 128;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVectors; ++i) {
@@ -53,7 +53,7 @@ struct ForwardConsumer {
     static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
     static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
 
-    CUTLASS_DEVICE Operands(const Shared& shared, const Place& at)
+    CUTLASS_DEVICE Operands(const Shared& shared, const ConsumerCoord& at)
         : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
           v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
           bias2(shared_address(shared.keys[0].bias2[kBias2 ? at.tile : 0]) +
@@ -70,7 +70,7 @@ struct ForwardConsumer {
 
   // s = f (bias1 - shift + bias2); nothing without them.
   CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
-                                          int stage, float f, const Place& at) {
+                                          int stage, float f, const ConsumerCoord& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
     const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
@@ -93,7 +93,7 @@ struct ForwardConsumer {
 
   // Starts s += Q' K^T of a stage that has arrived.
   CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
-                                          int stage, uint32_t q, float f, const Place& at) {
+                                          int stage, uint32_t q, float f, const ConsumerCoord& at) {
     begin_scores(s, shared, operands, stage, f, at);
     fence_registers(s);
     wgmma_begin();
@@ -117,7 +117,7 @@ struct ForwardConsumer {
 
   // p of finished scores. True when o is to be multiplied by `factor`.
   CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kKeys / 4], float (&factor)[2], float (&s)[kKeys / 2],
-                                          RowSoftmax& softmax, int keys_left, const Place& at) {
+                                          RowSoftmax& softmax, int keys_left, const ConsumerCoord& at) {
     if (!kBias1 && keys_left < kKeys) hide_tail(s, keys_left, at.lane);
     return softmax.template exponentiate<Element>(p, factor, s);
   }
@@ -142,7 +142,7 @@ struct ForwardConsumer {
   // others.
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                     PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                    const Place& at) {
+                                    const ConsumerCoord& at) {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     int last_stage = -1;
@@ -173,7 +173,7 @@ struct ForwardConsumer {
   // The same with O += P V of a step beside the exponentials of the next.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                               PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                              const Place& at) {
+                                              const ConsumerCoord& at) {
     float s[kKeys / 2], factor[2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
@@ -219,7 +219,7 @@ struct ForwardConsumer {
   // O = O / l through shared memory; lse.
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
                                     const Coordinates& block, const float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                    const Place& at) {
+                                    const ConsumerCoord& at) {
     softmax.finish_sums();
     int query = block.query + at.tile * kQueries, n = block.row + at.row;
     float inverse[2];
@@ -236,7 +236,7 @@ struct ForwardConsumer {
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
-    Place at = Place::of_thread<kQueryTiles>();
+    ConsumerCoord at = ConsumerCoord::of_thread<kQueryTiles>();
     Pipe pipe;
     QPipe q_pipe;
     PendingStore pending;

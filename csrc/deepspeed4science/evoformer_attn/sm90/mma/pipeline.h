@@ -40,11 +40,11 @@ struct RegisterShares {
 };
 
 // The place of a consumer in its block: kTiles warpgroups for each row n.
-struct Place {
+struct ConsumerCoord {
   int warpgroup, row, tile, warp, lane;
 
   template <int kTiles>
-  CUTLASS_DEVICE static Place of_thread() {
+  CUTLASS_DEVICE static ConsumerCoord of_thread() {
     int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
     return {warpgroup, warpgroup / kTiles, warpgroup % kTiles, cutlass::canonical_warp_idx() % 4,
             int(threadIdx.x) % 32};
@@ -57,7 +57,7 @@ struct Place {
 // way. Then all lanes hand the place back, each for what it has read of what belongs to it.
 struct PendingStore {
   int buffer = -1;
-  CUTLASS_DEVICE void finish(EmptyBarrier* empty, const Place& at) {
+  CUTLASS_DEVICE void finish(EmptyBarrier* empty, const ConsumerCoord& at) {
     if (buffer < 0) return;
     if (at.issues()) cute::tma_store_wait<0>();
     empty[buffer].arrive();
@@ -112,7 +112,7 @@ CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barr
 // wgmma.h has them; coordinates from the tile's row on.
 template <typename Element, typename Tile, int kCount>
 CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount],
-                               const float (&factor)[2], const Place& at, int x1, int x2, int x3, int x4) {
+                               const float (&factor)[2], const ConsumerCoord& at, int x1, int x2, int x3, int x4) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kCount; i += 2) {
     int r = row_of(i);
@@ -161,8 +161,8 @@ CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
 
 // Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a place in shared memory.
 template <typename Element, int kCount>
-CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor, const Place& at,
-                               int x1, int x2, int x3, int x4) {
+CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor,
+                               const ConsumerCoord& at, int x1, int x2, int x3, int x4) {
   const int eight = 8 * (at.lane % 4);
   CUTLASS_PRAGMA_UNROLL
   for (int r = 0; r < 2; ++r) {

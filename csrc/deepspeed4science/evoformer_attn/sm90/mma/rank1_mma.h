@@ -8,12 +8,12 @@
 namespace ds4s::sm90 {
 
 // 64 rows or columns.
-using ExtraTile = SwizzledTile<64, 16>;
+using Rank1Tile = SwizzledTile<64, 16>;
 
-struct ExtraTerms {
+struct Rank1Terms {
   using Element = cutlass::bfloat16_t;
   // Rows 0 to 7 stand for all. Whoever checks memory takes them for 64, so something lies behind them.
-  static constexpr int kOnesBytes = 8 * ExtraTile::kRowBytes;
+  static constexpr int kOnesBytes = 8 * Rank1Tile::kRowBytes;
 
   // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
   // well; NaN stays NaN.
@@ -47,33 +47,33 @@ struct ExtraTerms {
   }
   // The upper 8 of the 16 columns are 0; once, before anything else.
   CUTLASS_DEVICE static void clear(uint8_t* tile, int row) {
-    *reinterpret_cast<uint4*>(tile + ExtraTile::offset(row, 1)) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(tile + Rank1Tile::offset(row, 1)) = make_uint4(0, 0, 0, 0);
   }
 
   // x = the sum of a row's term and a column's, by their places.
   template <int kN>
   CUTLASS_DEVICE static void start_sum(float (&x)[kN / 2], uint32_t rows, uint32_t columns) {
-    wgmma<Element, kN, Major::K>(x, ExtraTile::descriptor(rows), ExtraTile::descriptor(columns), ScaleOut::Zero);
+    wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
   // One side's terms alone, the other side being ones.
   template <int kN>
   CUTLASS_DEVICE static void start_rows(float (&x)[kN / 2], uint32_t rows, uint32_t ones) {
-    wgmma<Element, kN, Major::K>(x, ExtraTile::descriptor(rows), same_rows(ones), ScaleOut::Zero);
+    wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), same_rows(ones), ScaleOut::Zero);
   }
   template <int kN>
   CUTLASS_DEVICE static void start_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
-    wgmma<Element, kN, Major::K>(x, same_rows(ones), ExtraTile::descriptor(columns), ScaleOut::Zero);
+    wgmma<Element, kN, Major::K>(x, same_rows(ones), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
 
  private:
   // Eight rows that stand for all: the step to the next eight is 0.
   CUTLASS_DEVICE static uint64_t same_rows(uint32_t place) {
-    return ExtraTile::descriptor(place) & ~(uint64_t(0x3fff) << 32);
+    return Rank1Tile::descriptor(place) & ~(uint64_t(0x3fff) << 32);
   }
   static constexpr uint32_t kUpper = 0xffff0000u, kOne = 0x3f800000u;
   CUTLASS_DEVICE static uint32_t pack(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }  // upper halves
   CUTLASS_DEVICE static void store(uint8_t* tile, int row, uint4 value) {
-    *reinterpret_cast<uint4*>(tile + ExtraTile::offset(row, 0)) = value;
+    *reinterpret_cast<uint4*>(tile + Rank1Tile::offset(row, 0)) = value;
   }
 };
 
