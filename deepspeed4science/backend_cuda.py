@@ -5,19 +5,23 @@ and Sm80 templates need no more.
 from __future__ import annotations
 
 import functools
+import logging
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deepspeed4science import params
-from deepspeed4science.backend import DTYPE_NAMES, Backend
+from deepspeed4science.backend import DTYPE_NAMES, Backend, Gradients
 from deepspeed4science.problem import Problem
 from op_builder import EvoformerAttnBuilder, env
 from op_builder.errors import BuildError
-from op_builder.instantiations import HEAD_DIM_TIERS, CudaKernel, has_row
+from op_builder.instantiations import HEAD_DIM_TIERS, CudaKernel, has_row, serving_dtype
 from op_builder.loaded import LoadedKernel
+
+logger = logging.getLogger(__name__)
 
 _POINTER = struct.Struct("=Q")
 _WORKSPACE_AT = {
@@ -52,21 +56,64 @@ class CudaBackend(Backend):
         if self._family not in chosen:
             served = f"compute capability {major}.{minor} is served by {chosen[0]}"
             reasons.append(served)
-        if not has_row(self._family, "fwd", DTYPE_NAMES[problem.dtype]):
-            reasons.append(_WRONG_DTYPE[problem.dtype])
+        dtype = self._kernel_dtype(problem)
+        if not has_row(self._family, "fwd", DTYPE_NAMES[dtype]):
+            reasons.append("float32: wgmma multiplies 16-bit numbers")
         if max(problem.D, problem.Dv) > HEAD_DIM_TIERS[-1]:
             largest = f"D = {problem.D}, Dv = {problem.Dv}"
             reasons.append(f"{largest}: the largest head dimension is {HEAD_DIM_TIERS[-1]}")
         elif (
-            (major, minor) == (7, 5)
-            and problem.dtype == torch.float32
-            and max(problem.D, problem.Dv) > 96
+            (major, minor) == (7, 5) and dtype == torch.float32 and max(problem.D, problem.Dv) > 96
         ):
             reasons.append(
-                "float32 with a head dimension above 96 needs more than the 64 KiB of shared "
-                "memory of compute capability 7.5; use float16"
+                "float32 (through which bfloat16 goes, too) with a head dimension above 96 needs "
+                "more than the 64 KiB of shared memory of compute capability 7.5; use float16"
             )
         return reasons
+
+    def _kernel_dtype(self, problem: Problem) -> torch.dtype:
+        """What the kernels of this family compute a call in."""
+        serving = serving_dtype(self._family, DTYPE_NAMES[problem.dtype])
+        return problem.dtype if serving == DTYPE_NAMES[problem.dtype] else torch.float32
+
+    def forward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor | None,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = self._kernel_dtype(problem)
+        if dtype == problem.dtype:
+            return super().forward(problem, q, k, v, *others, with_lse=with_lse)
+        _tell_of_float32()
+        wide = replace(problem, dtype=dtype)
+        q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+        o, lse = super().forward(wide, q, k, v, *others, with_lse=with_lse)
+        return o.to(problem.dtype), lse
+
+    def backward(
+        self,
+        problem: Problem,
+        do_: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *others: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        dtype = self._kernel_dtype(problem)
+        if dtype == problem.dtype:
+            return super().backward(problem, do_, q, k, v, o, lse, *others, wanted=wanted)
+        wide = replace(problem, dtype=dtype)
+        do_, q, k, v, o = (tensor.to(dtype) for tensor in (do_, q, k, v, o))
+        gradients = super().backward(wide, do_, q, k, v, o, lse, *others, wanted=wanted)
+        dq, dk, dv = (None if x is None else x.to(problem.dtype) for x in gradients[:3])
+        return dq, dk, dv, *gradients[3:]
 
     def _families_on(self, device: torch.device) -> tuple[str, ...]:
         """The builder's answer, which takes milliseconds, asked once."""
@@ -127,9 +174,11 @@ class CudaBackend(Backend):
         if bias is None or bias.dtype == problem.dtype:
             return bias
         limits = torch.finfo(problem.dtype)
-        return torch.where(bias.isfinite(), bias.clamp(limits.min, limits.max), bias).to(
-            problem.dtype
-        )
+        if torch.finfo(bias.dtype).max <= limits.max:
+            return bias.to(problem.dtype)
+        bias = bias.float()  # bfloat16 has no number between float16's largest and 65,536
+        within = bias.clamp(limits.min, limits.max)
+        return torch.where(bias.isfinite(), within, bias).to(problem.dtype)
 
     def _run(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
         with torch.cuda.device(device):
@@ -142,10 +191,14 @@ class CudaBackend(Backend):
             return kernel.run(packed, torch.cuda.current_stream(device).cuda_stream)
 
 
-_WRONG_DTYPE = {
-    torch.float32: "float32: wgmma multiplies 16-bit numbers",
-    torch.bfloat16: "bfloat16 needs compute capability 8.0; use float16",
-}
+@functools.cache
+def _tell_of_float32() -> None:
+    """Once in a process."""
+    logger.warning(
+        "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 and "
+        "7.5 do not multiply it. Results are right; float16 is faster."
+    )
+
 
 _BIAS_NAMES = {
     (False, False): "none",

@@ -18,6 +18,7 @@ from .instantiations import (
     CudaKernel,
     has_row,
     head_dim_tier,
+    serving_dtype,
 )
 
 
@@ -152,7 +153,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
     ) -> list[CudaKernel]:
         """The kernels that these calls choose on devices of these architectures, each once.
 
-        A dtype that an architecture does not have (bfloat16 before 8.0) is left out.
+        A dtype that an architecture does not have is left out; bfloat16 before 8.0 is float32's.
         """
         calls_ = tuple(wanted)
         rows = [row for target in targets for row in self._rows(calls_, target, aligned)]
@@ -167,13 +168,14 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
             own = "sm80"
         for call in wanted:
             families = _with_deputy(own)
-            having = [one for one in families if has_row(one, call.direction, call.dtype)]
+            dtypes = {one: serving_dtype(one, call.dtype) for one in families}
+            having = [one for one in families if has_row(one, call.direction, dtypes[one])]
             # PTX also serves later GPUs, and those have no Sm90 kernels.
             for family in having if target.ptx else having[:1]:
                 yield self.kernel(
                     family=family,
                     direction=call.direction,
-                    dtype=call.dtype,
+                    dtype=dtypes[family],
                     head_dim=call.head_dim,
                     bias=call.bias,
                     aligned=aligned,

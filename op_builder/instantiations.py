@@ -184,6 +184,13 @@ def has_row(family: str, direction: str, dtype: str) -> bool:
     return dtype in CUDA_ROWS[family][direction]
 
 
+def serving_dtype(family: str, dtype: str) -> str:
+    """That of the kernels which serve `dtype` in `family`: bfloat16 goes through float32 where no
+    instruction multiplies it.
+    """
+    return "fp32" if dtype == "bf16" and not has_row(family, "fwd", dtype) else dtype
+
+
 def _cpp(value: bool) -> str:
     return "true" if value else "false"
 

@@ -44,17 +44,6 @@ def _sm90_reason():
     return None if family == "sm90" else f"the family here is {family}"
 
 
-def skip_unsupported(dtype, device):
-    """bfloat16 is not a type of the Sm70 and Sm75 families."""
-    if torch.device(device).type != "cuda" or dtype != torch.bfloat16:
-        return
-    from op_builder.instantiations import has_row
-
-    family = cuda_family()
-    if not has_row(family, "fwd", "bf16"):
-        pytest.skip(f"bfloat16 needs compute capability 8.0; the family here is {family}")
-
-
 DEVICES = [
     pytest.param("cpu", id="cpu"),
     pytest.param(
@@ -82,7 +71,6 @@ class Case:
     bias2: bool = True
 
     def inputs(self, dtype, device):
-        skip_unsupported(dtype, device)
         Lk, Dv = self.Lk or self.Lq, self.Dv or self.D
 
         def random(*shape):

@@ -10,7 +10,7 @@ import torch
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import DEVICES, DTYPES, Case, skip_unsupported
+from tests.numeric.cases import DEVICES, DTYPES, Case
 from tests.numeric.law import check
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
@@ -145,7 +145,6 @@ def test_dtypes_are_promoted(of_q, of_k, of_v, expected, device):
 
 
 def test_float64_under_autocast_is_refused(device):
-    skip_unsupported(torch.bfloat16, device)
     q = torch.randn(2, 9, 2, 8, device=device, dtype=torch.float64)
     for tensors in ((q, q, q), (q.float(), q, q), (q.float(), q.float(), q)):
         for grad in (False, True):

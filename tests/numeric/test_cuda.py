@@ -200,6 +200,26 @@ def test_head_dimension_above_128_is_refused_with_reasons():
         DS4Sci_EvoformerAttention(q, q, q)
 
 
+@pytest.mark.parametrize("D", [8, 32, 64])
+@pytest.mark.parametrize("family", ["sm70", "sm75"])
+def test_bfloat16_of_the_families_that_do_not_multiply_it(family, D, ran, monkeypatch):
+    """Through float32, whatever the GPU here is; a float32 mask keeps its value."""
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", family)
+    inputs = Case("old", B=2, N=5, Lq=70, Lk=90, D=D).inputs(torch.bfloat16, "cuda")
+    inputs.bias1 = inputs.bias1.float()
+    inputs.bias1[..., 60:] = -1e9
+    check(inputs)
+    assert {name.partition("_d")[0] for name in ran} == {f"{family}_fwd_fp32", f"{family}_bwd_fp32"}
+
+
+@pytest.mark.parametrize("of_bias", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_biases_of_another_dtype(dtype, of_bias):
+    inputs = CASE.inputs(dtype, "cuda")
+    inputs.bias1, inputs.bias2 = inputs.bias1.to(of_bias), inputs.bias2.to(of_bias)
+    check(inputs)
+
+
 def test_memory_is_linear_in_length():
     """Nothing of size N x L x L: forward and backward together stay below a tenth of it."""
     tensors = [

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import DEVICES, DTYPES, Case, skip_unsupported
+from tests.numeric.cases import DEVICES, DTYPES, Case
 from tests.numeric.law import check, check_weights, ours, run
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
@@ -218,7 +218,6 @@ def test_all_rows_unread_and_a_mask_that_hides_none(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_row_mask_beside_key_masks_and_many_rows(dtype, device):
     """A pair mask with its padded rows left out: what a model does that pads."""
-    skip_unsupported(dtype, device)
     inputs = Case("pair", B=2, N=75, Lq=75, H=2, D=16).inputs(dtype, device)
     inputs.bias1.zero_()
     inputs.row_mask = torch.ones(2, 75, dtype=torch.bool, device=device)

@@ -215,7 +215,7 @@ def test_an_install_compiles_for_all_that_is_asked_for_or_says_why_not(no_gpu, n
 
 
 def test_kernels_of_a_list_of_calls(nvcc):
-    """Each once; what an architecture does not have is left out; a suffix changes no kernel."""
+    """Each once; before 8.0 bfloat16 is float32's; a suffix changes no kernel."""
     wanted = calls.calls(
         [Row("one", 24, "both"), Row("two", 32, "both"), Row("three", 32, "bias2")],
         dtypes=("bf16", "fp16"),
@@ -223,8 +223,11 @@ def test_kernels_of_a_list_of_calls(nvcc):
     rows = BUILDER.kernels_for(wanted, arch.parse("7.5;8.0;6.1"))
     assert sorted((row.arch, row.name) for row in rows) == [
         ("7.5", "sm75_bwd_fp16_d32_bias2_aligned"),
+        ("7.5", "sm75_bwd_fp32_d32_bias2_aligned"),
         ("7.5", "sm75_fwd_fp16_d32_bias2_aligned"),
         ("7.5", "sm75_fwd_fp16_d32_both_aligned"),
+        ("7.5", "sm75_fwd_fp32_d32_bias2_aligned"),
+        ("7.5", "sm75_fwd_fp32_d32_both_aligned"),
         ("8.0", "sm80_bwd_bf16_d32_bias2_aligned"),
         ("8.0", "sm80_bwd_fp16_d32_bias2_aligned"),
         ("8.0", "sm80_fwd_bf16_d32_bias2_aligned"),
