@@ -16,16 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deepspeed4science import software_probe
-from deepspeed4science.report import (
-    CacheRow,
-    CpuRow,
-    GpuRow,
-    OpRow,
-    Report,
-    Why,
-    judge,
-)
+from deepspeed4science import ops_probe, software_probe
+from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, judge
 from deepspeed4science.torch_probe import TorchAnswer, TorchProbe
 
 Answer = TypeVar("Answer")
@@ -76,7 +68,7 @@ def collect() -> Report:
     )
     no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
     no_ops: tuple[OpRow, ...] = ()
-    ops = probes.ask("the ops", partial(_ops, probes, torch, no_gpu), no_ops)
+    ops = probes.ask("the ops", partial(ops_probe.rows, probes, torch, no_gpu), no_ops)
     # After all that keeps its answers there.
     cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
     usable, verdict = judge(torch.ok, gpus, ops)
@@ -91,6 +83,7 @@ def collect() -> Report:
         no_gpu=no_gpu,
         cpu=cpu,
         cache=cache,
+        variables=probes.ask("the environment's variables", _variables, {}),
         usable=usable,
         verdict=verdict,
         warnings=tuple(warning for warning in probes.warnings if warning not in told),
@@ -101,6 +94,12 @@ def _version() -> str:
     from deepspeed4science import __version__
 
     return __version__
+
+
+def _variables() -> dict[str, str]:
+    from op_builder import env
+
+    return env.in_force()
 
 
 def _cpu() -> CpuRow:
@@ -117,7 +116,7 @@ def _cpu() -> CpuRow:
 
 
 def _cache(probes: Probes) -> CacheRow:
-    from op_builder import paths
+    from op_builder import lacks, paths
 
     root = paths.cache_root()
     size, kernels = 0, 0
@@ -135,6 +134,11 @@ def _cache(probes: Probes) -> CacheRow:
         note = "it cannot be written: every process compiles again what no read-only cache holds"
         probes.warn(
             f"the cache {root} cannot be written; set DS4S_CACHE_DIR to a folder that can be"
+        )
+    elif not lacks.runs_programs(existing):
+        note = "nothing can be loaded from it (mounted noexec): every process compiles again"
+        probes.warn(
+            f"the cache {root} is mounted noexec; set DS4S_CACHE_DIR to a folder that is not"
         )
     elif shutil.disk_usage(existing).free < _SMALL_DISK_BYTES:
         probes.warn(f"the disk of the cache {root} is nearly full; free some space")
@@ -211,49 +215,3 @@ def _no_gpu(torch: TorchAnswer) -> str:
     if present:
         return f"the driver has {present}, but PyTorch cannot use it"
     return "neither PyTorch nor the driver sees one"
-
-
-def _ops(probes: Probes, torch: TorchAnswer, no_gpu: str) -> tuple[OpRow, ...]:
-    from op_builder import ALL_OPS
-
-    return tuple(
-        probes.ask(
-            name,
-            partial(_op, name, _on(builder, torch), no_gpu, probes),
-            OpRow(name, _device(builder), "not", "", (Why("see the warnings", ""),)),
-        )
-        for name, builder in ALL_OPS.items()
-    )
-
-
-def _on(builder: Any, torch: TorchAnswer) -> Any:
-    """A CUDA builder for the GPUs that PyTorch sees: calls run there, whatever the driver lists."""
-    from op_builder import CUDAOpBuilder
-    from op_builder.gpu import Gpu, Gpus
-
-    if not torch.gpus or not isinstance(builder, CUDAOpBuilder):
-        return builder
-    gpus = (Gpu(gpu["name"], tuple(gpu["capability"])) for gpu in torch.gpus)
-    return type(builder)(Gpus(tuple(gpus)))
-
-
-def _device(builder: Any) -> str:
-    """A builder that does not say is taken for a CUDA one: too good news is worse than too bad."""
-    return str(getattr(builder, "DEVICE", "cuda"))
-
-
-def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
-    device = _device(builder)
-    status = builder.status()
-    whys = tuple(Why(obstacle.reason, obstacle.remedy) for obstacle in status.obstacles)
-    needs_gpu = device == "cuda" and bool(no_gpu)
-    if status.usable and not needs_gpu:
-        for why in whys:
-            probes.warn(f"{name}: no other kernel can be compiled: {why.reason}; {why.remedy}")
-        detail = f"{status.num_ready} of {status.num_kernels} kernels compiled"
-        detail += f"; {status.unfit}" if status.unfit else ""
-        return OpRow(name, device, status.state, detail)
-    if needs_gpu and not any(why.reason.startswith("no GPU") for why in whys):
-        remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"
-        whys = (Why(f"no GPU: {no_gpu}", remedy), *whys)
-    return OpRow(name, device, "not", "", whys or (Why("its builder gives no reason", ""),))

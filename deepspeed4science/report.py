@@ -32,7 +32,9 @@ class OpRow:
     name: str
     device: str  # "cpu" or "cuda"
     state: str  # "prebuilt", "cached", "buildable" or "not"
-    detail: str  # such as "4 of 6 kernels compiled"
+    detail: (
+        str  # such as "4 of 6 kernels compiled"; without a GPU, what is here for machines with one
+    )
     whys: tuple[Why, ...] = ()  # when the state is "not": everything that stands in the way
 
     @property
@@ -86,6 +88,7 @@ class Report:
     no_gpu: str  # when there is none: what PyTorch or the driver say
     cpu: CpuRow
     cache: CacheRow
+    variables: dict[str, str]  # those of README's table that are set
     usable: bool
     verdict: str
     warnings: tuple[str, ...]
@@ -157,7 +160,8 @@ def _machine_lines(report: Report) -> list[str]:
     lines += [f"       {report.cpu.note}"] * bool(report.cpu.note)
     size = f"{report.cache.size_bytes / 2**20:.1f} MiB ({report.cache.size_bytes} bytes)"
     lines.append(f"cache  {report.cache.folder}: {report.cache.kernels} kernels, {size}")
-    return lines + [f"       {report.cache.note}"] * bool(report.cache.note)
+    lines += [f"       {report.cache.note}"] * bool(report.cache.note)
+    return lines + [f"set    {name}={value}" for name, value in report.variables.items()]
 
 
 def _why(reason: str, remedy: str) -> list[str]:

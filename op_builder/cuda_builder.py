@@ -121,7 +121,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return arch.intersect(requested, device, supported)[0]  # raises
 
     def obstacles(self) -> list[Obstacle]:
-        found = self._lacks()
+        found = self.lacks()
         devices = self.gpus()
         if not devices.found and not self._is_for_another_machine():
             remedy = (
@@ -152,7 +152,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
 
     def require(self, targets: Sequence[Arch]) -> None:
         """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""
-        lacks = self._lacks()
+        lacks = self.lacks()
         if lacks:
             raise BuildError(
                 f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
@@ -168,7 +168,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
                 "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )
 
-    def _lacks(self) -> list[Obstacle]:
+    def lacks(self) -> list[Obstacle]:
         """What compiling needs and this machine does not have, whatever it is compiled for."""
         tools = (
             toolchain.find_nvcc(prove=True),

@@ -85,15 +85,20 @@ def _machine(data: bytes) -> int:
     return int(struct.unpack_from("<H", data, 18)[0])
 
 
-@functools.cache
-def own_machine() -> int:
-    """The e_machine of the running interpreter; 0 where that cannot be read."""
+def machine(path: str | os.PathLike[str]) -> int:
+    """The e_machine of a file; 0 where that cannot be read."""
     try:
-        with open("/proc/self/exe", "rb") as stream:
+        with open(path, "rb") as stream:
             head = stream.read(20)
-        return _machine(head) if head[:4] == b"\x7fELF" else 0
+        return _machine(head) if head[:4] == b"\x7fELF" and len(head) == 20 else 0
     except OSError:
         return 0
+
+
+@functools.cache
+def own_machine() -> int:
+    """That of the running interpreter."""
+    return machine("/proc/self/exe")
 
 
 @functools.cache

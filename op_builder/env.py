@@ -196,6 +196,12 @@ def folders(name: str) -> tuple[str, ...]:
     return tuple(os.path.expanduser(part.strip()) for part in value.split(":") if part.strip())
 
 
+def in_force() -> dict[str, str]:
+    """Every variable of the table that is set, but for the two that always are."""
+    names = (variable.name for variable in VARIABLES if variable.name not in ("HOME", "PATH"))
+    return {name: value for name in names if (value := text(name))}
+
+
 def settings_of_compilers() -> tuple[tuple[str, str], ...]:
     """(name, value) of what compilers read by themselves, where it is set: for the cache key."""
     return tuple((name, value) for name, _ in _OF_COMPILERS if (value := text(name)))

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import env, lacks, memo, paths
+from . import elf, env, lacks, memo, paths
 from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
 _INSTALL_COMPILER = (
@@ -117,6 +117,9 @@ def _try_compiler(path: str) -> str:
         problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
         if not problem and not os.path.isfile(Path(folder) / "smoke.so"):
             problem = f"{path} says it compiled a C++ source but wrote nothing"
+        made = elf.machine(Path(folder) / "smoke.so")
+    if not problem and elf.own_machine() not in (0, made):
+        problem = f"{path} is a cross compiler: what it makes is for another processor"
     machine = run([path, "-dumpmachine"])
     if problem := problem or machine.problem:
         raise UnfitError(problem)

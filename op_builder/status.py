@@ -26,6 +26,7 @@ class OpStatus:
     num_kernels: int = 0
     obstacles: tuple[Obstacle, ...] = ()  # why nothing (more) can be compiled, each with its remedy
     unfit: str = ""  # libraries of the same names that do not serve here, and why
+    ready: tuple[Entry, ...] = ()  # the kernels that are compiled already
 
     @property
     def usable(self) -> bool:
@@ -45,23 +46,24 @@ def of(builder: OpBuilder[Any]) -> OpStatus:
     except BuildError as error:
         return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))
     hashes = Hashes()
-    origins = {job: _origin(job, hashes) for job in jobs}
-    found = [origin for origin in origins.values() if origin]
-    unfit = _unfit([job for job, origin in origins.items() if not origin])
+    found = {job: place for job in jobs if (place := _find(job, hashes))}
+    unfit = _unfit([job for job in jobs if job not in found])
     if found:
-        state = "prebuilt" if "prebuilt" in found else "cached"
+        origins = {root.origin for root, _ in found.values()}
+        state = "prebuilt" if "prebuilt" in origins else "cached"
     else:
         state = "not" if obstacles else "buildable"
-    return OpStatus(state, len(found), len(jobs), tuple(obstacles), unfit)
+    ready = tuple(entry for _, entry in found.values())
+    return OpStatus(state, len(found), len(jobs), tuple(obstacles), unfit, ready)
 
 
-def _origin(job: CompileJob, hashes: Hashes) -> str | None:
-    """Where a sound library for `job` is: "prebuilt" or "cached"; None when there is none."""
+def _find(job: CompileJob, hashes: Hashes) -> tuple[Root, Entry] | None:
+    """Where a sound library for `job` is; None when there is none."""
     for root in search.roots():
         any_toolchain = root.shared or job.compiler is None
         entry = cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
         if entry is not None and entry.damage() is None:
-            return "prebuilt" if root.origin == "prebuilt" else "cached"
+            return root, entry
     return None
 
 

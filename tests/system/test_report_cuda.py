@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from op_builder import nvcc, toolchain
+from op_builder.instantiations import ABI_VERSION
 from tests import fakes
 
 from .test_report_situations import H200, Machine, Outcome, cuda_torch, report
+from .toys import SOURCE
 
 OP = "evoformer_attn"
 A100, V100 = ("NVIDIA A100", (8, 0)), ("Tesla V100", (7, 0))
 
-# Libraries of any content under the names and keys of real kernels: the report reads, not loads.
+# Toys under the names and keys of real kernels: the report finds them and sees whether they load.
 PLANT = """\
 from op_builder import EvoformerAttnBuilder, arch, calls, elf, paths
 from op_builder.key import Header
@@ -28,7 +31,10 @@ def plant(root, architecture, count=2):
     builder = EvoformerAttnBuilder()
     kernels = builder.kernels_for(calls.INSTALL, arch.parse(architecture))[:count]
     for job in builder.jobs(kernels):
-        publish(Path(root), Built(job, Path({library!r}), Path({log!r}), (), 1.0), load=Path.exists)
+        name = job.name.encode().ljust(64, b"\\0")
+        library = Path({toy!r}).with_name(job.name)
+        library.write_bytes(Path({toy!r}).read_bytes().replace(b"@" * 64, name))
+        publish(Path(root), Built(job, library, Path({log!r}), (), 1.0), load=Path.exists)
 """
 
 
@@ -44,10 +50,19 @@ def machine(folder: Path, *gpus: tuple[str, tuple[int, int]], **variables: str) 
     """One with nvcc, CUTLASS and all else that is needed."""
     made = Machine(folder, torch=cuda_torch(list(gpus or H200)), variables=variables)
     made.programs = (*made.programs, "nvcc")
-    import _ctypes
-
-    made.prelude = PLANT.format(library=_ctypes.__file__, log=os.devnull)
+    made.prelude = PLANT.format(toy=str(toy(folder / "toy")), log=os.devnull)
     return made
+
+
+def toy(folder: Path, more: str = "") -> Path:
+    """A library with all exports that needs a glibc, whose name is to be filled in."""
+    folder.mkdir(exist_ok=True)
+    source = SOURCE.format(name="@" * 64, abi=ABI_VERSION, stream="", launch=more)
+    source = source.replace('#include "toy.h"', "#define TOY_STATUS 0")
+    source += 'extern "C" char* getenv(const char*);\nchar* glibc() { return getenv(""); }\n'
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(folder / "toy.so")]
+    subprocess.run(command, input=source, text=True, check=True)
+    return folder / "toy.so"
 
 
 def gpu_lines(seen: Outcome) -> list[str]:
@@ -231,11 +246,11 @@ NAMED_AS_TURINGS = (
 
 def test_kernels_for_a_newer_system(tmp_path: Path) -> None:
     """Compiled in a newer image: a miss here, with the two versions of glibc."""
-    old = "elf.own_glibc = lambda: (2, 2)\n"
+    old = "elf.own_glibc = lambda: (2, 1)\n"
     seen = report(planted(machine(tmp_path, A100), "cache", "8.0", old))
     assert (seen.code, seen.op(OP)["state"]) == (0, "buildable")
     assert "2 unfit: needs glibc 2." in seen.op(OP)["detail"]
-    assert "this system has 2.2" in seen.op(OP)["detail"]
+    assert "this system has 2.1" in seen.op(OP)["detail"]
 
 
 def test_kernels_of_other_sources(tmp_path: Path) -> None:
@@ -246,6 +261,49 @@ def test_kernels_of_other_sources(tmp_path: Path) -> None:
     seen = report(made)
     assert (seen.code, seen.op(OP)["state"]) == (0, "buildable")
     assert "2 unfit: its sources have changed since" in seen.op(OP)["detail"]
+
+
+def test_kernels_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """There they are, whole and fitting, and no call would get them: it would compile again."""
+    made = planted(machine(tmp_path, A100), "shared", "8.0")
+    toy(tmp_path / "toy", "extern void nowhere(); nowhere();")
+    seen = report(made)
+    assert (seen.code, seen.op(OP)["state"]) == (0, "buildable")
+    assert "0 of 12 kernels compiled; 2 cannot be loaded: " in seen.op(OP)["detail"]
+    assert "undefined symbol: nowhere" in seen.op(OP)["detail"]
+    made.programs = ("g++", "as", "ld")
+    made.prelude = made.prelude.rpartition("plant(")[0]
+    shutil.rmtree(tmp_path / "bin")
+    seen = report(made)
+    assert (seen.code, seen.op(OP)["state"]) == (1, "not")
+
+
+def test_a_toolkit_that_cannot_link(tmp_path: Path, real: toolchain.Tool) -> None:
+    """It compiles, and each first call would have failed at its end."""
+    assert real.root is not None
+    path = fakes.wheel_toolkit(real.root, tmp_path / "toolkit")
+    (tmp_path / "toolkit" / "lib").unlink()
+    fakes.file(tmp_path / "toolkit" / "lib" / "libcudart_static.a", "!<arch>\n")
+    seen = report(machine(tmp_path, A100, CUDA_HOME=str(path.parents[1])))
+    assert (seen.code, seen.op(OP)["state"]) == (1, "not")
+    assert "cannot find -lcudadevrt" in seen.op(OP)["reason"]
+    assert nvcc.wheels() in seen.op(OP)["remedy"]
+
+
+def test_without_a_gpu_what_is_here_for_others(tmp_path: Path) -> None:
+    """A login node with an installed wheel: what it holds, and what else can be compiled."""
+    made = planted(machine(tmp_path), "prebuilt", "8.0")
+    made.torch = cuda_torch([])
+    seen = report(made)
+    assert (seen.code, seen.op(OP)["state"]) == (0, "not")
+    held, makes = seen.op(OP)["detail"].split("; ")
+    assert held == "kernels installed: 2 for 8.0"
+    assert makes.startswith("can be compiled for 7.") and ", 9.0, " in makes
+    assert seen.op(OP)["reason"].startswith("no GPU")
+    shutil.rmtree(tmp_path / "bin")
+    made.programs = ("g++", "as", "ld")
+    made.prelude = made.prelude.rpartition("plant(")[0]
+    assert report(made).op(OP)["detail"] == "kernels installed: 2 for 8.0"
 
 
 def test_a_readonly_cache_and_a_home_that_cannot_be_written(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def made_up(**changes: object) -> Report:
         "no_gpu": "",
         "cpu": CpuRow("Some Processor", {"fp32": "avx512", "bf16": "amx"}, "a note"),
         "cache": CacheRow("/cache", 3, 12345, "another note"),
+        "variables": {"MAX_JOBS": "3"},
         "usable": False,
         "verdict": "not usable: there is a GPU, but not evoformer_attn",
         "warnings": ("first warning", "second warning"),

@@ -1,0 +1,47 @@
+"""What a machine without a GPU holds and can make for machines that have one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+
+def note(builder: Any) -> str:
+    """A line for the CUDA op's row; empty where there is nothing and nothing can be made."""
+    parts = [*_held(), _makes(builder)]
+    return "; ".join(part for part in parts if part)
+
+
+def _held() -> list[str]:
+    """Kernels of each place, counted by architecture."""
+    from op_builder import cache, search
+
+    parts = []
+    for root in search.roots():
+        targets = (target for entry in cache.entries(root.path) for target in entry.targets)
+        counts = Counter(targets)
+        told = ", ".join(f"{counts[one]} for {_capability(one)}" for one in sorted(counts))
+        where = "installed" if root.origin == "prebuilt" else f"in {root.path}"
+        parts += [f"kernels {where}: {told}"] * bool(told)
+    return parts
+
+
+def _makes(builder: Any) -> str:
+    """What can be compiled for GPUs that are not here; why nothing can, the obstacles tell."""
+    from op_builder import CUDAOpBuilder
+
+    if not isinstance(builder, CUDAOpBuilder) or builder.lacks():
+        return ""
+    served = [one for one in builder.supported_archs() if _number(one) >= 70]
+    plain = [_capability(one) for one in sorted(served, key=_number) if one[-1].isdecimal()]
+    return f"can be compiled for {', '.join(plain)} (TORCH_CUDA_ARCH_LIST)" if plain else ""
+
+
+def _number(target: str) -> int:
+    return int(re.sub(r"\D", "", target) or 0)
+
+
+def _capability(target: str) -> str:
+    """ "sm_90a" -> "9.0a"."""
+    return re.sub(r"^\w+_(\d+)(\d)(\w*)$", r"\1.\2\3", target)
