@@ -98,13 +98,13 @@ def test_one_row_of_many_tiles(D, deterministic):
     with determinism(deterministic):
         check(inputs)
         names = kernels_of(inputs)
-    assert len(re.findall(r"row_pass.*RowPassTiles<(?:\(int\))?1, *(?:\(int\))?2,", names)) == 2, (
+    assert len(re.findall(r"kernel_dq_dkdv.*DqDkdvTiles<(?:\(int\))?1, *(?:\(int\))?2,", names)) == 2, (
         names
     )
 
 
-# dq by additions to slots that few (b, n, h) have at a time.
-SLOTS = Case("slots", N=9, Lq=200, Lk=330, H=24, D=64)
+# dq by additions to accumulators that few (b, n, h) have at a time.
+SLOTS = Case("accumulators", N=9, Lq=200, Lk=330, H=24, D=64)
 # The same, and dbias2 is added to in that pass: only its order in memory is mended afterwards.
 WITH_DBIAS2 = [
     Case("dbias2-ragged", N=9, Lq=203, Lk=332, H=60, D=128),
@@ -121,9 +121,9 @@ ONE_PASS = [
     Case("heads-of-48", N=132, Lq=330, Lk=200, H=2, D=48),
     Case("heads-of-48-split", N=132, Lq=520, Lk=300, H=2, D=40, Dv=48),
     SLOTS,
-    Case("slots-wide", B=2, N=3, Lq=130, Lk=301, H=32, D=128),
-    Case("slots-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
-    Case("slots-long", N=9, Lq=800, Lk=300, H=32, D=48),
+    Case("accumulators-wide", B=2, N=3, Lq=130, Lk=301, H=32, D=128),
+    Case("accumulators-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
+    Case("accumulators-long", N=9, Lq=800, Lk=300, H=32, D=48),
     *WITH_DBIAS2,
 ]
 
@@ -137,7 +137,7 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
 
 
 @pytest.mark.parametrize("case", [SLOTS, *WITH_DBIAS2], ids=lambda case: case.id)
-def test_slots_in_float16(case):
+def test_dq_accumulators_in_float16(case):
     check(case.inputs(torch.float16, "cuda"))
 
 
@@ -148,7 +148,7 @@ def test_few_queries_of_many_rows(N):
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_slots_of_dq_beside_other_work(number):
+def test_dq_accumulators_beside_other_work(number):
     """Blocks that wait for one another, while another stream's work delays some of them."""
     inputs = SLOTS.inputs(torch.bfloat16, "cuda")
     busy = torch.randn(4096, 4096, device="cuda")
@@ -164,8 +164,8 @@ def test_one_pass_is_what_runs(case):
     inputs = case.inputs(torch.bfloat16, "cuda")
     inputs.do = torch.randn_like(evoformer_attention(*inputs.tensors()[:3]))
     names = kernels_of(inputs)
-    assert names.count("row_pass") == 1, names
-    assert ("bias_pass" in names) == (case.bias2 and case not in WITH_DBIAS2), names
+    assert names.count("kernel_dq_dkdv") == 1, names
+    assert ("kernel_dbias2" in names) == (case.bias2 and case not in WITH_DBIAS2), names
 
 
 @pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
@@ -316,13 +316,13 @@ def test_graph_of_a_deterministic_backward():
 
 
 @pytest.mark.parametrize("case", [SLOTS, WITH_DBIAS2[0]], ids=lambda case: case.id)
-def test_graph_with_slots_of_dq(case):
+def test_graph_with_dq_accumulators(case):
     """Counters that each replay must find at zero, and a pass that begins before this one ends."""
     for a, b in backward_in_a_graph(case):
         assert relative_error(a, b) < 1e-3  # additions in another order
 
 
-def test_slots_of_dq_on_two_streams():
+def test_dq_accumulators_on_two_streams():
     """Of two grids that want all multiprocessors none waits for the other's end in vain."""
     inputs = [SLOTS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
     for x in inputs:

@@ -153,7 +153,7 @@ def overwritten_operands(code):
     """Instructions of a disassembly that write to a register which an unfinished wgmma still reads.
 
     ptxas takes an operand's registers for free behind its last use, and that is where the product
-    is issued, not where it is waited for (docs/kernels-sm90-dq-ring.md).
+    is issued, not where it is waited for (docs/kernels-sm90-dq-global.md).
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:

@@ -21,20 +21,20 @@ struct BackwardArgs {
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_slots;          // [num_dq_slots] of what dq_global.h adds to, zeros where nobody does; or null
-  int32_t* dq_progress;     // [B N H], in the order of tiles: blocks that have added, and then that have written dq
-  int32_t* dq_slots_back;   // [B N H]: slots that have been handed back, from 1 on, one after another
-  int32_t* dq_num_back;     // how many have
-  int32_t* next_tile;       // which no block has taken yet (tile_scheduler.h)
+  float* dq_accumulators;  // [num_dq_accumulators] of what dq_global.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;    // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  int32_t* dq_accumulators_back;  // [B N H]: accumulators that have been handed back, from 1 on, one after another
+  int32_t* dq_num_back;           // how many have
+  int32_t* next_tile;             // which no block has taken yet (tile_scheduler.h)
   int32_t* next_bias_tile;  // the same for the bias pass (cluster_tile_scheduler.h); null: every block has its own
-  float* ring_dbias2;       // where the pass over keys adds dS (dbias2_global.h), or null
+  float* dbias2_global;     // where the pass over keys adds dS (dbias2_global.h), or null
 
   int32_t B, N, H, Lq, Lk;
-  int32_t num_dq_slots;
+  int32_t num_dq_accumulators;
   int32_t num_blocks;  // row pass: blocks of tiles per row n and head
   int32_t num_tiles;   // of the whole grid
   // Of what tiles are made, innermost first. Bias pass: slices are parts of N. Row pass: N in groups of kRows, which
-  // kRing puts before heads.
+  // kDqInGlobal puts before heads.
   cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
   cutlass::FastDivmod by_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
@@ -43,7 +43,7 @@ struct BackwardArgs {
   bool adds_dbias2;                  // several slices add into one result
   bool stores_dbias2;                // N = 1: dS is dbias2, and the row pass over queries stores it
   bool waits;                        // the kernel before brings what this one reads
-  bool dbias2_is_lent;               // the kernel before writes there too: slots of dq
+  bool dbias2_is_lent;               // the kernel before writes there too: accumulators of dq
 
   // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
   // beginning and some in the exponent: P = 2^(c s).

@@ -4,7 +4,7 @@
 //
 // Places are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
 // at most a ring of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
-// in one of three steps: nobody is 16 tiles behind for rings of up to eight stages.
+// in one of three steps: nobody is 16 tiles behind for up to eight stages.
 #pragma once
 
 #include "sm90/backward/args.h"

@@ -16,12 +16,12 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kBuffers_,  // places for owned tiles: 2, and the next ones arrive during the last steps (1: kHandsBack)
           int kQueries_ = 0,          // of keys: dq as well, of so many queries at most (dq_smem.h)
           int kClusterBlocks_ = 1,    // fused: blocks of a cluster, that have so many queries each
-          bool kRing_ = false,        // of keys: dq as well, by additions to slots in L2 (dq_global.h)
-          bool kAddsDbias2_ = false>  // kRing: dbias2 as well, where it is asked for (dbias2_global.h)
-struct RowPassTiles {
+          bool kDqInGlobal_ = false,  // of keys: dq as well, by additions to accumulators in L2 (dq_global.h)
+          bool kAddsDbias2_ = false>  // kDqInGlobal: dbias2 as well, where it is asked for (dbias2_global.h)
+struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
-  static constexpr bool kRing = kRing_, kAddsDbias2 = kAddsDbias2_;
+  static constexpr bool kDqInGlobal = kDqInGlobal_, kAddsDbias2 = kAddsDbias2_;
 };
 
 // dk and dv of owned keys, walking over queries (kKeys), or dq of owned queries, walking over keys.
@@ -29,13 +29,13 @@ struct RowPassTiles {
 //                 owned: first, second    walked over: first, second    results in place of the owned
 //   kKeys         K, V                    Q, dO                         dk, dv
 //   not kKeys     Q, dO                   K, V                          dq, -
-//   kFused        as kKeys, and dq from dS
+//   kDqInShared        as kKeys, and dq from dS
 template <typename Element_,  // half_t, bfloat16_t
           int kHeadDim_,      // tier of D and Dv
           bool kKeys_,        // what is owned
           bool kBias2_,       // bias2 is given
-          typename Tiles>     // RowPassTiles
-struct RowPassConfig {
+          typename Tiles>     // DqDkdvTiles
+struct DqDkdvConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kKeys = kKeys_, kBias2 = kBias2_;
@@ -44,19 +44,19 @@ struct RowPassConfig {
 
   static constexpr int kOwned = 64;                   // rows of one wgmma
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
-  static constexpr bool kFused = Tiles::kQueries > 0;
+  static constexpr bool kDqInShared = Tiles::kQueries > 0;
   static constexpr int kQueries = Tiles::kQueries, kClusterBlocks = Tiles::kClusterBlocks;  // fused
-  static constexpr bool kRing = Tiles::kRing, kAddsDbias2 = Tiles::kAddsDbias2;
+  static constexpr bool kDqInGlobal = Tiles::kDqInGlobal, kAddsDbias2 = Tiles::kAddsDbias2;
   // With one place for owned tiles, it is free for the next ones as soon as the last scores are computed. Results leave
   // from registers then, not through it.
-  static constexpr bool kHandsBack = kBuffers == 1 && !kFused;
+  static constexpr bool kHandsBack = kBuffers == 1 && !kDqInShared;
   static_assert(kClusterBlocks <= 2, "one block finishes dk, the other dv");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
-  using Registers = cute::conditional_t<kRing, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
+  using Registers = cute::conditional_t<kDqInGlobal, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
                                         RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
-  static_assert(!kFused || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
+  static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
-  static_assert(!kRing || (kKeys && kRows == 1 && kHandsBack), "two more warps of the producers");
+  static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kHandsBack), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
 
   using OwnedTile = SwizzledTile<kOwned, kHeadDim>;
@@ -77,7 +77,7 @@ struct RowPassConfig {
   struct Stage {
     Pair<WalkedTile> walked[kRows];
     // Fused: dS takes its place.
-    alignas(1024) uint8_t bias2[kBias2 || kFused ? kTiles : 1][kBias2 || kFused ? BiasTile::kBytes : 16];
+    alignas(1024) uint8_t bias2[kBias2 || kDqInShared ? kTiles : 1][kBias2 || kDqInShared ? BiasTile::kBytes : 16];
   };
   static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
   // Fused: dq of all queries, as a warpgroup's accumulators have it.
@@ -92,32 +92,32 @@ struct RowPassConfig {
     FullBarrier received[kTiles];
   };
   struct NoDq {};
-  static constexpr int kSlotColumns = 64 * OwnedTile::kNumBoxes;  // kRing: of dq in its slot
-  // kRing: dS on its way from one warpgroup to all, dq on its way from a slot.
-  struct RingTiles {
+  static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: of dq in its accumulator
+  // kDqInGlobal: dS on its way from one warpgroup to all, dq on its way from a accumulator.
+  struct DqGlobalTiles {
     static constexpr int kPlaces = 4, kSums = 4;  // of each
     alignas(1024) uint8_t ds[kPlaces][kTiles][BiasTile::kBytes];
     float4 sums[kSums][64 * 16 / 4];
   };
-  struct RingBarriers {
-    EmptyBarrier full[RingTiles::kPlaces][kTiles], empty[RingTiles::kPlaces];
-    EmptyBarrier slot_free, added;
-    int slot;  // of the tile that slot_free is about
+  struct DqGlobalBarriers {
+    EmptyBarrier full[DqGlobalTiles::kPlaces][kTiles], empty[DqGlobalTiles::kPlaces];
+    EmptyBarrier accumulator_free, added;
+    int accumulator;  // of the tile that accumulator_free is about
   };
-  using Queue = TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kRing: all warps but the one that takes
+  using Queue = TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kDqInGlobal: all warps but the one that takes
   // What there is to compute of a tile.
   struct Visible {
-    int tile;             // kFused: which it is; args.num_tiles or more behind the last one
-    bool first;           // kFused: of a (b, n, h)
-    int end;              // kFused: behind the last one of this (b, n, h)
+    int tile;             // kDqInShared: which it is; args.num_tiles or more behind the last one
+    bool first;           // kDqInShared: of a (b, n, h)
+    int end;              // kDqInShared: behind the last one of this (b, n, h)
     int num_steps;        // 0: nothing
     uint32_t warpgroups;  // a bit for each one that sees a key, or whose keys are seen
   };
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
-    cute::conditional_t<kFused, Dq, NoDq> dq;
-    cute::conditional_t<kRing, RingTiles, NoDq> ring;
+    cute::conditional_t<kDqInShared, Dq, NoDq> dq;
+    cute::conditional_t<kDqInGlobal, DqGlobalTiles, NoDq> dq_global;
     // -delta of queries, owned or walked over, and what it is multiplied with (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
     alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
@@ -128,8 +128,8 @@ struct RowPassConfig {
     Visible visible[kBuffers];
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
-    cute::conditional_t<kRing, RingBarriers, NoDq> ring_barriers;
-    cute::conditional_t<kRing, Queue, NoDq> tile_queue;
+    cute::conditional_t<kDqInGlobal, DqGlobalBarriers, NoDq> dq_global_barriers;
+    cute::conditional_t<kDqInGlobal, Queue, NoDq> tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -153,7 +153,7 @@ struct RowPassConfig {
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
     args.by_blocks(tile, at.owned, tile);
-    if constexpr (kRing) {  // bias2 of one head after another, and dbias2, stay in L2
+    if constexpr (kDqInGlobal) {  // bias2 of one head after another, and dbias2, stay in L2
       args.by_row_groups(tile, at.row, tile);
       args.by_heads(at.batch, at.head, tile);
     } else {
@@ -198,9 +198,9 @@ struct RowPassConfig {
   }
   template <TileReader kReader>
   using Scheduler =
-      cute::conditional_t<!kFused, TileScheduler<RowPassConfig, kReader>,
-                          cute::conditional_t<kReader == TileReader::kConsumer, PublishedTileScheduler<RowPassConfig>,
-                                              GroupedTileScheduler<RowPassConfig>>>;
+      cute::conditional_t<!kDqInShared, TileScheduler<DqDkdvConfig, kReader>,
+                          cute::conditional_t<kReader == TileReader::kConsumer, PublishedTileScheduler<DqDkdvConfig>,
+                                              GroupedTileScheduler<DqDkdvConfig>>>;
 };
 
 template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
@@ -209,14 +209,14 @@ template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each;
           int kScores_,      // keys of one product Q K^T
           int kColumns_,     // keys of one product dO V^T: 64, or 32 to save registers
           int kStages_>      // products in flight: of each row n two
-struct BiasPassTiles {
+struct Dbias2Tiles {
   static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kScores = kScores_;
   static constexpr int kColumns = kColumns_, kStages = kStages_;
 };
 
 // dbias2 of 64 queries by 64 or 128 keys for each warpgroup, walking over the rows n that see one of the keys.
 template <typename Element_, int kHeadDim_, typename Tiles>
-struct BiasPassConfig {
+struct Dbias2Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
@@ -228,7 +228,7 @@ struct BiasPassConfig {
   static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
-  // No more than rows n in flight, so that none is a whole turn of the ring ahead: a barrier could not tell that.
+  // No more than rows n in flight, so that none is a whole round of stages ahead: a barrier could not tell that.
   static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;
 
   using QueryTile = SwizzledTile<kBlockQueries, kHeadDim>;

@@ -26,7 +26,7 @@ struct Dbias2Unit {
 };
 
 template <typename Config>
-struct RingDbias2 {
+struct Dbias2Global {
   static_assert(Config::kOwned == Dbias2Unit::kKeys, "a warpgroup's keys");
 
   // A warpgroup's way through the steps of one tile.
@@ -37,7 +37,7 @@ struct RingDbias2 {
     CUTLASS_DEVICE Walk(const BackwardArgs& args, const typename Config::Coordinates& block, const ConsumerCoord& at) {
       const int key = block.owned + at.tile * Config::kOwned;
       queries_left = args.Lq, keys_left = args.Lk - key;
-      next = args.ring_dbias2;
+      next = args.dbias2_global;
       if (next == nullptr) return;
       next += (int64_t(block.batch) * args.H + block.head) * args.Lq * args.Lk + key;
       next += Dbias2Unit{args.Lk, at.warp, at.lane}.place();
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs ar
   const uint32_t rest = blockIdx.x / key_units, matrix = rest / query_blocks;
   const int first = int(rest - matrix * query_blocks) * kOrderUnits, count = min(int(query_units) - first, kOrderUnits);
   const Dbias2Unit unit{args.Lk, int(threadIdx.x) / 32, int(threadIdx.x) % 32};
-  float* dst = args.ring_dbias2 + (int64_t(matrix) * args.Lq + first * kQueries) * args.Lk +
+  float* dst = args.dbias2_global + (int64_t(matrix) * args.Lq + first * kQueries) * args.Lk +
                (blockIdx.x - rest * key_units) * Dbias2Unit::kKeys;
   float4 four[kOrderUnits];
   CUTLASS_PRAGMA_UNROLL

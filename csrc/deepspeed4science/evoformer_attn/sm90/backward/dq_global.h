@@ -1,16 +1,16 @@
 // dq in the pass over keys where it does not fit into shared memory: every block adds its keys' share to fp32 rows that
 // stay in L2, and once all blocks of a (b, n, h) have, each of them writes a part of dq. Only those that are under way
-// have a slot, one after the other.
+// have a accumulator, one after the other.
 //
 //   consumers      dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added to
-//                  the slot, which has them in the order of the accumulators
-//   slot warp      finds the slot of a tile, and counts a tile that has been added
+//                  the accumulator, which has them in the order of the accumulators
+//   accumulator warp      finds the accumulator of a tile, and counts a tile that has been added
 //   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros; the last one hands
-//                  the slot back
+//                  the accumulator back
 //
-// The first (b, n, h), in the order of tiles, have a slot each; the later ones get those that are handed back, in the
-// same order. Whoever is waited for gets on: blocks take tiles in order (tile_scheduler.h), and as long as one waits
-// for a slot, all are with earlier (b, n, h), of which the first waits for nobody.
+// The first (b, n, h), in the order of tiles, have a accumulator each; the later ones get those that are handed back,
+// in the same order. Whoever is waited for gets on: blocks take tiles in order (tile_scheduler.h), and as long as one
+// waits for a accumulator, all are with earlier (b, n, h), of which the first waits for nobody.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -21,7 +21,7 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-struct RingDq {
+struct DqGlobal {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using OwnedTile = typename Config::OwnedTile;
@@ -33,27 +33,27 @@ struct RingDq {
   static_assert(OwnedTile::kBoxColumns == 64 && kTiles % kBoxes == 0, "a warpgroup multiplies with 64 columns of K");
   using Sum = float[kQueries / 2];
 
-  CUTLASS_DEVICE static void init(typename Config::RingBarriers& ring) {
-    for (auto& place : ring.full)
+  CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
+    for (auto& place : barriers.full)
       for (auto& barrier : place) barrier.init(128);
-    for (auto& barrier : ring.empty) barrier.init(128 * kTiles);
-    ring.slot_free.init(1), ring.added.init(128 * kTiles);
+    for (auto& barrier : barriers.empty) barrier.init(128 * kTiles);
+    barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
   }
 
-  // The (b, n, h) of a tile, and where a slot is.
+  // The (b, n, h) of a tile, and where a accumulator is.
   CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return args.by_blocks.div(tile); }
-  CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int slot) {
-    return args.dq_slots + int64_t(slot) * num_parts(args) * kPart;
+  CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
+    return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
-  // Of a slot: what one warpgroup adds in one step.
+  // Of a accumulator: what one warpgroup adds in one step.
   static constexpr int kPart = 64 * kQueries;
   CUTLASS_DEVICE static int num_parts(const BackwardArgs& args) { return (args.Lq + kColumns - 1) / kColumns * kTiles; }
 
   // A consumer's way through the steps of all its tiles.
   struct Walk {
-    using Pipe = PipelineState<Config::RingTiles::kPlaces>;
+    using Pipe = PipelineState<Config::DqGlobalTiles::kPlaces>;
     Pipe given, taken;
-    uint32_t slot_parity = 0;
+    uint32_t accumulator_phase = 0;
     float* next;  // this lane's first element of the next step
     bool begins;  // no step of this tile has been added
   };
@@ -63,29 +63,30 @@ struct RingDq {
   CUTLASS_DEVICE static void hand_over(const Packed& ds, Walk& walk, Shared& shared, uint32_t offset,
                                        const ConsumerCoord& at) {
     const typename Walk::Pipe& pipe = walk.given;
-    shared.ring_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
-    uint32_t address = shared_address(shared.ring.ds[pipe.index][at.tile]) + offset;
+    shared.dq_global_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
+    uint32_t address = shared_address(shared.dq_global.ds[pipe.index][at.tile]) + offset;
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumns / 16; ++g) stmatrix_trans(address + g * 16 * DsTile::kRowBytes, ds + 4 * g);
     cutlass::arch::fence_view_async_shared();
-    shared.ring_barriers.full[pipe.index][at.tile].arrive();
+    shared.dq_global_barriers.full[pipe.index][at.tile].arrive();
     walk.given.advance();
   }
 
   // dS that has been handed over last, of this warpgroup's keys; dS of the next step for dq, of all keys.
   CUTLASS_DEVICE static void wait_for_own(const Walk& walk, Shared& shared, const ConsumerCoord& at) {
     typename Walk::Pipe last = walk.given.before();
-    shared.ring_barriers.full[last.index][at.tile].wait(last.phase);
+    shared.dq_global_barriers.full[last.index][at.tile].wait(last.phase);
   }
   CUTLASS_DEVICE static void wait_for_all(const Walk& walk, Shared& shared) {
-    for (auto& barrier : shared.ring_barriers.full[walk.taken.index]) barrier.wait(walk.taken.phase);
+    for (auto& barrier : shared.dq_global_barriers.full[walk.taken.index]) barrier.wait(walk.taken.phase);
   }
 
   // dk += dS^T Q of the step whose dS has been handed over last.
   template <int kCount>
   CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const Walk& walk, const Shared& shared, uint32_t queries,
                                        const ConsumerCoord& at) {
-    uint32_t ds = place_of(shared.ring.ds[0]) + (walk.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
+    uint32_t ds =
+        place_of(shared.dq_global.ds[0]) + (walk.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumns / 16; ++step) {
       wgmma<Element, 2 * kCount, Major::MN, Major::MN>(dk, DsTile::descriptor(ds + DsTile::rows_step(step)),
@@ -97,7 +98,7 @@ struct RingDq {
                                    const ConsumerCoord& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     uint32_t keys = owned + at.tile % kBoxes * (OwnedTile::kBoxBytes >> 4);
-    uint32_t ds = place_of(shared.ring.ds[0]) + walk.taken.index * (kTiles * kNextDs) +
+    uint32_t ds = place_of(shared.dq_global.ds[0]) + walk.taken.index * (kTiles * kNextDs) +
                   DsTile::rows_step(at.tile / kBoxes * (kQueries / 16));
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
@@ -112,33 +113,34 @@ struct RingDq {
   }
   CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared,
                                  const ConsumerCoord& at) {
-    shared.ring_barriers.empty[walk.taken.index].arrive();
+    shared.dq_global_barriers.empty[walk.taken.index].arrive();
     walk.taken.advance();
     if (walk.begins) {
-      shared.ring_barriers.slot_free.wait(walk.slot_parity);
-      walk.slot_parity ^= 1, walk.begins = false;
-      walk.next = address_of(args, shared.ring_barriers.slot) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
+      shared.dq_global_barriers.accumulator_free.wait(walk.accumulator_phase);
+      walk.accumulator_phase ^= 1, walk.begins = false;
+      walk.next =
+          address_of(args, shared.dq_global_barriers.accumulator) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(walk.next + 128 * x, sum + x);
     walk.next += kTiles * kPart;
   }
 
-  // A tile of which no key is visible: its slot stays as it is.
+  // A tile of which no key is visible: its accumulator stays as it is.
   CUTLASS_DEVICE static void add_nothing(Walk& walk, Shared& shared) {
-    shared.ring_barriers.slot_free.wait(walk.slot_parity);
-    walk.slot_parity ^= 1;
-    shared.ring_barriers.added.arrive();
+    shared.dq_global_barriers.accumulator_free.wait(walk.accumulator_phase);
+    walk.accumulator_phase ^= 1;
+    shared.dq_global_barriers.added.arrive();
   }
 
-  CUTLASS_DEVICE static void run_slots(Shared& shared, const BackwardArgs& args) {
+  CUTLASS_DEVICE static void run_accumulators(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
     uint32_t parity = 0;
     for (typename Config::template Scheduler<TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), parity ^= 1) {
-      shared.ring_barriers.slot = slot_of(args, pair_of(args, tiles.tile));
-      shared.ring_barriers.slot_free.arrive();
-      shared.ring_barriers.added.wait(parity);
+      shared.dq_global_barriers.accumulator = accumulator_of(args, pair_of(args, tiles.tile));
+      shared.dq_global_barriers.accumulator_free.arrive();
+      shared.dq_global_barriers.added.wait(parity);
       __threadfence();
       atomicAdd(args.dq_progress + pair_of(args, tiles.tile), 1);
     }
@@ -148,28 +150,30 @@ struct RingDq {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       typename Config::Coordinates at = Config::locate(args, tiles.tile);
-      const int slot = slot_of(args, pair_of(args, tiles.tile));
+      const int accumulator = accumulator_of(args, pair_of(args, tiles.tile));
       int* progress = args.dq_progress + pair_of(args, tiles.tile);
       if (lane == 0) wait_for(progress, args.num_blocks);
       __syncwarp();
-      write(args, shared, address_of(args, slot), dq, at, args.by_blocks.rem(tiles.tile), lane);
+      write(args, shared, address_of(args, accumulator), dq, at, args.by_blocks.rem(tiles.tile), lane);
       __syncwarp();
       if (lane == 0) {
         __threadfence();
         if (atomicAdd(progress, 1) == 2 * args.num_blocks - 1) {
           __threadfence();
-          hand_back(args, slot);
+          hand_back(args, accumulator);
         }
       }
     }
   }
 
  private:
-  CUTLASS_DEVICE static int slot_of(const BackwardArgs& args, int pair) {
-    return pair < args.num_dq_slots ? pair : wait_for(args.dq_slots_back + pair - args.num_dq_slots, 1) - 1;
+  CUTLASS_DEVICE static int accumulator_of(const BackwardArgs& args, int pair) {
+    return pair < args.num_dq_accumulators
+               ? pair
+               : wait_for(args.dq_accumulators_back + pair - args.num_dq_accumulators, 1) - 1;
   }
-  CUTLASS_DEVICE static void hand_back(const BackwardArgs& args, int slot) {
-    ptx::store_release(args.dq_slots_back + atomicAdd(args.dq_num_back, 1), slot + 1);
+  CUTLASS_DEVICE static void hand_back(const BackwardArgs& args, int accumulator) {
+    ptx::store_release(args.dq_accumulators_back + atomicAdd(args.dq_num_back, 1), accumulator + 1);
   }
   CUTLASS_DEVICE static int wait_for(const int* place, int at_least) {
     int x;
@@ -177,19 +181,20 @@ struct RingDq {
     return x;
   }
   // Every num_blocks-th part, from the block-th on: 16 queries at a time, the next ones on their way to shared memory.
-  CUTLASS_DEVICE static void write(const BackwardArgs& args, Shared& shared, float* slot, const TensorView<5>& dq,
-                                   const typename Config::Coordinates& at, int block, int lane) {
+  CUTLASS_DEVICE static void write(const BackwardArgs& args, Shared& shared, float* accumulator,
+                                   const TensorView<5>& dq, const typename Config::Coordinates& at, int block,
+                                   int lane) {
     constexpr int kVectors = 64 * 16 / 4, kOfPart = kPart / (64 * 16);  // float4 of 16 queries
-    constexpr int kPlaces = Config::RingTiles::kSums;
+    constexpr int kPlaces = Config::DqGlobalTiles::kSums;
     const int lane_query = lane % 16 / 4 * 2 + lane % 2, lane_column = lane / 16 * 16 + lane % 4 / 2 * 8;
     Element* out = static_cast<Element*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
                    at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
-    float4* in = reinterpret_cast<float4*>(slot) + lane;
+    float4* in = reinterpret_cast<float4*>(accumulator) + lane;
     const int count = (num_parts(args) - block + args.num_blocks - 1) / args.num_blocks * kOfPart;
     auto part_of = [&](int i) { return block + i / kOfPart * args.num_blocks; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
-      float4* place = shared.ring.sums[i % kPlaces] + lane;
+      float4* place = shared.dq_global.sums[i % kPlaces] + lane;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kVectors; x += 32) {
         if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], place[x]);
@@ -214,7 +219,7 @@ struct RingDq {
         uint4 eights[2];             // both before stores that may be left out
         CUTLASS_PRAGMA_UNROLL
         for (int y = 0; y < 2; ++y) {
-          eights[y] = eight_columns(shared.ring.sums[i % kPlaces] + 128 * j + 64 * y, args.scale, lane);
+          eights[y] = eight_columns(shared.dq_global.sums[i % kPlaces] + 128 * j + 64 * y, args.scale, lane);
         }
         const bool exists = query + 8 * j + lane_query < dq.size[1];
         CUTLASS_PRAGMA_UNROLL

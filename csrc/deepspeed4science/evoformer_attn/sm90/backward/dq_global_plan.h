@@ -1,4 +1,4 @@
-// Host side: whether dq comes by additions (dq_global.h), to how many slots, and where these are.
+// Host side: whether dq comes by additions (dq_global.h), to how many accumulators, and where these are.
 #pragma once
 
 #include <algorithm>
@@ -7,24 +7,24 @@
 
 namespace ds4s::sm90 {
 
-struct RingPlan {
-  int64_t num_slots = 0;     // 0: two passes
-  int64_t slot_size = 0;     // elements
-  int64_t num_counters = 0;  // for each (b, n, h) two, and two more (BackwardArgs)
-  // dbias2 is added to in the same pass, and slots have a place of their own. Else it is written afterwards, and lends
-  // them.
+struct DqGlobalPlan {
+  int64_t num_accumulators = 0;  // 0: two passes
+  int64_t accumulator_size = 0;  // elements
+  int64_t num_counters = 0;      // for each (b, n, h) two, and two more (BackwardArgs)
+  // dbias2 is added to in the same pass, and accumulators have a place of their own. Else it is written afterwards, and
+  // lends them.
   bool adds_dbias2 = false;
 
-  explicit operator bool() const { return num_slots > 0; }
+  explicit operator bool() const { return num_accumulators > 0; }
 
   // For a grid of so many blocks.
   template <typename Pass>
-  static RingPlan of(const BwdParams& p, int64_t blocks) {
+  static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
     auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t key_blocks = ceil_div(p.Lk, Pass::kTiles * Pass::kOwned);
     if (key_blocks > Pass::Queue::kPlaces * blocks) return {};
-    RingPlan plan;
-    plan.slot_size = ceil_div(p.Lq, Pass::kColumns) * Pass::kColumns * int64_t(Pass::kSlotColumns);
+    DqGlobalPlan plan;
+    plan.accumulator_size = ceil_div(p.Lq, Pass::kColumns) * Pass::kColumns * int64_t(Pass::kAccumulatorColumns);
     int64_t pairs = p.B * p.N * p.H, elements = p.B * p.H * p.Lq * p.Lk, most = ceil_div(3 * blocks, key_blocks) + 4;
     plan.num_counters = 2 * pairs + 2;
     if (Pass::kAddsDbias2 && p.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
@@ -34,14 +34,14 @@ struct RingPlan {
       plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, room / 4, pairs);
       if (plan.adds_dbias2) return plan;
     }
-    return plan.take(ceil_div(3 * blocks, 2 * key_blocks) + 4, most, elements, pairs) ? plan : RingPlan{};
+    return plan.take(ceil_div(3 * blocks, 2 * key_blocks) + 4, most, elements, pairs) ? plan : DqGlobalPlan{};
   }
 
  private:
   // As many as fit into so many elements, `most` at most; false if that is less than `least`.
   bool take(int64_t least, int64_t most, int64_t elements, int64_t pairs) {
-    num_slots = std::min({most, elements / slot_size, pairs});
-    return num_slots >= std::min(least, pairs);
+    num_accumulators = std::min({most, elements / accumulator_size, pairs});
+    return num_accumulators >= std::min(least, pairs);
   }
 };
 

@@ -8,7 +8,7 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-struct FusedDq {
+struct DqShared {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using OwnedTile = typename Config::OwnedTile;
@@ -25,7 +25,7 @@ struct FusedDq {
 
   // What a walk over the queries of one tile of keys knows.
   struct Walk {
-    const RowPassMaps& maps;
+    const DqDkdvMaps& maps;
     const typename Config::Coordinates& block;
     const typename Config::OwnedPipe& owned_pipe;
     bool first, last;  // of the blocks of this (b, n, h) that see a key

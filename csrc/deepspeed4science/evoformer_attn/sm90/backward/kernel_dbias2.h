@@ -10,12 +10,12 @@
 
 namespace ds4s::sm90 {
 
-struct BiasPassMaps {
+struct Dbias2Maps {
   CUtensorMap q, k, v, do_;
 };
 
 template <typename Config>
-struct BiasPassProducer {
+struct Dbias2Producer {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
@@ -23,7 +23,7 @@ struct BiasPassProducer {
   using KeyTile = typename Config::KeyTile;
 
   // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
-  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const BiasPassMaps& maps) {
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const Dbias2Maps& maps) {
     const int rank = Config::rank();
     constexpr int kRowsAhead = 4;  // taking a tile takes as long
     const bool shares = Config::num_blocks() > 1;
@@ -133,7 +133,7 @@ struct BiasPassProducer {
 };
 
 template <typename Config>
-struct BiasPassConsumer {
+struct Dbias2Mainloop {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Stage = typename Config::Stage;
@@ -298,7 +298,7 @@ struct BiasPassConsumer {
         load_bias2(bias2, args, block, at);
         walk(shared, args, pipe, block, bias2, dbias2, at);
         store(dbias2, args, block, at);
-      } else {  // nothing to compute, but the ring goes on
+      } else {  // nothing to compute, but stages go round
         int left = 0;
         do {
           for (int product = 0; product < 2; ++product, pipe.advance()) {
@@ -315,7 +315,7 @@ struct BiasPassConsumer {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    bias_pass(const BackwardArgs args, const __grid_constant__ BiasPassMaps maps) {
+    kernel_dbias2(const BackwardArgs args, const __grid_constant__ Dbias2Maps maps) {
   constexpr int kWarpgroups = Config::kWarpgroups;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
@@ -338,13 +338,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    BiasPassConsumer<Config>::run(shared, args);
+    Dbias2Mainloop<Config>::run(shared, args);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && cute::elect_one_sync()) BiasPassProducer<Config>::run(shared, args, maps);
+    if (warp == 0 && cute::elect_one_sync()) Dbias2Producer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kStatisticsWarps) {
-      BiasPassProducer<Config>::run_statistics(shared, args, warp - 1);
+      Dbias2Producer<Config>::run_statistics(shared, args, warp - 1);
     }
     __syncwarp();
   }

@@ -12,8 +12,8 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    row_pass(const BackwardArgs args, const __grid_constant__ RowPassMaps maps) {
-  constexpr int kWarpgroups = Config::kWarpgroups, kFused = Config::kFused;
+    kernel_dq_dkdv(const BackwardArgs args, const __grid_constant__ DqDkdvMaps maps) {
+  constexpr int kWarpgroups = Config::kWarpgroups, kDqInShared = Config::kDqInShared;
   constexpr bool kClusterBlocks = Config::kClusterBlocks > 1;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int b = 0; b < Config::kBuffers; ++b)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
     for (int s = 0; s < Config::kStages; ++s)
-      shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kFused));
-    if constexpr (kFused) FusedDq<Config>::init(shared.dq);
-    if constexpr (Config::kRing) RingDq<Config>::init(shared.ring_barriers), shared.tile_queue.init();
+      shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kDqInShared));
+    if constexpr (kDqInShared) DqShared<Config>::init(shared.dq);
+    if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers), shared.tile_queue.init();
     if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
@@ -43,18 +43,18 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    RowPassConsumer<Config>::run(shared, args, maps);
+    DqDkdvMainloop<Config>::run(shared, args, maps);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && cute::elect_one_sync()) RowPassProducer<Config>::run(shared, args, maps);
-    if (warp >= 1 && warp <= Config::kRows) RowPassProducer<Config>::run_statistics(shared, args, warp - 1);
-    if constexpr (kFused) {
-      if (warp >= 2) RowPassProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+    if (warp == 0 && cute::elect_one_sync()) DqDkdvProducer<Config>::run(shared, args, maps);
+    if (warp >= 1 && warp <= Config::kRows) DqDkdvProducer<Config>::run_statistics(shared, args, warp - 1);
+    if constexpr (kDqInShared) {
+      if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
     }
-    if constexpr (Config::kRing) {
-      if (warp == 2) RingDq<Config>::run_slots(shared, args);
-      if (warp == 3) RingDq<Config>::run_dq(shared, args, maps.dq_rows);
+    if constexpr (Config::kDqInGlobal) {
+      if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);
+      if (warp == 3) DqGlobal<Config>::run_dq(shared, args, maps.dq_rows);
     }
     __syncwarp();
   }

@@ -20,10 +20,10 @@ namespace ds4s::sm90 {
 
 // A bias pass whose blocks, in clusters of so many, share keys.
 template <typename Config_, int kCluster_>
-struct BiasPassInClusters {
+struct Dbias2InClusters {
   using Config = Config_;
   static constexpr int kCluster = kCluster_;
-  using Grid = PersistentGrid<bias_pass<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
+  using Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
   static constexpr int64_t kQueries = Config::kBlockQueries * kCluster, kKeys = Config::kBlockKeys;  // of a cluster
 };
 
@@ -42,35 +42,35 @@ class Backward : BackwardHost {
  private:
   using Prepare = PrepareConfig<Element, kHeadDim>;
   using Choice = BackwardChoice<kHeadDim>;
-  using KeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
-  using QueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
-  using FewKeyPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::FewKeys>;
-  using FewQueryPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::FewQueries>;
-  using FusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
-  using LongFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
-  using SplitFusedPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
-  using RingPass = RowPassConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Ring>;
+  using KeyPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Keys>;
+  using QueryPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::Queries>;
+  using FewKeyPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::FewKeys>;
+  using FewQueryPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, typename Choice::FewQueries>;
+  using FusedPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::Fused>;
+  using LongFusedPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::LongFused>;
+  using SplitFusedPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::SplitFused>;
+  using DqGlobalPass = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, typename Choice::DqGlobal>;
   template <typename Tiles, int kCluster>
-  using BiasPassOf = BiasPassInClusters<BiasPassConfig<Element, kHeadDim, Tiles>, kCluster>;
-  using PairedBiasPass = BiasPassOf<typename Choice::Bias, 2>;
-  using SingleBiasPass = BiasPassOf<typename Choice::Bias, 1>;
-  using SquareBiasPass = BiasPassOf<typename Choice::SquareBias, 1>;
+  using Dbias2PassOf = Dbias2InClusters<Dbias2Config<Element, kHeadDim, Tiles>, kCluster>;
+  using PairedDbias2Pass = Dbias2PassOf<typename Choice::Bias, 2>;
+  using SingleDbias2Pass = Dbias2PassOf<typename Choice::Bias, 1>;
+  using SquareDbias2Pass = Dbias2PassOf<typename Choice::SquareBias, 1>;
 
   explicit Backward(const BwdParams& p) : BackwardHost(p), bias2_(p), key_mask_(p_) {
     int64_t rows = p.B * p.N * p.H * p.Lq;
     delta_ = reserve(true, rows * 4);
-    ring_ = choose_ring();
-    counters_ = reserve(bool(ring_), ring_.num_counters * 4);
-    slots_ = reserve(ring_.adds_dbias2, ring_.num_slots * ring_.slot_size * 4);
+    dq_global_ = plan_dq_global();
+    counters_ = reserve(bool(dq_global_), dq_global_.num_counters * 4);
+    accumulators_ = reserve(dq_global_.adds_dbias2, dq_global_.num_accumulators * dq_global_.accumulator_size * 4);
     mask_ = reserve(key_mask_.needed(), key_mask_.bytes());
     if constexpr (kBias2) {
-      if (p.dbias2 && key_mask_.needed()) with_bias_pass([this](auto pass) { reserve_row_lists<decltype(pass)>(); });
+      if (p.dbias2 && key_mask_.needed()) with_dbias2_pass([this](auto pass) { reserve_row_lists<decltype(pass)>(); });
     }
     bias1_ = reserve(p.bias1 && p.bias1_stride[2] != 1, p.B * p.N * p.Lk * int64_t(sizeof(Element)));
     dbias1_parts_ = reserve(p.dbias1 && p.deterministic, p.B * p.N * p.H * p.Lk * 4);
     bias2_rows_ = reserve(bias2_.copied, bias2_.workspace_bytes());
     if constexpr (kBias2) {
-      if (p.dbias2) with_bias_pass([this](auto pass) { slices_ = choose_slices_of<decltype(pass)>(); });
+      if (p.dbias2) with_dbias2_pass([this](auto pass) { slices_ = choose_slices_of<decltype(pass)>(); });
     }
     dbias2_parts_ = reserve(slices_ > 1 && p.deterministic, slices_ * p.B * p.H * p.Lq * p.Lk * 4);
   }
@@ -123,15 +123,15 @@ class Backward : BackwardHost {
     return num_bias_tiles<Pass>() * Pass::kQueries * Pass::kKeys;
   }
   template <typename Function>
-  void with_bias_pass(Function function) {
-    int64_t single = num_covered<SingleBiasPass>(), paired = num_covered<PairedBiasPass>();
-    bool pairs = paired <= 1.1 * single && has_clusters<PairedBiasPass>();
-    if (num_covered<SquareBiasPass>() * 1.1 < (pairs ? paired : single)) {
-      function(SquareBiasPass{});
+  void with_dbias2_pass(Function function) {
+    int64_t single = num_covered<SingleDbias2Pass>(), paired = num_covered<PairedDbias2Pass>();
+    bool pairs = paired <= 1.1 * single && has_clusters<PairedDbias2Pass>();
+    if (num_covered<SquareDbias2Pass>() * 1.1 < (pairs ? paired : single)) {
+      function(SquareDbias2Pass{});
     } else if (pairs) {
-      function(PairedBiasPass{});
+      function(PairedDbias2Pass{});
     } else {
-      function(SingleBiasPass{});
+      function(SingleDbias2Pass{});
     }
   }
   template <typename Pass>
@@ -142,36 +142,37 @@ class Backward : BackwardHost {
     return false;
   }
 
-  RingPlan choose_ring() {
-    if constexpr (Choice::kRings) {
+  DqGlobalPlan plan_dq_global() {
+    if constexpr (Choice::kHasDqGlobal) {
       if (!kBias2 || !p_.dbias2 || !p_.dk || !p_.dv || !p_.dq || p_.deterministic) return {};
       if (p_.N == 1 || fused_suits()) return {};
-      using Grid = PersistentGrid<row_pass<RingPass>, RingPass::kNumThreads, RingPass::kSharedBytes>;
+      using Grid = PersistentGrid<kernel_dq_dkdv<DqGlobalPass>, DqGlobalPass::kNumThreads, DqGlobalPass::kSharedBytes>;
       int blocks = 0;
-      if (Grid::resident_blocks(blocks) == cudaSuccess) return RingPlan::of<RingPass>(p_, blocks);
+      if (Grid::resident_blocks(blocks) == cudaSuccess) return DqGlobalPlan::of<DqGlobalPass>(p_, blocks);
       cudaGetLastError();  // not ours: two passes ask for less
     }
     return {};
   }
-  // Zeros, of which the pass leaves as many in lent slots.
-  void clear_ring() {
-    zero(at<float>(counters_), ring_.num_counters);
-    if (ring_.adds_dbias2) zero(at<float>(slots_), ring_.num_slots * ring_.slot_size);
-    bool adds = ring_.adds_dbias2 || args_.adds_dbias2;
-    zero(p_.dbias2, adds ? p_.B * p_.H * p_.Lq * p_.Lk : ring_.num_slots * ring_.slot_size);
+  // Zeros, of which the pass leaves as many in lent accumulators.
+  void clear_dq_global() {
+    zero(at<float>(counters_), dq_global_.num_counters);
+    if (dq_global_.adds_dbias2)
+      zero(at<float>(accumulators_), dq_global_.num_accumulators * dq_global_.accumulator_size);
+    bool adds = dq_global_.adds_dbias2 || args_.adds_dbias2;
+    zero(p_.dbias2, adds ? p_.B * p_.H * p_.Lq * p_.Lk : dq_global_.num_accumulators * dq_global_.accumulator_size);
   }
-  void ring_pass() {
-    if constexpr (Choice::kRings) {
+  void dq_global_pass() {
+    if constexpr (Choice::kHasDqGlobal) {
       int64_t pairs = p_.B * p_.N * p_.H;
-      args_.dq_slots = ring_.adds_dbias2 ? at<float>(slots_) : p_.dbias2;
-      args_.num_dq_slots = int32_t(ring_.num_slots);
-      args_.dq_progress = at<int32_t>(counters_), args_.dq_slots_back = args_.dq_progress + pairs;
-      args_.dq_num_back = args_.dq_slots_back + pairs, args_.next_tile = args_.dq_num_back + 1;
-      args_.ring_dbias2 = ring_.adds_dbias2 ? p_.dbias2 : nullptr;
-      key_pass<RingPass>();
-      args_.dbias2_is_lent = !ring_.adds_dbias2;
+      args_.dq_accumulators = dq_global_.adds_dbias2 ? at<float>(accumulators_) : p_.dbias2;
+      args_.num_dq_accumulators = int32_t(dq_global_.num_accumulators);
+      args_.dq_progress = at<int32_t>(counters_), args_.dq_accumulators_back = args_.dq_progress + pairs;
+      args_.dq_num_back = args_.dq_accumulators_back + pairs, args_.next_tile = args_.dq_num_back + 1;
+      args_.dbias2_global = dq_global_.adds_dbias2 ? p_.dbias2 : nullptr;
+      key_pass<DqGlobalPass>();
+      args_.dbias2_is_lent = !dq_global_.adds_dbias2;
       int64_t blocks = ceil_div(p_.Lq / Dbias2Unit::kQueries, kOrderUnits) * (p_.Lk / Dbias2Unit::kKeys) * p_.B * p_.H;
-      if (ring_.adds_dbias2 && blocks > 0) start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args_);
+      if (dq_global_.adds_dbias2 && blocks > 0) start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args_);
     }
   }
 
@@ -181,21 +182,22 @@ class Backward : BackwardHost {
     check(bias2_.prepare(at<void>(bias2_rows_), stream));
     clear();
     prepare();
-    if (ring_) ring_pass();
+    if (dq_global_) dq_global_pass();
     const bool of_keys = p_.dk || p_.dv || p_.dbias1, fuses = of_keys && p_.dq && fused_suits();
     if constexpr (kBias2) {
-      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !p_.row_mask && !fuses && !ring_;
+      args_.stores_dbias2 = p_.dbias2 && p_.N == 1 && p_.dq && !p_.row_mask && !fuses && !dq_global_;
       args_.dbias2 = p_.dbias2;
-      if (p_.dbias2 && !args_.stores_dbias2 && !ring_.adds_dbias2) {
-        with_bias_pass([this](auto pass) { bias_pass_<decltype(pass)>(); });
+      if (p_.dbias2 && !args_.stores_dbias2 && !dq_global_.adds_dbias2) {
+        with_dbias2_pass([this](auto pass) { launch_dbias2<decltype(pass)>(); });
       }
     }
-    if (ring_) return;
+    if (dq_global_) return;
     if (fuses) return fused_pass();
     if (of_keys) takes_fewer_turns<FewKeyPass, KeyPass>(p_.Lk) ? key_pass<FewKeyPass>() : key_pass<KeyPass>();
     // dbias2 of hidden keys is stored too.
     if (args_.stores_dbias2) args_.mask.visible = nullptr, args_.mask.range = nullptr;
-    if (p_.dq) takes_fewer_turns<FewQueryPass, QueryPass>(p_.Lq) ? row_pass_<FewQueryPass>() : row_pass_<QueryPass>();
+    if (p_.dq)
+      takes_fewer_turns<FewQueryPass, QueryPass>(p_.Lq) ? launch_dq_dkdv<FewQueryPass>() : launch_dq_dkdv<QueryPass>();
   }
   // Whether blocks come to fewer tiles each.
   template <typename Few, typename Pass>
@@ -205,21 +207,21 @@ class Backward : BackwardHost {
   template <typename Config>
   int64_t turns(int64_t owned) {
     int blocks = 0;
-    check(PersistentGrid<row_pass<Config>, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
+    check(PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, Config::kSharedBytes>::resident_blocks(blocks));
     int64_t tiles = ceil_div(owned, Config::kTiles * Config::kOwned) * ceil_div(p_.N, Config::kRows) * p_.H * p_.B;
     return blocks > 0 ? ceil_div(tiles, blocks) : tiles;
   }
 
   // dk, dv and dq in one pass, where that is less work than two.
   void fused_pass() {
-    if constexpr (Choice::kFuses) {
+    if constexpr (Choice::kHasDqShared) {
       if (suits<FusedPass>()) return key_pass<FusedPass>();
       if (suits<LongFusedPass>()) return key_pass<LongFusedPass>();
       key_pass<SplitFusedPass>();
     }
   }
   bool fused_suits() {
-    if constexpr (Choice::kFuses) {
+    if constexpr (Choice::kHasDqShared) {
       if (suits<FusedPass>() || suits<LongFusedPass>()) return true;
       // Both blocks of a cluster would store the same parts of dbias1.
       return !(p_.dbias1 && p_.deterministic) && suits<SplitFusedPass>();
@@ -230,7 +232,7 @@ class Backward : BackwardHost {
   // faster where a third of those places is empty.
   template <typename Fused>
   bool suits() {
-    using Grid = PersistentGrid<row_pass<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kClusterBlocks>;
+    using Grid = PersistentGrid<kernel_dq_dkdv<Fused>, Fused::kNumThreads, Fused::kSharedBytes, Fused::kClusterBlocks>;
     int64_t most = Fused::kClusterBlocks * Fused::kQueries, too_few = most - Fused::kQueries;
     if (p_.Lq <= too_few || p_.Lq > most) return false;  // each block of a cluster has queries
     int blocks = 0;
@@ -246,8 +248,8 @@ class Backward : BackwardHost {
   // What passes add to; first of all, so that nothing lies between them.
   void clear() {
     args_.adds_dbias2 = slices_ > 1 && dbias2_parts_ < 0;
-    if (ring_) {
-      clear_ring();
+    if (dq_global_) {
+      clear_dq_global();
     } else if (args_.adds_dbias2) {
       zero(p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk);
     }
@@ -263,7 +265,7 @@ class Backward : BackwardHost {
 #endif
     int num_lists = 0, keys = 0;
     if constexpr (kBias2) {
-      if (p_.dbias2) with_bias_pass([&](auto pass) { place_row_lists<decltype(pass)>(num_lists, keys); });
+      if (p_.dbias2) with_dbias2_pass([&](auto pass) { place_row_lists<decltype(pass)>(num_lists, keys); });
     }
     ds4s::BackwardArgs args{};
     args.p = p_, args.mask = args_.mask;
@@ -293,12 +295,12 @@ class Backward : BackwardHost {
   void key_pass() {
     args_.dbias1 = dbias1_parts_ < 0 ? p_.dbias1 : at<float>(dbias1_parts_);
     args_.stores_dbias1 = dbias1_parts_ >= 0;
-    row_pass_<Pass>();
+    launch_dq_dkdv<Pass>();
     if (dbias1_parts_ >= 0) sum(p_.dbias1, dbias1_parts_, p_.B * p_.N, p_.H, p_.Lk);
   }
 
   template <typename Config>
-  void row_pass_() {
+  void launch_dq_dkdv() {
     constexpr bool kKeys = Config::kKeys;
     using Owned = typename Config::OwnedTile;
     using Walked = typename Config::WalkedTile;
@@ -306,7 +308,7 @@ class Backward : BackwardHost {
                   k = tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D);
     TensorView<5> do_ = tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv);
     TensorView<5> v = tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv);
-    RowPassMaps maps{};
+    DqDkdvMaps maps{};
     make_map<Owned>(maps.owned_first, kKeys ? k : q), make_map<Owned>(maps.owned_second, kKeys ? v : do_);
     make_map<Walked>(maps.walked_first, kKeys ? q : k), make_map<Walked>(maps.walked_second, kKeys ? do_ : v);
     if (kBias2) make_map<typename Config::BiasTile>(maps.bias2, bias2_.view);
@@ -315,7 +317,7 @@ class Backward : BackwardHost {
     maps.second_rows = tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv);
     args_.stores_first = kKeys ? p_.dk != nullptr : true, args_.stores_second = p_.dv != nullptr;
     if (!kKeys) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
-    if (Config::kFused) make_map<Owned>(maps.dq, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
+    if (Config::kDqInShared) make_map<Owned>(maps.dq, tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D));
     if (kKeys && p_.dk) make_map<Owned>(maps.result_first, tensor_view(p_, p_.dk, p_.dk_stride, p_.Lk, p_.D));
     if (kKeys && p_.dv) make_map<Owned>(maps.result_second, tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv));
 
@@ -324,17 +326,17 @@ class Backward : BackwardHost {
     args_.by_blocks = cutlass::FastDivmod(args_.num_blocks), args_.by_heads = cutlass::FastDivmod(int(p_.H));
     args_.by_row_groups = cutlass::FastDivmod(row_groups);
     args_.num_tiles = int32_t(args_.num_blocks * p_.H * row_groups * p_.B);
-    if constexpr (Config::kRing) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
-    start_persistent<row_pass<Config>, Config, Config::kClusterBlocks>(
-        maps, Config::kFused ? args_.num_tiles / args_.num_blocks * Config::kClusterBlocks : args_.num_tiles);
+    if constexpr (Config::kDqInGlobal) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
+    start_persistent<kernel_dq_dkdv<Config>, Config, Config::kClusterBlocks>(
+        maps, Config::kDqInShared ? args_.num_tiles / args_.num_blocks * Config::kClusterBlocks : args_.num_tiles);
   }
 
   template <typename Pass>
-  void bias_pass_() {
+  void launch_dbias2() {
     using Config = typename Pass::Config;
     using QueryTile = typename Config::QueryTile;
     using KeyTile = typename Config::KeyTile;
-    BiasPassMaps maps{};
+    Dbias2Maps maps{};
     make_map<QueryTile>(maps.q, tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D));
     make_map<KeyTile>(maps.k, tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D));
     make_map<KeyTile>(maps.v, tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv));
@@ -344,7 +346,7 @@ class Backward : BackwardHost {
     args_.by_query_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lq, Config::kBlockQueries * Pass::kCluster)));
     args_.by_heads = cutlass::FastDivmod(int(p_.H)), args_.by_batches = cutlass::FastDivmod(int(p_.B));
     args_.by_slices = cutlass::FastDivmod(int(slices_)), args_.num_tiles = int32_t(num_bias_tiles<Pass>() * slices_);
-    start_persistent<bias_pass<Config>, Config, Pass::kCluster>(maps, args_.num_tiles * Pass::kCluster);
+    start_persistent<kernel_dbias2<Config>, Config, Pass::kCluster>(maps, args_.num_tiles * Pass::kCluster);
     if (dbias2_parts_ >= 0) sum(p_.dbias2, dbias2_parts_, 1, slices_, p_.B * p_.H * p_.Lq * p_.Lk);
   }
 
@@ -373,10 +375,10 @@ class Backward : BackwardHost {
   Bias2Rows<Element> bias2_;
   KeyMaskBuffers<BwdParams> key_mask_;
   BackwardArgs args_{};
-  RingPlan ring_;
+  DqGlobalPlan dq_global_;
   int64_t slices_ = 1;
   int64_t delta_ = -1, mask_ = -1, row_lists_ = -1, bias1_ = -1, bias2_rows_ = -1, dbias1_parts_ = -1,
-          dbias2_parts_ = -1, counters_ = -1, slots_ = -1;
+          dbias2_parts_ = -1, counters_ = -1, accumulators_ = -1;
 };
 
 }  // namespace ds4s::sm90

@@ -8,7 +8,7 @@
 //           dv += P^T dO, dk += dS^T Q; or dq += dS K        wgmma, P and dS from registers
 //
 // The products of a step's last line run beside the exponentials of the next one. In a fused pass dS also goes to
-// shared memory, for dq (dq_smem.h). A pass that adds dq to slots walks in another order: mainloop_dq_global.h.
+// shared memory, for dq (dq_smem.h). A pass that adds dq to accumulators walks in another order: mainloop_dq_global.h.
 #pragma once
 
 #include "sm90/backward/cluster_reduce.h"
@@ -18,7 +18,7 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-struct RowPassConsumer {
+struct DqDkdvMainloop {
   using PassConfig = Config;
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
@@ -29,10 +29,10 @@ struct RowPassConsumer {
   using BiasTile = typename Config::BiasTile;
   static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kOwned = Config::kOwned;
   static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
-  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kFused = Config::kFused;
-  static constexpr bool kRing = Config::kRing;
+  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kDqInShared = Config::kDqInShared;
+  static constexpr bool kDqInGlobal = Config::kDqInGlobal;
 
-  using DqWalk = typename FusedDq<Config>::Walk;
+  using DqWalk = typename DqShared<Config>::Walk;
   using Scores = float[kColumns / 2];
   using Packed = uint32_t[kColumns / 4];
   using Result = float[kHeadDim / 2];
@@ -58,7 +58,7 @@ struct RowPassConsumer {
                  : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
   }
   CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const ConsumerCoord& at) {
-    return shared_address(shared.stages[stage].bias2[kBias2 || kFused ? at.tile : 0]) + bias2_offset(at);
+    return shared_address(shared.stages[stage].bias2[kBias2 || kDqInShared ? at.tile : 0]) + bias2_offset(at);
   }
   // dS for dq: queries by keys, each element where this warp has read its bias2.
   CUTLASS_DEVICE static void hand_over(const Packed& ds, Shared& shared, int stage, const ConsumerCoord& at) {
@@ -200,7 +200,7 @@ struct RowPassConsumer {
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
     }
     pack(ds, s);
-    if constexpr (kFused) hand_over(ds, shared, stage, at);
+    if constexpr (kDqInShared) hand_over(ds, shared, stage, at);
   }
   CUTLASS_DEVICE static void start_results(Results& results, const Packed& p, const Packed& ds,
                                            const Operands& operands, int stage) {
@@ -228,8 +228,8 @@ struct RowPassConsumer {
     start_products(dp, operands, pipe.index);
     for (int step = 1;; ++step) {
       finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);
-      if constexpr (kFused) {
-        if (step > 1) FusedDq<Config>::add(dq, step - 2, last_pipe, shared, args, at);
+      if constexpr (kDqInShared) {
+        if (step > 1) DqShared<Config>::add(dq, step - 2, last_pipe, shared, args, at);
         last_pipe = pipe;
       }
       last_stage = pipe.index;
@@ -252,21 +252,21 @@ struct RowPassConsumer {
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     shared.empty[last_stage].arrive();
-    if constexpr (kFused) {
-      FusedDq<Config>::add(dq, num_steps - 1, last_pipe, shared, args, at);
+    if constexpr (kDqInShared) {
+      DqShared<Config>::add(dq, num_steps - 1, last_pipe, shared, args, at);
       shared.dq.keys_read[dq.owned_pipe.index].arrive();
     }
   }
 
   // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is
-  // read from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-ring.md, Registers of a
+  // read from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-global.md, Registers of a
   // product.
   CUTLASS_DEVICE static void keep(Packed& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");
   }
 
-  CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps,
+  CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps,
                                     const Coordinates& block, const typename Config::OwnedPipe& pipe, bool computed,
                                     Results& results, uint32_t& exchanged, const ConsumerCoord& at) {
     auto& owned = shared.owned[pipe.index][at.warpgroup];
@@ -295,7 +295,7 @@ struct RowPassConsumer {
       }
       return;
     }
-    if constexpr (kFused) shared.dq.keys_read[pipe.index].wait(pipe.phase);
+    if constexpr (kDqInShared) shared.dq.keys_read[pipe.index].wait(pipe.phase);
     at.sync();  // no warp's products read the owned tiles any more
     if constexpr (Config::kClusterBlocks > 1) {
       if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
@@ -312,19 +312,19 @@ struct RowPassConsumer {
     }
   }
 
-  // kRing: where the walk through all slots is.
-  struct RingState {
-    typename RingDq<Config>::Walk walk;
+  // kDqInGlobal: where the walk through all accumulators is.
+  struct DqGlobalState {
+    typename DqGlobal<Config>::Walk walk;
   };
-  struct NoRing {};
+  struct NoDqGlobal {};
 
-  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     ConsumerCoord at = ConsumerCoord::of_thread<Config::kTiles>();
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     PendingStore pending;
     uint32_t exchanged = 0;  // parity of how often results have been
-    cute::conditional_t<kRing, RingState, NoRing> ring;
+    cute::conditional_t<kDqInGlobal, DqGlobalState, NoDqGlobal> dq_global;
     for (typename Config::template Scheduler<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates block = Config::locate(args, tiles.tile);
@@ -333,38 +333,38 @@ struct RowPassConsumer {
       const typename Config::Visible visible = shared.visible[buffer];
       const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
       DqWalk dq{maps, block, owned_pipe, false, false};
-      if constexpr (kFused) {
+      if constexpr (kDqInShared) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
-      // kRing: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
-      const bool computes = kRing ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
-      if constexpr (kRing) ring.walk.begins = true;
+      // kDqInGlobal: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
+      const bool computes = kDqInGlobal ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
+      if constexpr (kDqInGlobal) dq_global.walk.begins = true;
       Results results{};
       if (computes) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         results.row[0] = exponents[0], results.row[1] = exponents[8];
         if constexpr (!kKeys) find_dbias2(results, args, block, at);
-        if constexpr (kRing) {
-          RingWalk<RowPassConsumer>::run(shared, args, pipe, Operands(shared, buffer, at), results, ring.walk,
-                                         shared.owned_empty[buffer], block, at);
+        if constexpr (kDqInGlobal) {
+          DqGlobalMainloop<DqDkdvMainloop>::run(shared, args, pipe, Operands(shared, buffer, at), results,
+                                                dq_global.walk, shared.owned_empty[buffer], block, at);
         } else {
           const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
           walk(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
-      } else {  // nothing to compute, but the ring goes on
+      } else {  // nothing to compute, but stages go round
         if constexpr (Config::kHandsBack) shared.owned_empty[buffer].arrive();
-        if constexpr (kRing) RingDq<Config>::add_nothing(ring.walk, shared);
+        if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.walk, shared);
         pending.finish(shared.owned_empty, at);
         const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.full[pipe.index].wait(pipe.phase);
-          if constexpr (kFused) hand_nothing_over(shared, pipe.index, exists, at);
+          if constexpr (kDqInShared) hand_nothing_over(shared, pipe.index, exists, at);
           shared.empty[pipe.index].arrive();
-          if constexpr (kFused) FusedDq<Config>::add(dq, step, pipe, shared, args, at);
+          if constexpr (kDqInShared) DqShared<Config>::add(dq, step, pipe, shared, args, at);
         }
-        if constexpr (kFused) {
-          if (!computed && dq.first && dq.last) FusedDq<Config>::store_zeros(dq, shared, args, at);
+        if constexpr (kDqInShared) {
+          if (!computed && dq.first && dq.last) DqShared<Config>::store_zeros(dq, shared, args, at);
           shared.dq.keys_read[buffer].arrive();
         }
       }

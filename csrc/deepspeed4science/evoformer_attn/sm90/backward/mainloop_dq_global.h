@@ -1,4 +1,4 @@
-// A row pass over keys that adds dq to slots as well (dq_global.h): how a consumer walks over the queries. As in
+// A row pass over keys that adds dq to accumulators as well (dq_global.h): how a consumer walks over the queries. As in
 // mainloop.h but for the order of products: those of a step's results come after both of the next step's
 // scores, and run beside all that is computed from these.
 //
@@ -14,10 +14,10 @@
 namespace ds4s::sm90 {
 
 template <typename Consumer>
-struct RingWalk {
+struct DqGlobalMainloop {
   using Config = typename Consumer::PassConfig;
-  using Dq = RingDq<Config>;
-  using Dbias2 = RingDbias2<Config>;
+  using Dq = DqGlobal<Config>;
+  using Dbias2 = Dbias2Global<Config>;
   using Shared = typename Config::Shared;
   using Scores = typename Consumer::Scores;
   using Packed = typename Consumer::Packed;
@@ -134,7 +134,7 @@ struct RingWalk {
     wgmma_wait<0>();
     Dq::add(state.sum, walk, args, shared, at);
     owned_empty.arrive();
-    shared.ring_barriers.added.arrive();
+    shared.dq_global_barriers.added.arrive();
   }
 };
 

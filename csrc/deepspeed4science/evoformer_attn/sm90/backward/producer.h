@@ -7,15 +7,15 @@
 namespace ds4s::sm90 {
 
 // Tensor maps of a row pass; results in place of the owned tiles.
-struct RowPassMaps {
+struct DqDkdvMaps {
   CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
   CUtensorMap dq;                         // fused
   TensorView<5> first_rows, second_rows;  // the results again, for kHandsBack
-  TensorView<5> dq_rows;                  // kRing
+  TensorView<5> dq_rows;                  // kDqInGlobal
 };
 
 template <typename Config>
-struct RowPassProducer {
+struct DqDkdvProducer {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
@@ -27,7 +27,7 @@ struct RowPassProducer {
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
 
   // One thread: everything that is tiles.
-  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps) {
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
@@ -35,7 +35,8 @@ struct RowPassProducer {
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       typename Config::Visible visible = Config::visible(args, at);
-      if constexpr (Config::kFused) visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
+      if constexpr (Config::kDqInShared)
+        visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
       FullBarrier& owned_full = shared.owned_full[owned_pipe.index];
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       shared.visible[owned_pipe.index] = visible;
@@ -73,7 +74,7 @@ struct RowPassProducer {
         }
       }
     }
-    if constexpr (Config::kFused) {
+    if constexpr (Config::kDqInShared) {
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       shared.visible[owned_pipe.index].tile = args.num_tiles;
       shared.owned_full[owned_pipe.index].arrive();
@@ -165,15 +166,15 @@ struct RowPassProducer {
         load(column);
       }
     }
-    if constexpr (Config::kFused) {
+    if constexpr (Config::kDqInShared) {
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       shared.owned_full[owned_pipe.index].arrive();
     }
   }
 
-  // kFused, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those before
-  // the first of its tiles and behind the last.
-  CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const RowPassMaps& maps, int thread) {
+  // kDqInShared, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those
+  // before the first of its tiles and behind the last.
+  CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       if (!tiles.first) continue;
@@ -186,7 +187,7 @@ struct RowPassProducer {
 
  private:
   static constexpr int kZeroThreads = 64;
-  CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const RowPassMaps& maps, const Coordinates& at,
+  CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
                                          int begin, int end, int thread) {
     if (begin >= end) return;
     // One block of two stores dk, the other dv.

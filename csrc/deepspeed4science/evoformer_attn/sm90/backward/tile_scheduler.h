@@ -47,14 +47,14 @@ struct TileScheduler {
   int tile;
 
   CUTLASS_DEVICE TileScheduler(typename Config::Shared& shared, const BackwardArgs& args) {
-    if constexpr (Config::kRing) {
+    if constexpr (Config::kDqInGlobal) {
       advance(shared, args);
     } else {
       tile = blockIdx.x;
     }
   }
   CUTLASS_DEVICE void advance(typename Config::Shared& shared, const BackwardArgs& args) {
-    if constexpr (!Config::kRing) {
+    if constexpr (!Config::kDqInGlobal) {
       tile += gridDim.x;
     } else if constexpr (kReader == TileReader::kTakes) {
       tile = shared.tile_queue.take(pipe_, args.next_tile);

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    ForwardConsumer<Config>::run(shared, args, map_o);
+    ForwardMainloop<Config>::run(shared, args, map_o);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;

@@ -12,7 +12,7 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-struct ForwardConsumer {
+struct ForwardMainloop {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
@@ -258,7 +258,7 @@ struct ForwardConsumer {
           attend(shared, args, pipe, q_low, num_steps * kKeys, pending, o, softmax, at);
         }
         finish(q, args, map_o, block, o, softmax, at);
-      } else {  // nothing to compute, but the ring goes on
+      } else {  // nothing to compute, but stages go round
         pending.finish(shared.q_empty, at);
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.k_full[pipe.index].wait(pipe.phase);

@@ -1,4 +1,4 @@
-// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, rings of stages
+// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, stages
 // between them, tiles in and out by TMA.
 #pragma once
 

@@ -18,8 +18,8 @@ def plan(tmp_path_factory):
     host = toolchain.find_host_compiler()
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
-    path = tmp_path_factory.mktemp("host") / "ring_plan"
-    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", HOST / "ring_plan.cpp"]
+    path = tmp_path_factory.mktemp("host") / "dq_global_plan"
+    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", HOST / "dq_global_plan.cpp"]
     done = subprocess.run([*map(str, command), "-o", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
