@@ -1,13 +1,14 @@
 // dq inside of the pass over keys, where the order of additions may vary: every block of keys adds its share of dq to
 // fp32 rows that stay in L2, and the last of a pair (b n, h) writes dq. The same tiles of dS give dbias2.
 //
-//   DsTile     dS of one column tile, 16 bits, [keys][queries] in shared memory: where warps hand it to one another
-//   DqProduct  dq += dS K, dbias2 += dS, for 16 queries a warp and all keys of the block
-//   DqRing     the fp32 rows. Only pairs that are under way have a slot: a block that needs the slot of an earlier
-//              pair waits until that one's dq is written. Blocks draw their numbers when they begin, so those that are
-//              waited for have begun. Slots may lie in the memory of dk: the last pairs, whose dk that is, do without
-//              them, and write dk when nobody uses them any more.
-//   DqTurn     one block's part in it; a block whose keys are hidden adds nothing, but counts
+//   DsTile              dS of one column tile, 16 bits, [keys][queries] in shared memory: where warps hand it to one
+//                       another
+//   DqProduct           dq += dS K, dbias2 += dS, for 16 queries a warp and all keys of the block
+//   DqAccumulatorPool   the fp32 rows. Only pairs that are under way have an accumulator: a block that needs the one of
+//                       an earlier pair waits until that one's dq is written. Blocks draw their numbers when they
+//                       begin, so those that are waited for have begun. Accumulators may lie in the memory of dk: the
+//                       last pairs, whose dk that is, do without them, and write dk when nobody uses them any more.
+//   OrderedDqAdd        one block's part in it; a block whose keys are hidden adds nothing, but counts
 #pragma once
 
 #include "common/atomic_add.h"
@@ -15,14 +16,15 @@
 
 namespace ds4s {
 
-struct DqRing {
+struct DqAccumulatorPool {
   float* own;         // [num_own, padded_queries, kHeadDim], zeros where nobody adds
-  float* lent;        // [num_slots - num_own, the same], in the memory of dk
+  float* lent;        // [num_accumulators - num_own, the same], in the memory of dk
   int32_t* progress;  // [B N H], in the order of the blocks: how many have added; one more once dq is written
   uint32_t* ticket;   // the next block's number
-  uint32_t num_own;   // at least kSideBySide: whose slot is waited for has all its blocks' numbers behind it
-  uint32_t num_slots;
-  uint32_t first_late;     // from this pair on own slots only; a multiple of kSideBySide H, at least num_slots
+  uint32_t num_own;   // at least kSideBySide: whose accumulator is waited for has all its blocks' numbers behind it
+  uint32_t num_accumulators;
+  uint32_t
+      first_late;  // from this pair on own accumulators only; a multiple of kSideBySide H, at least num_accumulators
   int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
   int32_t padded_keys;
   float* dbias2;  // [B, H, padded_queries, padded_keys]; null where it is not wanted
@@ -30,7 +32,7 @@ struct DqRing {
 
 // Where a block adds.
 struct DqOutputs {
-  float* slot;
+  float* accumulator;
   float* dbias2;  // query 0, the block's first key
   int64_t dbias2_pitch;
 };
@@ -112,7 +114,7 @@ struct DqProduct {
       }
       if (outputs.dbias2) add_dbias2(outputs, a, q, 16 * first, lane);
     }
-    add_dq(outputs.slot + q * Config::kHeadDim, acc, lane);
+    add_dq(outputs.accumulator + q * Config::kHeadDim, acc, lane);
   }
 
  private:
@@ -163,42 +165,42 @@ struct DqProduct {
 };
 
 template <typename Config>
-struct DqTurn {
+struct OrderedDqAdd {
   using scalar_t = typename Config::scalar_t;
-  const DqRing& ring;
+  const DqAccumulatorPool& pool;
   uint32_t pair;
   int32_t blocks;  // of keys, for each pair
 
-  CUTLASS_DEVICE static uint32_t draw(const DqRing& ring, char* shared) {
+  CUTLASS_DEVICE static uint32_t draw(const DqAccumulatorPool& pool, char* shared) {
     uint32_t* sNumber = reinterpret_cast<uint32_t*>(shared);
-    if (threadIdx.x == 0) *sNumber = atomicAdd(ring.ticket, 1u);
+    if (threadIdx.x == 0) *sNumber = atomicAdd(pool.ticket, 1u);
     __syncthreads();
     uint32_t number = uniform(*sNumber);
     __syncthreads();
     return number;
   }
-  CUTLASS_DEVICE bool is_late() const { return pair >= ring.first_late; }
+  CUTLASS_DEVICE bool is_late() const { return pair >= pool.first_late; }
   CUTLASS_DEVICE uint32_t index() const {
-    return is_late() ? (pair - ring.first_late) % ring.num_own : pair % ring.num_slots;
+    return is_late() ? (pair - pool.first_late) % pool.num_own : pair % pool.num_accumulators;
   }
-  CUTLASS_DEVICE float* slot() const {
+  CUTLASS_DEVICE float* accumulator() const {
     uint32_t x = index();
-    return x < ring.num_own ? ring.own + x * slot_size() : ring.lent + (x - ring.num_own) * slot_size();
+    return x < pool.num_own ? pool.own + x * accumulator_size() : pool.lent + (x - pool.num_own) * accumulator_size();
   }
 
-  // One thread, before a barrier that the others' first addition comes after: until the slot is free.
+  // One thread, before a barrier that the others' first addition comes after: until the accumulator is free.
   CUTLASS_DEVICE void wait() const {
-    uint32_t distance = ring.num_slots;  // to the pair that had the slot before
+    uint32_t distance = pool.num_accumulators;  // to the pair that had the accumulator before
     if (is_late()) {
-      uint32_t number = pair - ring.first_late, early = ring.first_late - 1 - number;
-      distance = number < ring.num_own ? number + 1 + early % ring.num_slots : ring.num_own;
+      uint32_t number = pair - pool.first_late, early = pool.first_late - 1 - number;
+      distance = number < pool.num_own ? number + 1 + early % pool.num_accumulators : pool.num_own;
     }
     if (pair >= distance) wait_for(pair - distance);
   }
   // All threads, before dk is written: until nobody needs its memory.
   CUTLASS_DEVICE void wait_for_lent() const {
     if (!is_late()) return;
-    for (uint32_t x = threadIdx.x; x < ring.num_slots; x += Config::kThreads) wait_for(ring.first_late - 1 - x);
+    for (uint32_t x = threadIdx.x; x < pool.num_accumulators; x += Config::kThreads) wait_for(pool.first_late - 1 - x);
     __syncthreads();
   }
 
@@ -209,8 +211,8 @@ struct DqTurn {
     announce();
   }
   // The same for a block that has nothing to add, for its keys are hidden. The others of the pair may be such blocks
-  // too: then nobody has waited for the slot yet. Who has it next waits for this pair alone, so this pair must not be
-  // done before the one that had it last.
+  // too: then nobody has waited for the accumulator yet. Who has it next waits for this pair alone, so this pair must
+  // not be done before the one that had it last.
   CUTLASS_DEVICE void finish_unseen(const BwdParams& p, scalar_t* gDq, char* shared, bool row_sees_nothing) const {
     if (!is_last(shared)) return;
     if (threadIdx.x == 0) wait();
@@ -229,7 +231,7 @@ struct DqTurn {
     int32_t* sOthers = reinterpret_cast<int32_t*>(shared);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *sOthers = atomicAdd(ring.progress + pair, 1);
+    if (threadIdx.x == 0) *sOthers = atomicAdd(pool.progress + pair, 1);
     __syncthreads();
     bool last = *sOthers == blocks - 1;
     if (last) __threadfence();
@@ -238,12 +240,12 @@ struct DqTurn {
   CUTLASS_DEVICE void announce() const {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(ring.progress + pair, blocks + 1);
+    if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, blocks + 1);
   }
   CUTLASS_DEVICE void write_dq(const BwdParams& p, scalar_t* gDq) const {
     constexpr int kChunks = Config::kHeadDim / 8, kAtATime = 4;
     int num_chunks = int(p.Lq) * kChunks;
-    float4* rows = reinterpret_cast<float4*>(slot());
+    float4* rows = reinterpret_cast<float4*>(accumulator());
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = int(threadIdx.x); first < num_chunks; first += kAtATime * Config::kThreads) {
       float4 x[kAtATime][2];
@@ -265,8 +267,8 @@ struct DqTurn {
       }
     }
   }
-  CUTLASS_DEVICE int64_t slot_size() const { return int64_t(ring.padded_queries) * Config::kHeadDim; }
-  CUTLASS_DEVICE void wait_for(uint32_t other) const { ptx::wait_until_equal(ring.progress + other, blocks + 1); }
+  CUTLASS_DEVICE int64_t accumulator_size() const { return int64_t(pool.padded_queries) * Config::kHeadDim; }
+  CUTLASS_DEVICE void wait_for(uint32_t other) const { ptx::wait_until_equal(pool.progress + other, blocks + 1); }
 };
 
 }  // namespace ds4s

@@ -108,30 +108,31 @@ class Backward : BackwardHost {
            Fused::kMinBlocks * (shared + 1024) <= device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   }
 
-  // Slots of dq for the pairs that are under way at a time, and kSideBySide more, twice that at D = 64, which is not
-  // timed with fewer; dbias2 in whole tiles.
+  // Accumulators of dq for the pairs that are under way at a time, and kSideBySide more, twice that at D = 64, which is
+  // not timed with fewer; dbias2 in whole tiles.
   void plan_fused() {
     int64_t key_blocks = ceil_div(p_.Lk, Fused::kRows);
     int64_t blocks = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Fused::kMinBlocks;
     int64_t pairs = p_.B * p_.N * p_.H;
-    num_slots_ = ceil_div(blocks, key_blocks) + (Fused::kTransposesBias2 ? 1 : 2) * kSideBySide;
-    if (num_slots_ > pairs) num_slots_ = pairs;
+    num_accumulators_ = ceil_div(blocks, key_blocks) + (Fused::kTransposesBias2 ? 1 : 2) * kSideBySide;
+    if (num_accumulators_ > pairs) num_accumulators_ = pairs;
     padded_queries_ = ceil_div(p_.Lq, Fused::kCols) * Fused::kCols, padded_keys_ = key_blocks * Fused::kRows;
     progress_ = reserve(true, (pairs + 1) * 4);
-    plan_lending(pairs, (pairs * p_.Lq - pairs - 1) * 4 / slot_bytes());
-    ring_ = reserve(true, num_own_ * slot_bytes());
+    plan_lending(pairs, (pairs * p_.Lq - pairs - 1) * 4 / accumulator_bytes());
+    pool_ = reserve(true, num_own_ * accumulator_bytes());
     bool pads = padded_queries_ != p_.Lq || padded_keys_ != p_.Lk || reinterpret_cast<uintptr_t>(p_.dbias2) % 16 != 0;
     padded_dbias2_ = reserve(p_.dbias2 && pads, padded_dbias2_size() * 4);
   }
-  // Slots beyond those that fit into what the three passes take for delta may lie in the last rows n of dk, where that
-  // makes few pairs late, and those have slots enough: else all are in the workspace.
+  // Accumulators beyond those that fit into what the three passes take for delta may lie in the last rows n of dk,
+  // where that makes few pairs late, and those have accumulators enough: else all are in the workspace.
   void plan_lending(int64_t pairs, int64_t fitting) {
-    num_own_ = num_slots_, first_late_ = pairs;
-    int64_t row_bytes = p_.dk_stride[1] * int64_t(sizeof(scalar_t)), lent_bytes = (num_slots_ - fitting) * slot_bytes();
-    bool enough = fitting >= kSideBySide && 5 * fitting >= 2 * num_slots_;
-    if (fitting >= num_slots_ || !enough || !dk_is_dense()) return;
+    num_own_ = num_accumulators_, first_late_ = pairs;
+    int64_t row_bytes = p_.dk_stride[1] * int64_t(sizeof(scalar_t)),
+            lent_bytes = (num_accumulators_ - fitting) * accumulator_bytes();
+    bool enough = fitting >= kSideBySide && 5 * fitting >= 2 * num_accumulators_;
+    if (fitting >= num_accumulators_ || !enough || !dk_is_dense()) return;
     int64_t row = p_.B * p_.N - ceil_div(lent_bytes, row_bytes), first_late = row / kSideBySide * kSideBySide * p_.H;
-    if (first_late < num_slots_ || 8 * (pairs - first_late) > pairs) return;
+    if (first_late < num_accumulators_ || 8 * (pairs - first_late) > pairs) return;
     num_own_ = fitting, first_late_ = first_late;
     lent_ = reinterpret_cast<float*>(static_cast<char*>(p_.dk) + row * row_bytes);
   }
@@ -141,7 +142,7 @@ class Backward : BackwardHost {
     bool rows = s[1] == p_.Lk * p_.H * p_.D && (p_.Lk - 1) * s[2] + (p_.H - 1) * s[3] + p_.D == s[1];
     return rows && (p_.B == 1 || s[0] == p_.N * s[1]);
   }
-  int64_t slot_bytes() const { return padded_queries_ * kHeadDim * 4; }
+  int64_t accumulator_bytes() const { return padded_queries_ * kHeadDim * 4; }
   int64_t padded_dbias2_size() const { return p_.B * p_.H * padded_queries_ * padded_keys_; }
 
   static int device_attribute(cudaDeviceAttr attribute) {
@@ -225,19 +226,19 @@ class Backward : BackwardHost {
     if constexpr (Config::kCanFuse) {
       float* dbias2 = padded_dbias2_ >= 0 ? at<float>(padded_dbias2_) : p_.dbias2;
       zero(at<float>(progress_), p_.B * p_.N * p_.H + 1);
-      zero(at<float>(ring_), num_own_ * slot_bytes() / 4);
-      if (lent_) zero(lent_, (num_slots_ - num_own_) * slot_bytes() / 4);
+      zero(at<float>(pool_), num_own_ * accumulator_bytes() / 4);
+      if (lent_) zero(lent_, (num_accumulators_ - num_own_) * accumulator_bytes() / 4);
       if (p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
       if (dbias2) zero(dbias2, padded_dbias2_size());
-      DqRing ring{at<float>(ring_),           lent_,
-                  at<int32_t>(progress_) + 1, at<uint32_t>(progress_),
-                  uint32_t(num_own_),         uint32_t(num_slots_),
-                  uint32_t(first_late_),      int32_t(padded_queries_),
-                  int32_t(padded_keys_),      dbias2};
+      DqAccumulatorPool pool{at<float>(pool_),           lent_,
+                             at<int32_t>(progress_) + 1, at<uint32_t>(progress_),
+                             uint32_t(num_own_),         uint32_t(num_accumulators_),
+                             uint32_t(first_late_),      int32_t(padded_queries_),
+                             int32_t(padded_keys_),      dbias2};
       if (p_.dbias1) {
-        start_fused<FusedPassConfig<Config, /*kWantsDbias1=*/true>>(ring);
+        start_fused<FusedPassConfig<Config, /*kWantsDbias1=*/true>>(pool);
       } else {
-        start_fused<Fused>(ring);
+        start_fused<Fused>(pool);
       }
       if (padded_dbias2_ >= 0) {
         int64_t blocks = p_.B * p_.H * p_.Lq;
@@ -248,10 +249,10 @@ class Backward : BackwardHost {
   }
 
   template <typename PassConfig>
-  void start_fused(const DqRing& ring) {
+  void start_fused(const DqAccumulatorPool& pool) {
     int64_t blocks = ceil_div(p_.Lk, PassConfig::kRows) * p_.H * p_.B * p_.N;
     start(backward_fused_pass<PassConfig>, blocks, PassConfig::kThreads, RowPass<PassConfig>::shared_bytes(2), args_,
-          ring);
+          pool);
   }
 
   void bias_pass() {
@@ -266,9 +267,9 @@ class Backward : BackwardHost {
 
   BackwardArgs args_{};
   bool fuses_ = false;
-  int64_t num_slots_ = 0, num_own_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
+  int64_t num_accumulators_ = 0, num_own_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
   float* lent_ = nullptr;
-  int64_t ring_ = -1, progress_ = -1, padded_dbias2_ = -1;
+  int64_t pool_ = -1, progress_ = -1, padded_dbias2_ = -1;
   int64_t slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;
   int64_t key_mask_ = -1, softmax_ = -1, delta_ = -1, bias1_ = -1, bias2_ = -1, bias2_t_ = -1, dbias1_parts_ = -1,

@@ -135,26 +135,27 @@ struct RowPass {
     }
   };
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared, const DqRing& ring = {}) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared,
+                                 const DqAccumulatorPool& pool = {}) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_row = thread / 32 * 32;
 
     uint32_t number = blockIdx.x;
-    if constexpr (kFusesDq) number = DqTurn<Config>::draw(ring, shared);
+    if constexpr (kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
     if (Config::kExact && args.mask.range != nullptr) {
       int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
       ptx::keep(opaque);
       const Place hidden(p, uint32_t(opaque));
-      if (is_hidden(args.mask, hidden)) return store_hidden(args, hidden, ring, shared);
+      if (is_hidden(args.mask, hidden)) return store_hidden(args, hidden, pool, shared);
     }
     const Place place(p, number);
     if constexpr (!Config::kExact) {  // these would spill by that: 104 bytes for keys at D = 32 on 8.0
-      if (is_hidden(args.mask, place)) return store_hidden(args, place, ring, shared);
+      if (is_hidden(args.mask, place)) return store_hidden(args, place, pool, shared);
     }
     const int64_t bn = place.bn, b = place.b, n = place.n, h = place.h;
     const int row0 = place.row0, num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     int rows_left = num_rows - row0 - warp_row;
-    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
+    OrderedDqAdd<Config> dq_add{pool, place.pair, place.row_blocks};
     const bool hidden =
         kSkipsWarps && args.mask.units(bn, row0 + warp_row, 32 / KeyMask::kUnit) == 0;  // this warp's keys
 
@@ -258,9 +259,10 @@ struct RowPass {
     };
     if constexpr (kFusesDq) {
       if (thread == 0) {
-        int64_t bh_rows = (b * p.H + h) * ring.padded_queries;
+        int64_t bh_rows = (b * p.H + h) * pool.padded_queries;
         *reinterpret_cast<DqOutputs*>(shared + outputs_begin(stages)) = {
-            turn.slot(), ring.dbias2 ? ring.dbias2 + bh_rows * ring.padded_keys + row0 : nullptr, ring.padded_keys};
+            dq_add.accumulator(), pool.dbias2 ? pool.dbias2 + bh_rows * pool.padded_keys + row0 : nullptr,
+            pool.padded_keys};
       }
     }
 
@@ -308,7 +310,7 @@ struct RowPass {
     while (tile < num_tiles) {
       // This tile arrives; the next one sets out.
       int next_tile = seek(tile + 1);
-      if (kFusesDq && tile == 1 && thread == 0) turn.wait();
+      if (kFusesDq && tile == 1 && thread == 0) dq_add.wait();
       arrive();
       bool more = next_tile < num_tiles;
       int next_stage = stages == 2 ? stage ^ 1 : 0;
@@ -414,10 +416,10 @@ struct RowPass {
     }
 
     if constexpr (kFusesDq) {
-      if (num_tiles == 1 && thread == 0) turn.wait();
+      if (num_tiles == 1 && thread == 0) dq_add.wait();
       __syncthreads();
       add_dq(num_tiles - 1);
-      turn.wait_for_lent();
+      dq_add.wait_for_lent();
     }
 
     // Results.
@@ -436,7 +438,7 @@ struct RowPass {
         if (p.dv) store(p.dv, p.dv_stride, out_dv, 1.f, dv);
       }
     }
-    if constexpr (kFusesDq) turn.finish(p, element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), shared);
+    if constexpr (kFusesDq) dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), shared);
   }
 
  private:
@@ -461,18 +463,18 @@ struct RowPass {
     if constexpr (kKeyRows) return mask.units(place.bn, place.row0, Config::kRows / KeyMask::kUnit) == 0;
     return mask.sees_nothing(place.bn);
   }
-  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Place& place, const DqRing& ring,
+  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Place& place, const DqAccumulatorPool& pool,
                                           char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), rows = min(Config::kRows, int(kKeyRows ? p.Lk : p.Lq) - place.row0);
-    DqTurn<Config> turn{ring, place.pair, place.row_blocks};
+    OrderedDqAdd<Config> dq_add{pool, place.pair, place.row_blocks};
     auto store = [&](void* ptr, const int64_t (&stride)[4], int64_t cols) {
       if (ptr == nullptr) return;
       scalar_t* g = element<scalar_t>(ptr, stride, place.b, place.n, place.row0, place.h);
       store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, rows, int(cols));
     };
     if constexpr (!kKeyRows) return store(p.dq, p.dq_stride, p.D);
-    if constexpr (kFusesDq) turn.wait_for_lent();
+    if constexpr (kFusesDq) dq_add.wait_for_lent();
     if constexpr (kWantsDs) store(p.dk, p.dk_stride, p.D);
     if constexpr (kWantsDv) store(p.dv, p.dv_stride, p.Dv);
     if constexpr (Config::kWantsDbias1) {
@@ -481,7 +483,7 @@ struct RowPass {
     }
     if constexpr (kFusesDq) {
       scalar_t* gDq = element<scalar_t>(p.dq, p.dq_stride, place.b, place.n, 0, place.h);
-      turn.finish_unseen(p, gDq, shared, args.mask.sees_nothing(place.bn));
+      dq_add.finish_unseen(p, gDq, shared, args.mask.sees_nothing(place.bn));
     }
   }
 
@@ -524,9 +526,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_fused_pass(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqRing ring) {
+    backward_fused_pass(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqAccumulatorPool pool) {
   extern __shared__ __align__(16) char shared[];
-  RowPass<Config>::run(args, /*stages=*/2, shared, ring);
+  RowPass<Config>::run(args, /*stages=*/2, shared, pool);
 }
 
 }  // namespace ds4s
