@@ -15,6 +15,7 @@ MASKS = {
     "rows": -1e9,  # whole rows n, and a share of the keys of the others
     "rows-inf": -torch.inf,
     "one-key": -torch.inf,  # all but one
+    "bool": None,  # a mask of booleans, a third of them False
 }
 LAYOUTS = ("contiguous", "heads-first", "strided", "expanded")
 
@@ -42,6 +43,7 @@ class Call:
     layout: str = "contiguous"  # one of LAYOUTS
     do: str = "contiguous"  # one of LAYOUTS
     row_mask: bool = False
+    scale: float = 1.0  # of the default one
     needs: str = "11111"  # q, k, v, bias1, bias2
 
     def __str__(self):
@@ -76,7 +78,8 @@ class _Maker:
         do = self._tensor(c.Lq, c.Dv, c.do)
         row_mask = self._uniform(c.B, c.N) < 0.7 if c.row_mask else None
         needs = tuple(flag == "1" for flag in c.needs)
-        return Inputs(q, k, v, bias1, bias2, do, needs, row_mask)
+        scale = None if c.scale == 1.0 else c.scale / c.D**0.5
+        return Inputs(q, k, v, bias1, bias2, do, needs, row_mask, scale)
 
     def _normal(self, *shape):
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -100,6 +103,8 @@ class _Maker:
             return None
         bias = self._normal(*shape)
         value = MASKS[kind]
+        if kind == "bool":
+            return bias < 0.5
         if value is not None:
             hidden = self._uniform(*shape) < 0.3
             if kind.startswith("rows"):
@@ -149,6 +154,7 @@ def draw(generator):
         layout=choose(LAYOUTS),
         do=choose(LAYOUTS),
         row_mask=choose((False, False, True)),
+        scale=choose((1.0, 1.0, 1.0, 0.0, -1.0, 0.3)),
         needs=choose(("11111", "11111", "".join(choose("01") for _ in range(5)))),
     )
     return replace(call, spread=3.0) if _is_a_draw_of_roundings(call) else call

@@ -22,21 +22,21 @@ def test_random_calls_keep_the_law(device, session_seed):
     assert done > 50, f"{done} calls in a minute say little"
 
 
-def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None):
+def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None, scale=None):
     """Wrong where the pair bias is square and not symmetric."""
     if bias2 is not None and bias2.shape[-1] == bias2.shape[-2]:
         bias2 = bias2.transpose(-1, -2)
-    return evoformer_attention(q, k, v, bias1, bias2, row_mask=row_mask)
+    return evoformer_attention(q, k, v, bias1, bias2, row_mask=row_mask, scale=scale)
 
 
-def last_of_many_keys_forgotten(q, k, v, bias1, bias2, row_mask=None):
+def last_of_many_keys_forgotten(q, k, v, bias1, bias2, row_mask=None, scale=None):
     """Wrong from 33 keys on."""
     last = torch.zeros(k.shape[2], dtype=torch.bool)
     last[32:] = k.shape[2] > 32
-    bias1 = torch.zeros(1, 1, 1, 1, k.shape[2]) if bias1 is None else bias1
-    return evoformer_attention(
-        q, k, v, bias1.masked_fill(last, -torch.inf), bias2, row_mask=row_mask
-    )
+    if bias1 is None:
+        bias1 = torch.zeros(1, 1, 1, 1, k.shape[2])
+    bias1 = bias1.masked_fill(last, 0 if bias1.dtype == torch.bool else -torch.inf)
+    return evoformer_attention(q, k, v, bias1, bias2, row_mask=row_mask, scale=scale)
 
 
 def compared(function):
