@@ -71,6 +71,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
                 if compiler.ok
                 else f"{compiler.name}: {compiler.reason}; {compiler.remedy}",
                 memory_bytes=_MEMORY_BYTES,
+                usual_seconds=kernel.usual_seconds,
             )
             for kernel in kernels
         ]

@@ -223,6 +223,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             local_flags=nvcc.local_flags(compiler, host) if host.ok else (),
             problem="; ".join(lacks),
             memory_bytes=_MEMORY_BYTES,
+            usual_seconds=kernel.usual_seconds,
             label=f"{kernel.name} for {kernel.arch}",
             stand_ins=tuple(
                 (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)

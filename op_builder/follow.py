@@ -45,12 +45,17 @@ class _Followed:
         self._display = display
         self._num_told = 0
         self._ended = False
+        self._unit = progress.Unit(unit.job.title, None)
         self._patience_s = _patience_s(None)
 
     def begin(self) -> progress.Unit:
         self.begun = time.monotonic()
-        self._patience_s = _patience_s(self.unit.last_seconds)
-        return progress.Unit(self.unit.job.title, self.unit.last_seconds)
+        job = self.unit.job
+        self._unit = progress.Unit(
+            job.title, self.unit.last_seconds, job.usual_seconds, job.memory_bytes
+        )
+        self._patience_s = _patience_s(self._unit.expected_seconds)
+        return self._unit
 
     def tell_messages(self) -> None:
         for message in self.unit.messages[self._num_told :]:
@@ -70,8 +75,8 @@ class _Followed:
         if seconds < self._patience_s:
             return
         self._patience_s = 2 * seconds
-        last = self.unit.last_seconds
-        usual = "not known" if last is None else f"{last:.1f} s"
+        expected = self._unit.expected_seconds
+        usual = "not known" if expected is None else f"{expected:.1f} s"
         self._display.note(
             f"still compiling {self.unit.job.title} after {seconds:.0f} s (usual: {usual}) with "
             f"{self.unit.job.compiler}; to stop it, interrupt this process (Ctrl-C)"

@@ -16,6 +16,13 @@ DIRECTIONS = ("fwd", "bwd")
 DTYPES = ("fp32", "fp16", "bf16")
 CPU_ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 
+# Seconds that compiling takes on one core (nvcc 13.0, gcc 12), for who waits for the first time.
+_USUAL_SECONDS = {
+    "cpu": {"fwd": 2.0, "bwd": 3.0},
+    "sm80": {"fwd": 6.0, "bwd": 9.0},  # and the older ones
+    "sm90": {"fwd": 8.0, "bwd": 12.0},
+}
+
 _PARAMS = {"fwd": "FwdParams", "bwd": "BwdParams"}
 _CPU_HEADER = {"fwd": "cpu/forward.h", "bwd": "cpu/backward.h"}
 _CPU_FUNCTION = {"fwd": "ds4s::cpu::forward", "bwd": "ds4s::cpu::backward"}
@@ -57,6 +64,10 @@ class CpuKernel:
     @property
     def name(self) -> str:
         return f"cpu_{self.direction}_{self.dtype}_{self.isa}"
+
+    @property
+    def usual_seconds(self) -> float:
+        return _USUAL_SECONDS["cpu"][self.direction]
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
@@ -140,6 +151,10 @@ class CudaKernel:
         if self.family == "sm90":  # TMA reads nothing else
             return name
         return name + ("_aligned" if self.aligned else "_unaligned")
+
+    @property
+    def usual_seconds(self) -> float:
+        return _USUAL_SECONDS["sm90" if self.family == "sm90" else "sm80"][self.direction]
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""

@@ -51,6 +51,7 @@ class CompileJob:
     local_flags: tuple[str, ...] = ()  # flags that do name folders (-L, -ccbin): not in the key
     problem: str = ""  # why `compiler` is None, and what to do about it
     memory_bytes: int = 1 << 30  # what compiling this may take, to limit how many run at once
+    usual_seconds: float | None = field(default=None, compare=False)  # that compiling it takes
     label: str = ""  # for messages, where one name has several targets
     # Other flags whose library runs wherever this one's does, best first: for what somebody made on
     # purpose for machines other than his own.

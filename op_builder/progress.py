@@ -8,15 +8,18 @@ up logging, they are shown on stderr nevertheless, since minutes of silence look
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from . import resources
+
 logger = logging.getLogger("op_builder")
 
 _BAR_WIDTH = 24
+_USUAL_COLUMNS = 80
 _REDRAW_S = 0.1
 _LINES_AT_ONCE = 4
 
@@ -25,11 +28,21 @@ _LINES_AT_ONCE = 4
 class Unit:
     name: str
     last_seconds: float | None  # None: never compiled into this cache
+    usual_seconds: float | None = None  # what it takes on an ordinary machine
+    memory_bytes: int = 0  # that it may take, which limits how many are compiled at once
+
+    @property
+    def expected_seconds(self) -> float | None:
+        return self.usual_seconds if self.last_seconds is None else self.last_seconds
 
     def __str__(self) -> str:
-        if self.last_seconds is None:
-            return self.name
-        return f"{self.name} (took {self.last_seconds:.1f} s last time)"
+        return self.name + self.expectation
+
+    @property
+    def expectation(self) -> str:
+        if self.last_seconds is not None:
+            return f" (took {self.last_seconds:.1f} s last time)"
+        return f" (usually about {self.usual_seconds:.0f} s)" if self.usual_seconds else ""
 
 
 class Silent:
@@ -110,7 +123,7 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """One line, redrawn: how far it is, going by how long it took last time, and what is left."""
+    """One line, redrawn: how far it is, what compiles, and about how long it still takes."""
 
     interval_s = _REDRAW_S
 
@@ -118,10 +131,12 @@ class Bar(Silent):
         self._units: dict[str, Unit] = {}
         self._done: set[str] = set()
         self._start = time.monotonic()
+        self._expected_s: float | None = None  # for all of them; None: nobody knows
         self._width = 0
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._units.update((unit.name, unit) for unit in units)
+        self._expected_s = _expected_seconds(list(self._units.values()))
         self.tick()
 
     def finished(self, name: str, seconds: float) -> None:
@@ -134,17 +149,8 @@ class Bar(Silent):
         self.tick()
 
     def tick(self) -> None:
-        if not self._units:
-            return
-        elapsed = time.monotonic() - self._start
-        share = self._share(elapsed)
-        full = int(share * _BAR_WIDTH)
-        bar = "#" * full + "." * (_BAR_WIDTH - full)
-        missing = [str(unit) for name, unit in self._units.items() if name not in self._done]
-        what = f"compiling {missing[0]}" if missing else "compiled"
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        counts = f"{len(self._done)}/{len(self._units)}"
-        self._draw(f"[{bar}] {counts} {elapsed:4.1f} s  {what}{more}")
+        if self._units:
+            self._draw(self._line(time.monotonic() - self._start, _columns() - 1))
 
     def end(self) -> None:
         if self._width:
@@ -152,23 +158,61 @@ class Bar(Silent):
             sys.stderr.flush()
             self._width = 0
 
-    def _share(self, elapsed: float) -> float:
-        """Finished units count whole; others by the clock and last time, up to 95 %."""
-        total = 0.0
-        for name, unit in self._units.items():
-            if name in self._done:
-                total += 1.0
-            elif unit.last_seconds:
-                total += min(elapsed / unit.last_seconds, 0.95)
-        return total / len(self._units)
+    def _line(self, elapsed: float, room: int) -> str:
+        """As much as fits, the name and the time left before all else: a line that wraps is not
+        redrawn but repeated.
+        """
+        missing = [unit for name, unit in self._units.items() if name not in self._done]
+        counts = f"{len(self._done)}/{len(self._units)} {elapsed:4.1f} s"
+        if not missing:
+            return f"{self._bar(elapsed, _BAR_WIDTH)} {counts}  compiled"[-room:]
+        left = (self._expected_s or 0.0) - elapsed
+        counts += f", {left:.0f} s left" if left >= 1.0 else ""
+        name, expectation = missing[0].name, missing[0].expectation
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        for width, what in (
+            (_BAR_WIDTH, f"compiling {name}{expectation}{more}"),
+            (_BAR_WIDTH, f"compiling {name}{more}"),
+            (_BAR_WIDTH // 2, f"compiling {name}{more}"),
+            (_BAR_WIDTH // 2, name),
+            (_BAR_WIDTH // 4, name),
+        ):
+            line = f"{self._bar(elapsed, width)} {counts}  {what}"
+            if len(line) <= room:
+                return line
+        return f"{counts}  {name}"[:room]
+
+    def _bar(self, elapsed: float, width: int) -> str:
+        """Finished units count; between them the clock, up to 95 %."""
+        share = len(self._done) / len(self._units)
+        if self._expected_s and share < 1.0:
+            share = max(share, min(elapsed / self._expected_s, 0.95))
+        full = int(share * width)
+        return f"[{'#' * full}{'.' * (width - full)}]"
 
     def _draw(self, line: str) -> None:
-        line = line[
-            : max(shutil.get_terminal_size().columns - 1, 20)
-        ]  # a wrapped line is not redrawn
         sys.stderr.write("\r" + line.ljust(self._width))
         sys.stderr.flush()
         self._width = len(line)
+
+
+def _expected_seconds(units: Sequence[Unit]) -> float | None:
+    """For all units, compiled as many at once as this machine can; None when one is unknown."""
+    each = [unit.expected_seconds for unit in units]
+    known = [seconds for seconds in each if seconds is not None]
+    if len(known) < len(each):
+        return None
+    at_once = resources.parallel_jobs(max(unit.memory_bytes for unit in units))
+    return max([*known, sum(known) / at_once])
+
+
+def _columns() -> int:
+    """Of the terminal on stderr."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        return max(columns, 20) if columns else _USUAL_COLUMNS
+    except (OSError, ValueError, AttributeError):
+        return _USUAL_COLUMNS
 
 
 def display(verbose: bool) -> Silent:

@@ -1,17 +1,21 @@
 """What a person sees while kernels compile: a bar on a terminal, lines elsewhere."""
 
+import fcntl
 import os
 import pty
 import re
+import struct
+import termios
 
 from .toys import finish, gate, open_gate, until
 
 LOAD = "report(**load())"
 
 
-def on_terminal(workshop, script, **changes):
+def on_terminal(workshop, script, columns, **changes):
     """Run with stderr on a terminal; what was drawn there, and the report."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = workshop.spawn(script, stderr=theirs, **changes)
     os.close(theirs)
     drawn = b""
@@ -56,12 +60,38 @@ def test_bar_on_a_terminal(workshop):
     """One line, redrawn: what compiles and how long it took last time; a newline at the end."""
     workshop.run(LOAD)
     workshop.write_header(50)
-    drawn, outcome = on_terminal(workshop, "report(**load('toy', 'other'))", COLUMNS="100")
+    drawn, outcome = on_terminal(workshop, "report(**load('toy', 'other'))", columns=100)
     assert outcome.report["answer"] == [52, 52]
     assert "0/2" in drawn and "2/2" in drawn
     assert "compiling toy (took 0." in drawn
     assert drawn.count("\n") == 1 and drawn.endswith("\n")
     assert all(len(line) < 100 for line in drawn.split("\r"))
+
+
+KERNEL = "sm80_bwd_bf16_d128_bias2_unaligned"  # as long as names get
+
+
+def test_bar_on_a_narrow_terminal(workshop):
+    """80 columns hold the name, how many there are, and in a first build how long it takes."""
+    script = "jobs = [toy(name, usual_seconds=40.0, label=name + ' for 8.0')"
+    script += f" for name in ({KERNEL!r}, 'other')]\n"
+    script += "report(origin=[kernel.origin for kernel in jit.load(jobs)])"
+    drawn, _ = on_terminal(workshop, script, columns=80)
+    lines = [line.rstrip() for line in drawn.split("\r") if "0/2" in line]
+    assert lines
+    for line in lines:
+        assert len(line) < 80
+        told = rf"\[\.+\] 0/2 +\d\.\d s, \d+ s left  {KERNEL} for 8\.0"
+        assert re.fullmatch(told, line), line
+
+
+def test_the_usual_time_is_told_in_a_first_build(workshop):
+    script = "jobs = [toy(usual_seconds=7.0)]\nreport(origin=[jit.load(jobs)[0].origin])"
+    messages = workshop.run(script).messages.splitlines()
+    assert messages[0] == "compiling toy (usually about 7 s) ..."
+    workshop.write_header(50)
+    messages = workshop.run(script).messages.splitlines()
+    assert messages[0].startswith("compiling toy (took 0."), "its own time is better"
 
 
 def test_bar_moves_while_the_compiler_is_silent(workshop):
