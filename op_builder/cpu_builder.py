@@ -72,6 +72,9 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
                 else f"{compiler.name}: {compiler.reason}; {compiler.remedy}",
                 memory_bytes=_MEMORY_BYTES,
                 usual_seconds=kernel.usual_seconds,
+                stand_ins=tuple(
+                    (*self.cxx_args(), *flags) for flags in cpu_isa.detect().stand_ins(kernel.isa)
+                ),
             )
             for kernel in kernels
         ]

@@ -69,6 +69,10 @@ class CpuIsa:
         """The compiler's flags for an instruction set on this processor."""
         return _FLAGS["avx512bf16" if isa == "avx512" and self.bf16 else isa]
 
+    def stand_ins(self, isa: str) -> tuple[tuple[str, ...], ...]:
+        """Flags of another compiler's kernels of the same set, which run here as well."""
+        return (_FLAGS["avx512"],) if isa == "avx512" and self.bf16 else ()
+
     def why_not(self, isa: str) -> str:
         return dict(self.refused).get(isa, "")
 
@@ -116,10 +120,10 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
         if available and available[-1] != "amx":
             break
         if isa == "avx512":
-            bf16 = "amx" in available or not _why_not("avx512bf16", here, compiler)
+            bf16 = "amx" in available or not _why_not("avx512bf16", compiler)
         # A source with the larger set in it has already been compiled.
         proven = isa == "avx512" and bf16
-        if why := "" if proven else _why_not(isa, here, compiler):
+        if why := "" if proven else _why_not(isa, compiler):
             refused[isa] = why
         else:
             available.append(isa)
@@ -133,13 +137,16 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
     return CpuIsa(here, tuple(available), tuple(refused.items()), bf16, compiler)
 
 
-def _why_not(level: str, here: Processor, compiler: Tool) -> str:
-    lacking = [name for name in _NEEDS[level] if name not in here.features]
+def why_not_here(level: str) -> str:
+    """Why kernels of an instruction set cannot run here, whoever compiled them; empty: they can."""
+    lacking = [name for name in _NEEDS[level] if name not in processor().features]
     if lacking:
         return f"this processor or system lacks {', '.join(lacking)}"
-    if level == "amx" and (refusal := _amx_refusal()):
-        return refusal
-    return _compile_problem(level, compiler)
+    return _amx_refusal() if level == "amx" else ""
+
+
+def _why_not(level: str, compiler: Tool) -> str:
+    return why_not_here(level) or _compile_problem(level, compiler)
 
 
 def _compile_problem(level: str, compiler: Tool) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from . import calls, cpu_isa, ending
+from . import calls, cpu_isa, ending, env, search
 from .calls import Call
 from .cpu_builder import CPUOpBuilder
-from .instantiations import DIRECTIONS, CpuKernel
+from .instantiations import CPU_ISAS, DIRECTIONS, CpuKernel
 
 
 class EvoformerAttnCPUBuilder(CPUOpBuilder):
@@ -23,7 +23,10 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
         Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
         """
         with ending.slow_section():
-            return CpuKernel(direction, dtype, cpu_isa.best(dtype))
+            best = CpuKernel(direction, dtype, cpu_isa.best(dtype))
+            if cpu_isa.detect().compiler.ok or env.text("DS4S_CPU_ISA"):
+                return best
+            return next(_held(direction, dtype), best)
 
     def default_kernels(self) -> list[CpuKernel]:
         return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
@@ -38,3 +41,14 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
         """
         chosen = (self.kernel(direction=one.direction, dtype=one.dtype) for one in wanted)
         return list(dict.fromkeys(chosen))
+
+
+def _held(direction: str, dtype: str) -> Iterator[CpuKernel]:
+    """What somebody has compiled and this processor runs, best first: all there is to choose from
+    without a compiler. Another compiler was older, or what it made is meant for other machines too.
+    """
+    for isa in CPU_ISAS:
+        kernel = CpuKernel(direction, dtype, isa)
+        fits = isa != "amx" or dtype == "bf16"
+        if fits and search.holds(f"{kernel.name}-") and not cpu_isa.why_not_here(isa):
+            yield kernel

@@ -13,6 +13,7 @@ from deepspeed4science import build_command
 from op_builder import EvoformerAttnBuilder, calls
 from op_builder.instantiations import HEAD_DIM_TIERS
 from op_builder.toolchain import find_nvcc
+from tests import fakes
 
 from .toys import REPOSITORY
 
@@ -85,6 +86,33 @@ def test_filling_again_compiles_nothing(run, tmp_path):
     assert "1 compiled now" in first.stdout and "0 compiled now" in second.stdout
     assert str(tmp_path / "own") in second.stdout
     assert first.stderr == second.stderr == ""
+
+
+NO_BF16 = """\
+#!/bin/sh
+case "$*" in *-mavx512bf16*) echo "error: unrecognized option -mavx512bf16" >&2; exit 1 ;; esac
+exec g++ "$@"
+"""
+
+
+@pytest.mark.parametrize("made", ["as here", "for less", "by an older compiler"])
+def test_folder_on_a_machine_without_any_program(made, run, tmp_path):
+    """The best kernel of the folder that this processor runs, though a compiler could make better
+    ones: there is none.
+    """
+    changes = {"DS4S_CPU_ISA": {"for less": "portable"}.get(made, "")}
+    if made == "by an older compiler":
+        changes["CXX"] = str(fakes.program(tmp_path / "g++-9", NO_BF16))
+    done = run(
+        *(*BUILD, "--cpu", "--dtype", "bf16", "--direction", "fwd", "--out", str(tmp_path / "one")),
+        **changes,
+    )
+    assert done.returncode == 0, done.stderr
+    bare = {"PATH": "/nonexistent", "DS4S_CPU_ISA": "", "DS4S_CACHE_DIR": str(tmp_path / "own")}
+    found = run("-c", LOAD, "bf16", DS4S_CACHE_PATH=str(tmp_path / "one"), **bare)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["path"].startswith(f"{tmp_path}/one/units/")
+    assert found.stderr == ""
 
 
 @pytest.mark.skipif(not find_nvcc().ok, reason="needs nvcc")
