@@ -63,6 +63,26 @@ def test_a_wrong_implementation_is_found_and_made_small(wrong, sizes, session_se
     assert again == call and fuzz.failure(again, "cpu", checked)
 
 
+def test_figures_a_little_past_the_law_are_drawn_again():
+    call = Call(seed=7)
+    seeds = []
+
+    def past(allowed, wrong_seeds):
+        def checked(inputs):
+            seeds.append(inputs)
+            if len(seeds) in wrong_seeds:
+                raise AssertionError(f"dK: {1.5 * allowed:.3g} > 1; dV: 1.2 > 1")
+
+        return checked
+
+    assert fuzz.excess("AssertionError: dK: 1.5 > 1; dV: 1.2 > 1") == 1.5
+    assert fuzz.excess("AssertionError: dK: 1.5 > 1; dV: NaN or infinities in other places") > 1e9
+    assert fuzz.excess("RuntimeError: 3 > 2") > 1e9
+    for allowed, wrong_seeds, broken in ((1, {1}, False), (1, {1, 3}, True), (2, {1}, True)):
+        seeds.clear()
+        assert fuzz.is_broken(call, "cpu", past(allowed, wrong_seeds)) == broken
+
+
 def test_a_call_is_the_same_whoever_reads_it():
     for _ in range(50):
         call = draw(random.Random())
