@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from op_builder import cache, evict, explain, paths, search
+from op_builder import cache, evict, explain, passing, paths, search
 from op_builder.cache import Entry
 from op_builder.errors import BuildError
 
@@ -180,8 +180,10 @@ def _clear(options: argparse.Namespace) -> int:
     if options.unused_days is not None:
         oldest = time.time() - 86400.0 * options.unused_days
         chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
-    removed = [row for folder, row in chosen.items() if evict.remove(folder)]
+    removed = [row for folder, row in chosen.items() if passing.remove(folder)]
     if not options.entry and options.unused_days is None:
+        for room in evict.rooms(root, "units"):  # what is no entry any more
+            passing.remove(room.folder)
         for part in ("aside", "failed", "memo"):
             shutil.rmtree(root / part, ignore_errors=True)
     size = sum(row.size_bytes for row in removed) / 2**20

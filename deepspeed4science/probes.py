@@ -116,7 +116,7 @@ def _cpu() -> CpuRow:
 
 
 def _cache(probes: Probes) -> CacheRow:
-    from op_builder import lacks, paths
+    from op_builder import lacks, paths, search
 
     root = paths.cache_root()
     size, kernels = 0, 0
@@ -145,6 +145,9 @@ def _cache(probes: Probes) -> CacheRow:
     for shared in paths.readonly_roots():
         if not os.path.isdir(shared):
             probes.warn(f"DS4S_CACHE_PATH names {shared}, which is not a folder")
+    for place in search.roots():
+        if doubt := search.distrust(place):
+            probes.warn(f"compiled kernels in {place.path} are passed over: {doubt}")
     return CacheRow(str(root), kernels, size, note)
 
 

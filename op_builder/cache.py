@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import elf
-from .key import LAYOUT, OWN, CompileJob, Hashes, Header
+from . import elf, files
+from .key import LAYOUT, OWN, SYSTEM, CompileJob, Hashes, Header
 
 USE_GRAIN_S = 3600.0  # see evict.py
 
@@ -56,7 +57,7 @@ class Entry:
     def damage(self) -> str | None:
         """What is wrong with the library's bytes; None when they are those that were published."""
         try:
-            data = self.library.read_bytes()
+            data = files.read(self.library)
         except OSError as error:
             return f"{self.library.name} cannot be read ({error.strerror})"
         if len(data) != self.meta["size"]:
@@ -66,8 +67,9 @@ class Entry:
         return None
 
 
-def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) -> Entry | None:
-    """The entry under `root` that was made of exactly what `job` would be made of now.
+def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) -> Iterator[Entry]:
+    """The entries under `root` that were made of exactly what `job` would be made of now: one,
+    unless it turned out to be damaged where it could not be removed.
 
     With `any_toolchain` only our own sources count: neither the compiler's identity nor headers
     that are not ours (the compiler's, CUTLASS's) are compared, and `job.stand_ins` serve as well.
@@ -87,8 +89,7 @@ def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) ->
         if any_toolchain:
             headers = [header for header in headers if header.root == OWN]
         if all(_unchanged(header, job, hashes) for header in headers):
-            return Entry(folder, meta)
-    return None
+            yield Entry(folder, meta)
 
 
 def used(folder: Path) -> float:
@@ -149,20 +150,47 @@ def _folders(root: Path, prefix: str) -> Iterator[Path]:
 def _read_meta(folder: Path) -> dict[str, Any] | None:
     """None when it is missing, damaged or of another layout: then the entry counts as absent."""
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-    except (OSError, ValueError):
+        meta = json.loads(files.read(folder / "meta.json"))
+    except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(meta, dict) or meta.get("layout") != LAYOUT:
-        return None
-    return meta if meta.keys() >= _META_FIELDS else None
+    return meta if isinstance(meta, dict) and _is_whole(meta) else None
 
 
-_META_FIELDS = frozenset(
-    {
-        *("name", "flags", "identity", "headers", "machine", "glibc", "size", "sha256"),
-        *("seconds", "created"),
-    }
-)
+def _is_whole(meta: dict[str, Any]) -> bool:
+    """Every field is there and of the type that we write."""
+    created = meta.get("created")
+    return (
+        meta.get("layout") == LAYOUT
+        and all(isinstance(meta.get(name), str) for name in ("name", "sha256"))
+        and all(_is_number(meta.get(name)) for name in ("machine", "size", "seconds"))
+        and _are(meta.get("flags"), str)
+        and _are(meta.get("glibc"), int)
+        and all(_are(pair, str) and len(pair) == 2 for pair in _items(meta.get("identity")))
+        and all(_is_header(header) for header in _items(meta.get("headers")))
+        and isinstance(created, dict)
+        and _is_number(created.get("time"))
+        and all(isinstance(created.get(name), str) for name in ("host", "compiler"))
+    )
+
+
+def _is_header(value: object) -> bool:
+    """As `Header` is written: [-1, "/usr/include/math.h", "ab12..."]."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return isinstance(value[0], int) and value[0] >= SYSTEM and _are(value[1:], str)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _are(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+def _items(value: object) -> list[Any]:
+    """A list's items; one that is nothing, where it is no list."""
+    return value if isinstance(value, list) else [None]
 
 
 def read(folder: Path) -> Entry | None:

@@ -7,7 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from . import lacks
+from . import files, lacks, paths, trust
 from .errors import CompileError
 from .ninja_run import Failed
 
@@ -106,10 +106,11 @@ def _hint(failed: Failed) -> str:
 def _keep(failed: Failed, logs: Path) -> str:
     text = f"$ {failed.command}\n{failed.log}"
     with contextlib.suppress(OSError):
-        logs.mkdir(parents=True, exist_ok=True)
-        path = logs / f"{failed.job.ident}.log"
-        path.write_text(text)
-        return str(path)
+        paths.make_root(logs.parent)
+        if not trust.of_root(logs.parent):
+            path = files.make_part(logs.parent, logs.name) / f"{failed.job.ident}.log"
+            files.replace(path, text.encode())
+            return str(path)
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(
             "w", prefix=f"{failed.job.name}-", suffix=".log", delete=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import elf, lacks, publish, tell
+from . import elf, lacks, publish, search, tell
 from .errors import BuildError
 from .loaded import EXPORTS, LoadedKernel
 from .publish import Built
@@ -29,11 +29,13 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
                 f"{name} was compiled but cannot be written to {root.path} ({reason}): free "
                 "some space there, or name a folder that can be written"
             ) from error
+        remedy = lacks.remedy(reason) or "set DS4S_CACHE_DIR to a folder that can be written"
         private = (
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
-            "this process uses a private copy and the next one compiles again: "
-            f"{lacks.remedy(reason) or 'set DS4S_CACHE_DIR to a folder that can be written'}"
+            f"this process uses a private copy and the next one compiles again: {remedy}"
         )
+        if search.distrust(root):  # told by who looked there
+            private = ""
     try:
         kernel = LoadedKernel(built.library, name, "built")
     except (OSError, ValueError) as error:
@@ -41,7 +43,8 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
             f"{name} was compiled but cannot be loaded: {error}; "
             f"{lacks.remedy(str(error)) or 'name another compiler in CXX, or report it'}"
         ) from error
-    tell.warn_once(private)
+    if private:
+        tell.warn_once(private)
     return kernel
 
 

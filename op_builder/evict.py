@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, env, loaded, publish
+from . import cache, env, loaded, passing
 
 DEFAULT_MAX_MB = 2048
 
@@ -61,25 +60,10 @@ def make_room(root: Path) -> list[Path]:
             break
         if room.folder.parent.name == "units" and cache.used(room.folder) > newest:
             continue
-        if remove(room.folder):
+        if passing.remove(room.folder):
             removed.append(room.folder)
         excess -= room.size
     return removed
-
-
-def remove(folder: Path) -> bool:
-    """Take an entry away at once and whole; False when it is gone already or not ours to remove."""
-    try:
-        passing = publish.new_folder(folder.parent)
-    except OSError:
-        return False
-    try:
-        os.rename(folder, passing / folder.name)
-        return True
-    except OSError:
-        return False
-    finally:
-        shutil.rmtree(passing, ignore_errors=True)
 
 
 def rooms(root: Path, part: str) -> Iterator[Room]:
@@ -94,7 +78,7 @@ def room(folder: Path) -> Room:
     """Of no size when it has just gone."""
     size = 0
     with contextlib.suppress(OSError):
-        size = sum(file.stat().st_size for file in os.scandir(folder))
+        size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
     return Room(folder, cache.used(folder), size)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import files
 from .cache import Entry
 from .key import OWN, SYSTEM, Header
 
@@ -64,5 +65,5 @@ def source_changes(before: Entry, after: Entry) -> list[str]:
 def _source(entry: Entry) -> Iterator[str]:
     for suffix in (".cu", ".cpp"):
         path: Path = entry.folder / f"{entry.name}{suffix}"
-        if os.path.isfile(path):
-            yield from path.read_text(errors="replace").splitlines()
+        with contextlib.suppress(OSError):
+            yield from files.read(path).decode(errors="replace").splitlines()

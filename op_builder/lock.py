@@ -10,13 +10,17 @@ after the other at the same source.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any
+
+from . import files, paths, trust
 
 _held: set[int] = set()  # file descriptors, so that a forked child can let go of its copies
 
@@ -27,6 +31,7 @@ class NoLockError(Exception):
 
 class UnitLock:
     def __init__(self, root: Path, ident: str) -> None:
+        self._root = root
         self.path = root / "locks" / f"{ident}.lock"
         self.previous: dict[str, Any] = {}  # what the holder before us left
         self._handle: int | None = None
@@ -34,8 +39,7 @@ class UnitLock:
     def try_acquire(self) -> bool:
         """False when somebody else holds it; raises NoLockError where locks do not work."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = self._open()
         except OSError as error:
             raise NoLockError(str(error)) from error
         try:
@@ -52,6 +56,27 @@ class UnitLock:
         self.write({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
         return True
 
+    def _open(self) -> int:
+        """A regular file of this user's (or of a group's, see trust.py): nobody else can hold it.
+
+        Raises OSError.
+        """
+        paths.make_root(self._root)
+        folder = files.make_part(self._root, "locks")
+        if doubt := trust.of_root(self._root) or trust.of_parts(self._root, folder):
+            raise PermissionError(doubt)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        mode = 0o660 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
+        handle = os.open(self.path, flags, mode)
+        status = os.fstat(handle)
+        ours = status.st_uid == os.geteuid() or mode == 0o660
+        if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "is not a file of ours alone", str(self.path))
+        with contextlib.suppress(OSError):
+            os.fchmod(handle, mode)
+        return handle
+
     def release(self) -> None:
         if self._handle is not None:
             _held.discard(self._handle)
@@ -63,8 +88,8 @@ class UnitLock:
     def read(self) -> dict[str, Any]:
         """What the last holder wrote; {} when nothing or nonsense. Needs no lock."""
         try:
-            content = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
+            content = json.loads(files.read(self.path))
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

@@ -15,12 +15,11 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import paths
+from . import files, paths, trust
 
 _answers: dict[tuple[str, str, str], Any] = {}
 
@@ -55,7 +54,8 @@ def known(kind: str, key: str) -> Any:
     place = (str(root), kind, key)
     if place not in _answers:
         folders = (root, *paths.readonly_roots())
-        found = (_read(_place(folder, kind, key), key) for folder in folders)
+        trusted = (folder for folder in folders if not trust.of_root(folder))
+        found = (_read(_place(folder, kind, key), key) for folder in trusted)
         answer = next((one for one in found if one is not None), None)
         if answer is None:
             return None
@@ -76,21 +76,21 @@ def _place(root: Path, kind: str, key: str) -> Path:
 
 def _read(path: Path, key: str) -> Any:
     try:
-        stored = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        stored = json.loads(files.read(path))
+        fits = stored["key"] == key and stored["digest"] == _digest(key, stored["answer"])
+        return stored["answer"] if fits else None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    if not isinstance(stored, dict) or stored.get("key") != key or "answer" not in stored:
-        return None
-    return stored["answer"]
 
 
 def _write(path: Path, key: str, answer: Any) -> None:
+    stored = {"key": key, "answer": answer, "digest": _digest(key, answer)}
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".memo-")
-        try:
-            with os.fdopen(handle, "w") as stream:
-                json.dump({"key": key, "answer": answer}, stream)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        paths.make_root(path.parents[1])
+        files.make_part(path.parents[1], path.parent.name)
+        files.replace(path, json.dumps(stored).encode())
+
+
+def _digest(key: str, answer: Any) -> str:
+    """Of what was written: what somebody has changed is asked for again."""
+    return hashlib.sha256(json.dumps([key, answer], sort_keys=True).encode()).hexdigest()

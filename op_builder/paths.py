@@ -14,7 +14,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from . import env
+from . import env, files
 from .errors import BuildError
 
 _HERE = Path(os.path.realpath(__file__)).parent
@@ -72,6 +72,13 @@ def cache_root() -> Path:
         return named
     home = _home_cache()
     return home if home is not None and _may_write(home) else _temporary_cache()
+
+
+def make_root(root: Path) -> None:
+    """Make a folder for compiled kernels, if it is not there. The user's cache is his alone; what
+    root keeps, and what somebody asked for elsewhere, is for everybody to read.
+    """
+    files.make_root(root, private=root == cache_root() and os.geteuid() != 0)
 
 
 def cache_note() -> str:

@@ -14,16 +14,17 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, compiler_log, elf, tell
+from . import cache, compiler_log, elf, files, passing, paths, tell, trust
 from .cache import Entry
 from .key import LAYOUT, CompileJob, Header, content_key
+
+_MOST_DAMAGED = 8  # entries of one name that cannot be removed
 
 
 @dataclass(frozen=True)
@@ -57,38 +58,61 @@ def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
     Raises OSError when `root` cannot be written (read-only, full, not allowed), and what `load`
     raises.
     """
-    units = root / "units"
-    units.mkdir(parents=True, exist_ok=True)
-    sweep(units)
-    folder = units / f"{built.job.name}-{built.key}"
-    temporary = new_folder(units)
+    paths.make_root(root)
+    if doubt := trust.of_root(root):
+        raise PermissionError(doubt)
+    units = files.make_part(root, "units")
+    passing.sweep(units)
+    temporary = passing.new_folder(units)
     try:
-        os.chmod(temporary, 0o755)  # mkdtemp's 0700 would keep a shared cache from being shared
-        entry = Entry(folder, _write_entry(temporary, built))
-        _fsync(temporary)
-        load(temporary / entry.library.name)  # the folder's new name is the same library to dlopen
-        for _ in range(2):
-            try:
-                os.rename(temporary, folder)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                winner = cache.read(folder)
-                damage = _damage(winner, load) if winner else "its meta.json is damaged"
-                if winner is not None and not damage:
-                    return winner
-                set_aside(root, folder, damage)
-                continue
-            _fsync(units)
-            return entry
-        raise OSError(errno.EEXIST, "a damaged entry cannot be moved away", str(folder))
+        with contextlib.suppress(OSError):
+            os.chmod(temporary, files.bits(units))  # mkdtemp's 0700 is for nobody else to read
+        entry = Entry(temporary, _write_entry(temporary, built))
+        _synchronise(temporary)
+        load(entry.library)  # the folder's new name is the same library to dlopen
+        for folder in _names(units / f"{built.job.name}-{built.key}"):
+            winner = _rename(root, temporary, folder, load)
+            if winner is not None:
+                return winner
+        raise OSError(errno.EEXIST, "damaged entries cannot be moved away", str(units))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _damage(entry: Entry, load: Callable[[Path], object]) -> str:
+def _names(folder: Path) -> Iterator[Path]:
+    """Where an entry may be: its first name may be that of a damaged one that nobody can remove."""
+    yield folder
+    for number in range(2, 2 + _MOST_DAMAGED):
+        yield folder.with_name(f"{folder.name}.{number}")
+
+
+def _rename(
+    root: Path, temporary: Path, folder: Path, load: Callable[[Path], object]
+) -> Entry | None:
+    """The entry now in `folder`: ours, or a sound one that was there; None when it is damaged and
+    can be neither moved nor removed.
+    """
+    for _ in range(2):
+        try:
+            os.rename(temporary, folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            winner = cache.read(folder)
+            damage = _damage(root, winner, load) if winner else "its meta.json is damaged"
+            if winner is not None and not damage:
+                return winner
+            if not set_aside(root, folder, damage):
+                return None
+        else:
+            _synchronise(folder.parent)
+            return cache.read(folder)
+    return None
+
+
+def _damage(root: Path, entry: Entry, load: Callable[[Path], object]) -> str:
     """Why an entry is of no use here; empty when it is."""
-    if damage := entry.damage():
+    if damage := trust.of_parts(root, entry.folder, entry.library) or entry.damage():
         return damage
     try:
         load(entry.library)
@@ -99,14 +123,16 @@ def _damage(entry: Entry, load: Callable[[Path], object]) -> str:
 
 def set_aside(root: Path, folder: Path, why: str) -> bool:
     """Move a damaged entry out of the way, replacing an earlier one; False when not allowed to."""
-    aside = root / "aside" / folder.name
     try:
-        aside.parent.mkdir(exist_ok=True)
+        aside = files.make_part(root, "aside") / folder.name
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(folder, aside)
     except FileNotFoundError:
         return True  # another process has just done it
     except OSError as error:
+        if passing.remove(folder):
+            tell.warn(f"{folder} cannot be used ({why}); removed, compiled again")
+            return True
         tell.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")
         return False
     tell.warn(f"{folder} cannot be used ({why}); moved to {aside}, compiled again")
@@ -138,55 +164,18 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
             "compiler": str(job.compiler),
         },
     }
-    _write(folder / f"{job.name}.so", data, mode=0o755)
-    _write(folder / f"{job.name}{job.suffix}", job.source.encode())
-    _write(folder / "log", compiler_log.read(built.log).encode())
-    _write(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    files.write_new(folder / f"{job.name}.so", data, 0o755)
+    files.write_new(folder / f"{job.name}{job.suffix}", job.source.encode(), 0o644)
+    files.write_new(folder / "log", compiler_log.read(built.log).encode(), 0o644)
+    files.write_new(folder / "meta.json", json.dumps(meta, indent=1).encode(), 0o644)
     return meta
 
 
-def _write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _fsync(folder: Path) -> None:
+def _synchronise(folder: Path) -> None:
     """Make a folder's list of names survive a crash, on file systems where that is needed."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(handle)
+            files.synchronise(handle)
         finally:
             os.close(handle)
-
-
-def new_folder(units: Path) -> Path:
-    """A passing folder of this process's, which `sweep` removes if we are killed."""
-    prefix = f".unfinished-{socket.gethostname()}-{os.getpid()}-"
-    return Path(tempfile.mkdtemp(dir=units, prefix=prefix))
-
-
-def sweep(units: Path) -> None:
-    """Remove what processes of this host, killed while publishing, left behind.
-
-    A wrong guess (another container of the same host name) makes that process keep its own copy,
-    nothing worse.
-    """
-    here = f".unfinished-{socket.gethostname()}-"
-    for name in os.listdir(units):
-        pid = name.removeprefix(here).partition("-")[0]
-        if name.startswith(here) and pid.isdecimal() and not _alive(int(pid)):
-            shutil.rmtree(units / name, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, paths, tell
+from . import cache, paths, tell, trust
+from .cache import Entry
 from .key import CompileJob, Hashes
 from .loaded import LoadedKernel
 
@@ -34,22 +36,43 @@ def holds(prefix: str) -> bool:
 def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> LoadedKernel | None:
     """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
     for root in where:
-        any_toolchain = root.shared or job.compiler is None
-        entry = cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
-        if entry is None:
+        if doubt := distrust(root):
+            tell.warn_once(f"compiled kernels in {root.path} are passed over: {doubt}")
             continue
-        damage = entry.damage()
-        if damage is None:
-            try:
-                kernel = LoadedKernel(entry.library, job.name, root.origin)
+        for entry in fitting(root, job, hashes):
+            if doubt := distrust(root, entry):
+                tell.warn_once(f"{entry.folder} is passed over: {doubt}")
+                continue
+            damage = entry.damage()
+            if damage is None:
+                try:
+                    kernel = LoadedKernel(entry.library, job.name, root.origin)
+                except (OSError, ValueError) as error:
+                    tell.warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
+                    continue
                 if root.origin == "cache" and not root.shared:
                     cache.note_use(entry.folder)
                 return kernel
-            except (OSError, ValueError) as error:
-                tell.warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
-        elif root.shared:
-            tell.warn_once(f"{entry.folder} is damaged ({damage}); passed over")
+            if root.shared:
+                tell.warn_once(f"{entry.folder} is damaged ({damage}); passed over")
     return None
+
+
+def fitting(root: Root, job: CompileJob, hashes: Hashes) -> Iterator[Entry]:
+    any_toolchain = root.shared or job.compiler is None
+    return cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
+
+
+def distrust(root: Root, entry: Entry | None = None) -> str:
+    """Why a folder, or an entry in it, is somebody else's to change; empty when it is not.
+
+    Who can change what is in the package can change the package.
+    """
+    if root.path == paths.prebuilt_root():
+        return ""
+    if entry is None:
+        return trust.of_root(root.path)
+    return trust.of_parts(root.path, entry.folder, entry.library)
 
 
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:

@@ -60,10 +60,11 @@ def of(builder: OpBuilder[Any]) -> OpStatus:
 def _find(job: CompileJob, hashes: Hashes) -> tuple[Root, Entry] | None:
     """Where a sound library for `job` is; None when there is none."""
     for root in search.roots():
-        any_toolchain = root.shared or job.compiler is None
-        entry = cache.find(root.path, job, hashes, any_toolchain=any_toolchain)
-        if entry is not None and entry.damage() is None:
-            return root, entry
+        if search.distrust(root):
+            continue
+        for entry in search.fitting(root, job, hashes):
+            if not search.distrust(root, entry) and entry.damage() is None:
+                return root, entry
     return None
 
 

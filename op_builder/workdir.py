@@ -68,7 +68,9 @@ def _sweep(root: Path) -> None:
         if folder in _mine:
             continue
         with contextlib.suppress(OSError):
-            handle = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
+            if os.lstat(folder).st_uid != os.geteuid():
+                continue
+            handle = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ def mount_tmpfs(tmp_path):
 
     def mount(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"a file system of our own cannot be mounted here: {done.stderr.strip()}")

@@ -185,9 +185,9 @@ def test_killed_while_removing(big):
 import signal
 def die(path, **more):
     os.kill(os.getpid(), signal.SIGKILL)
-from op_builder import evict
-evict.shutil = type(sys)("shutil")
-evict.shutil.rmtree = die
+from op_builder import passing
+passing.shutil = type(sys)("shutil")
+passing.shutil.rmtree = die
 load("c")
 sys.stdin.readline()
 """

@@ -1,0 +1,199 @@
+"""Folders that others may write: nothing of theirs is loaded, and they stop nothing of ours."""
+
+import os
+import shutil
+import stat
+
+import pytest
+
+from .people import NOBODY
+
+OTHER = NOBODY - 1  # somebody else again
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+@pytest.fixture
+def planted(his, open_folder):
+    """A function that makes everything in his cache another user's, whose library says so."""
+    if os.geteuid() != 0:
+        pytest.skip("needs the right to give files away")
+
+    def plant(*places, owner=OTHER, bits=None):
+        for place in places:
+            os.chown(place, owner, owner)
+            if bits is not None:
+                os.chmod(place, bits)
+
+    his.run()
+    his.set_compiler("")
+    return plant
+
+
+@pytest.mark.parametrize("what", ["root", "units", "entry", "library"])
+def test_library_of_another_user_is_not_loaded(his, planted, what):
+    entry = his.entries[0]
+    places = {
+        "root": his.cache,
+        "units": his.cache / "units",
+        "entry": entry,
+        "library": entry / "toy.so",
+    }
+    planted(places[what], bits=0o755)
+    outcome = his.run()
+    assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
+    assert f"{places[what]} belongs to user {OTHER}" in outcome.messages
+    assert outcome.messages.count("passed over") == 1
+    assert "DS4S_CACHE_DIR" in outcome.messages
+
+
+@pytest.mark.parametrize("what", ["root", "units", "entry", "library"])
+@pytest.mark.parametrize("bits", [0o1777, 0o777, 0o775])
+def test_what_others_may_write_is_not_loaded(his, what, bits):
+    """777 and 1777 for everybody; 775 where the group is not the user's own."""
+    his.run()
+    entry = his.entries[0]
+    places = {
+        "root": his.cache,
+        "units": his.cache / "units",
+        "entry": entry,
+        "library": entry / "toy.so",
+    }
+    os.chmod(places[what], bits)
+    outcome = his.run()
+    assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
+    assert f"{places[what]} can be written by others (chmod go-w" in outcome.messages
+    os.chmod(places[what], bits & ~0o1022)
+    assert his.run().origin == "cache"
+
+
+def test_link_to_another_users_folder(his, planted, open_folder):
+    elsewhere = open_folder / "elsewhere"
+    his.cache.rename(elsewhere)
+    his.cache.symlink_to(elsewhere)
+    planted(elsewhere)
+    outcome = his.run()
+    assert outcome.origin == "built"
+    assert f"{his.cache} belongs to user {OTHER}" in outcome.messages
+
+
+def test_shared_cache_of_root_is_loaded_and_anothers_is_not(his, planted, open_folder):
+    """DS4S_CACHE_PATH: who fills a cache for others is root."""
+    shared = open_folder / "shared"
+    his.cache.rename(shared)
+    for place in (shared, *shared.rglob("*")):
+        os.chown(place, 0, 0)
+        os.chmod(place, 0o755)
+    assert his.run(DS4S_CACHE_PATH=str(shared)).origin == "cache"
+    planted(shared, *shared.rglob("*"))
+    outcome = his.run(DS4S_CACHE_PATH=str(shared))
+    assert outcome.origin == "built"
+    assert f"{shared} belongs to user {OTHER}" in outcome.messages
+
+
+def test_group_that_a_folder_was_made_for(his, nobody):
+    """A setgid folder is what somebody shares with a group: its members believe each other."""
+    his.cache.mkdir()
+    if nobody.is_somebody_else:
+        os.chown(his.cache, 0, NOBODY)
+    os.chmod(his.cache, 0o2770)
+    assert his.run().origin == "built"
+    assert his.run().origin == "cache"
+    assert mode(his.cache / "locks") == mode(his.cache / "units") == 0o2770
+    if nobody.is_somebody_else:
+        for place in his.cache.rglob("*"):
+            os.chown(place, OTHER, NOBODY)
+        assert his.run().origin == "cache"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_own_folders_are_for_their_user_alone(his, umask):
+    """Whatever the umask: nobody else reads, waits for or changes anything there."""
+    his.run(f"os.umask({umask})\nreport(**load())")
+    assert mode(his.cache) == 0o700
+    for place in his.cache.rglob("*"):
+        assert mode(place) & 0o022 == 0, place
+    assert {mode(lock) for lock in (his.cache / "locks").iterdir()} == {0o600}
+    assert his.run().origin == "cache"
+
+
+def test_lock_that_is_a_link(his, nobody):
+    """What it points to is neither overwritten nor waited for."""
+    his.run()
+    (lock,) = (his.cache / "locks").iterdir()
+    precious = his.root / "precious"
+    for link in (os.symlink, os.link):
+        precious.write_text("precious")
+        nobody.give(precious) if nobody.is_somebody_else else None
+        lock.unlink()
+        link(precious, lock)
+        shutil.rmtree(his.cache / "units")
+        assert his.run().origin == "built"
+        assert precious.read_text() == "precious"
+
+
+def test_lock_that_is_a_fifo(his):
+    his.run()
+    (lock,) = (his.cache / "locks").iterdir()
+    lock.unlink()
+    os.mkfifo(lock)
+    shutil.rmtree(his.cache / "units")
+    assert his.run().origin == "built"
+
+
+def test_log_that_is_a_link(his, nobody):
+    his.include.joinpath("toy.h").write_text("#error on purpose\n")
+    fails = "try:\n    load()\nexcept CompileError:\n    report(failed=True)"
+    assert his.run(fails).report["failed"]
+    (log,) = (his.cache / "failed").iterdir()
+    precious = his.root / "precious"
+    precious.write_text("precious")
+    if nobody.is_somebody_else:
+        nobody.give(precious)
+    log.unlink()
+    log.symlink_to(precious)
+    assert his.run(fails).report["failed"]
+    assert precious.read_text() == "precious"
+    assert "on purpose" in log.read_text()
+
+
+def test_readable_lock_stalls_nobody(his, nobody):
+    """Another user cannot open it, and what was readable once is not any more."""
+    if not nobody.is_somebody_else:
+        pytest.skip("needs two users")
+    his.run()
+    (lock,) = (his.cache / "locks").iterdir()
+    assert mode(lock) == 0o600
+    os.chmod(lock, 0o666)  # as older versions made it
+    his.write_header(50)
+    assert his.run().report["answer"] == [52]
+    assert mode(lock) == 0o600
+
+
+def test_abandoned_folders_of_others_are_left_alone(his, nobody):
+    """Folders to compile in have names that anybody can make up in /tmp."""
+    if not nobody.is_somebody_else:
+        pytest.skip("needs two users")
+    foreign = his.build_root / "ds4s-build-foreign"
+    foreign.mkdir()
+    (foreign / "alive").write_text("")
+    os.chmod(foreign, 0o777)
+    his.run()
+    assert (foreign / "alive").exists()
+
+
+def test_the_report_says_so(his):
+    his.run()
+    os.chmod(his.cache, 0o1777)
+    script = """
+import contextlib, io
+from deepspeed4science import report as r
+out = io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    r.main(["--json"])
+report(text=out.getvalue())
+"""
+    warning = f"compiled kernels in {his.cache} are passed over: {his.cache} can be written by"
+    assert warning in his.run(script).report["text"]
