@@ -109,11 +109,11 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 from op_builder import loader
 waiting = []
-follow = loader.Loader._follow
+follow = loader.follow
 def announced(*arguments):
     waiting.append("other" if threading.current_thread() is other else "main")
     follow(*arguments)
-loader.Loader._follow = announced
+loader.follow = announced
 threading.Thread(target=interrupt).start()
 try:
     load()
@@ -124,3 +124,53 @@ except KeyboardInterrupt:
     workshop.set_compiler("sleep 60")
     outcome = workshop.run(script)
     assert outcome.report["answers"] == [[42]]
+
+
+def test_who_waits_for_a_thread_that_is_gone_begins_anew(workshop):
+    """A thread that ended without a word, as by an error in what should have given up for it."""
+    script = """
+from op_builder import loader, search
+give_up, loader.Loader._give_up = loader.Loader._give_up, lambda *arguments: None
+existing = search.load_existing
+def end(*arguments): raise SystemExit
+search.load_existing = end
+loader.search = search
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+search.load_existing, loader.Loader._give_up = existing, give_up
+report(**load())
+"""
+    assert workshop.run(script).report["answer"] == [42]
+
+
+OP = """
+import torch
+from deepspeed4science import DS4Sci_EvoformerAttention as attention
+q = torch.randn(1, 1, 4, 1, 8, requires_grad=True)
+def call():
+    torch.autograd.grad(attention(q, q, q).sum(), q)
+    return {"answer": [42]}
+"""
+
+
+def test_interrupt_in_a_warm_first_call_of_the_op(workshop):
+    """Ctrl-C at 50 places of our own files, from the call to the gradient."""
+    fill = "from op_builder import EvoformerAttnCPUBuilder as B\nB().load()\nreport()"
+    workshop.run(fill, DS4S_CACHE_DIR=str(workshop.root / "kernels"))
+    script = RAISE.replace('"op_builder" not', '"op_builder/" not') + OP
+    script = script.replace(
+        'if "op_builder/" not in frame.f_code.co_filename:',
+        'if not any(p in frame.f_code.co_filename for p in ("op_builder/", "deepspeed4science/")):',
+    )
+    script += """
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.write(writing, str(raised(0, KeyboardInterrupt, call)).encode())
+    os._exit(0)
+total = int(os.read(reading, 20))
+report(**all_places(KeyboardInterrupt, call, step=total // 50))
+"""
+    outcome = workshop.run(script, DS4S_CACHE_DIR=str(workshop.root / "kernels"))
+    assert outcome.report["total"] > 500, "the lines were not seen"
+    assert outcome.report["failed"] == [], outcome.messages
