@@ -206,19 +206,23 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   if (bn == 0) *args.counter = 0;
 }
 
-// One block for each tile of `keys` keys of a b; kThreads threads of it.
-template <int kThreads>
-CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int keys, int block) {
-  constexpr int kWarps = kThreads / 32;
-  const int b = block / lists.tiles, tile = block % lists.tiles;
+// One block for each tile of kKeys keys of a b.
+constexpr int kListThreads = 512;
+template <int kKeys>
+__global__ void __launch_bounds__(kListThreads)
+    list_visible_rows(const KeyMask mask, const RowLists lists, int32_t* rows, int32_t* counts) {
+  constexpr int kWarps = kListThreads / 32;
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  const int b = int(blockIdx.x) / lists.tiles, tile = int(blockIdx.x) % lists.tiles;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   __shared__ int sVotes[2][kWarps];
-  int32_t* rows = const_cast<int32_t*>(lists.rows) + int64_t(block) * lists.N;
+  rows += int64_t(blockIdx.x) * lists.N;
   int count = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int first = 0, turn = 0; first < lists.N; first += kThreads, turn ^= 1) {
+  for (int first = 0, turn = 0; first < lists.N; first += kListThreads, turn ^= 1) {
     const int n = first + int(threadIdx.x);
-    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * keys, keys / KeyMask::kUnit) != 0;
+    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * kKeys, kKeys / KeyMask::kUnit) != 0;
     const uint32_t votes = __ballot_sync(0xffffffffu, sees);
     if (lane == 0) sVotes[turn][warp] = __popc(votes);
     __syncthreads();
@@ -230,7 +234,7 @@ CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists
     }
     if (sees) rows[before + __popc(votes & ((1u << lane) - 1))] = n;
   }
-  if (threadIdx.x == 0) const_cast<int32_t*>(lists.counts)[block] = count;
+  if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
 }  // namespace ds4s

@@ -31,12 +31,11 @@ struct BackwardArgs {
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;
-  int32_t num_blocks;  // row pass: blocks of tiles per row n and head
-  int32_t num_tiles;   // of the whole grid
-  // Of what tiles are made, innermost first. Bias pass: slices are parts of N. Row pass: N in groups of kRows, which
-  // kDqInGlobal puts before heads.
+  int32_t num_blocks;      // row pass: blocks of tiles per row n and head
+  int32_t num_row_groups;  // row pass: N in groups of kRows
+  int32_t num_tiles;       // of the whole grid
+  // Bias pass: its tiles, innermost first; slices are parts of N.
   cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
-  cutlass::FastDivmod by_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
   bool stores_first, stores_second;  // row pass: which results are wanted
   bool stores_dbias1;                // each head its own part

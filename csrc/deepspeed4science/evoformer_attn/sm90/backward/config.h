@@ -152,15 +152,15 @@ struct DqDkdvConfig {
 
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
-    args.by_blocks(tile, at.owned, tile);
+    at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
     if constexpr (kDqInGlobal) {  // bias2 of one head after another, and dbias2, stay in L2
-      args.by_row_groups(tile, at.row, tile);
-      args.by_heads(at.batch, at.head, tile);
-    } else {
-      args.by_heads(tile, at.head, tile);
-      args.by_row_groups(at.batch, at.row, tile);
+      at.row = tile % args.N, tile /= args.N;
+      at.head = tile % args.H, at.batch = tile / args.H;
+      return at;
     }
-    at.owned *= kTiles * kOwned, at.row *= kRows;
+    at.head = tile % args.H, tile /= args.H;
+    at.row = tile % args.num_row_groups * kRows;
+    at.batch = tile / args.num_row_groups;
     return at;
   }
   // What a tile walks over: all queries, or the steps with visible keys.

@@ -41,7 +41,7 @@ struct DqGlobal {
   }
 
   // The (b, n, h) of a tile, and where a accumulator is.
-  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return args.by_blocks.div(tile); }
+  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
@@ -154,7 +154,7 @@ struct DqGlobal {
       int* progress = args.dq_progress + pair_of(args, tiles.tile);
       if (lane == 0) wait_for(progress, args.num_blocks);
       __syncwarp();
-      write(args, shared, address_of(args, accumulator), dq, at, args.by_blocks.rem(tiles.tile), lane);
+      write(args, shared, address_of(args, accumulator), dq, at, tiles.tile % args.num_blocks, lane);
       __syncwarp();
       if (lane == 0) {
         __threadfence();

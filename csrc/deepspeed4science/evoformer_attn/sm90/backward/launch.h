@@ -79,14 +79,15 @@ class Backward : BackwardHost {
   void reserve_row_lists() {
     row_lists_ = reserve(true, p_.B * ceil_div(p_.Lk, Pass::kKeys) * (p_.N + 1) * 4);
   }
-  // Where the bias pass finds them.
   template <typename Pass>
-  void place_row_lists(int& num_lists, int& keys) {
+  void list_rows() {
     RowLists& lists = args_.row_lists;
     lists.N = int32_t(p_.N), lists.tiles = int32_t(ceil_div(p_.Lk, Pass::kKeys));
     if (row_lists_ < 0) return;
-    num_lists = int(p_.B) * lists.tiles, keys = Pass::kKeys;
-    lists.counts = at<int32_t>(row_lists_), lists.rows = lists.counts + num_lists;
+    int32_t *counts = at<int32_t>(row_lists_), *rows = counts + p_.B * lists.tiles;
+    lists.counts = counts, lists.rows = rows;
+    start_overlapping(list_visible_rows<Pass::kKeys>, p_.B * lists.tiles, kListThreads, 0, /*cluster=*/1, args_.mask,
+                      lists, rows, counts);
   }
 
   bool fits() const {
@@ -104,9 +105,6 @@ class Backward : BackwardHost {
     int64_t clusters = blocks / Pass::kCluster, tiles = num_bias_tiles<Pass>();
     // With hidden keys tiles cost different amounts: at least four for each cluster.
     int64_t least = key_mask_.needed() ? ceil_div(4 * clusters, tiles) : 1;
-#ifdef EXP_LEAST
-    if (least > EXP_LEAST) least = EXP_LEAST;
-#endif
     int64_t slices = choose_slices(tiles, clusters, least);
     // Where blocks come to many tiles, slices of 96 n are faster: (1,1536,1536,4,32) 22.4 instead of 22.9. In
     // deterministic mode each slice takes memory.
@@ -260,18 +258,13 @@ class Backward : BackwardHost {
   void prepare() {
     check(key_mask_.template fill<Element>(at<void>(mask_), at<void>(bias1_), stream_));
     args_.mask = key_mask_.at(at<void>(mask_)), args_.next_bias_tile = key_mask_.counter(at<void>(mask_));
-#ifdef EXP_STATIC
-    args_.next_bias_tile = nullptr;
-#endif
-    int num_lists = 0, keys = 0;
     if constexpr (kBias2) {
-      if (p_.dbias2) with_dbias2_pass([&](auto pass) { place_row_lists<decltype(pass)>(num_lists, keys); });
+      if (p_.dbias2) with_dbias2_pass([this](auto pass) { list_rows<decltype(pass)>(); });
     }
     ds4s::BackwardArgs args{};
     args.p = p_, args.mask = args_.mask;
-    int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N + num_lists;
-    start_overlapping(sm90::prepare<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_),
-                      args_.row_lists, num_lists, keys);
+    int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
+    start_overlapping(prepare_rows<Prepare>, blocks, kPrepareThreads, 0, /*cluster=*/1, args, at<float>(delta_));
     args_.waits = true;
 
     const bool copied = bias1_ >= 0;
@@ -322,10 +315,8 @@ class Backward : BackwardHost {
     if (kKeys && p_.dv) make_map<Owned>(maps.result_second, tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv));
 
     args_.num_blocks = int32_t(ceil_div(kKeys ? p_.Lk : p_.Lq, Config::kTiles * Config::kOwned));
-    const int row_groups = int(ceil_div(p_.N, Config::kRows));
-    args_.by_blocks = cutlass::FastDivmod(args_.num_blocks), args_.by_heads = cutlass::FastDivmod(int(p_.H));
-    args_.by_row_groups = cutlass::FastDivmod(row_groups);
-    args_.num_tiles = int32_t(args_.num_blocks * p_.H * row_groups * p_.B);
+    args_.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
+    args_.num_tiles = int32_t(args_.num_blocks * p_.H * args_.num_row_groups * p_.B);
     if constexpr (Config::kDqInGlobal) maps.dq_rows = tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D);
     start_persistent<kernel_dq_dkdv<Config>, Config, Config::kClusterBlocks>(
         maps, Config::kDqInShared ? args_.num_tiles / args_.num_blocks * Config::kClusterBlocks : args_.num_tiles);

@@ -93,8 +93,13 @@ struct DqDkdvProducer {
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
-      const typename Config::Visible visible = Config::visible(args, at);
+      const int num_steps = Config::visible(args, at).num_steps;
       auto steps = Config::steps(args, at);
+      if (num_steps == 0) {
+        shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
+        shared.owned_full[owned_pipe.index].arrive();
+        continue;
+      }
       struct {
         float2 of_query[kKeys ? kPerLane : 1];
         uint32_t of_key[kKeys ? 1 : kPerLane];
@@ -109,9 +114,8 @@ struct DqDkdvProducer {
           }
         }
       };
-      // Of keys all at once, what is visible and, needed or not, what is read of it: each takes as long as the other.
-      int column = 0;
-      if (kKeys || visible.num_steps > 0) column = steps.next(), load(column);
+      int column = steps.next();
+      load(column);
       uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
       float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
       CUTLASS_PRAGMA_UNROLL
@@ -124,10 +128,6 @@ struct DqDkdvProducer {
         }
       }
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
-      if (visible.num_steps == 0) {
-        shared.owned_full[owned_pipe.index].arrive();
-        continue;
-      }
       int buffer = owned_pipe.index;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kTiles * kOwned / 32; ++i) {
@@ -145,7 +145,7 @@ struct DqDkdvProducer {
       }
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
-      for (int step = 1; step <= visible.num_steps; ++step, pipe.advance()) {
+      for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
         shared.empty[pipe.index].wait(pipe.phase ^ 1);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
@@ -161,7 +161,7 @@ struct DqDkdvProducer {
         }
         if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
         shared.full[pipe.index].arrive();
-        if (step == visible.num_steps) continue;
+        if (step == num_steps) continue;
         column = steps.next();
         load(column);
       }

@@ -80,14 +80,14 @@ struct GroupedTileScheduler {
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
-    if (tile == end) begin(args, args.by_blocks.div(tile - 1) + step());
+    if (tile == end) begin(args, (tile - 1) / args.num_blocks + step());
   }
 
  private:
   CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kClusterBlocks; }
   CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kClusterBlocks; }
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
-    return walk * args.num_blocks < args.num_tiles ? args.mask.keys(args.by_heads.div(walk), args.Lk) : make_int2(0, 0);
+    return walk * args.num_blocks < args.num_tiles ? args.mask.keys(walk / args.H, args.Lk) : make_int2(0, 0);
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int walk) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
