@@ -74,7 +74,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_CACHE_PATH",
-        "folders of compiled kernels, separated by `:`, searched before the cache, never written",
+        "folders of compiled kernels, separated by `:`, searched before the cache, never written; "
+        "yours or root's, and written by nobody else",
         "none",
     ),
     Variable(
