@@ -14,7 +14,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from . import env, files
+from . import env, files, trust
 from .errors import BuildError
 
 _HERE = Path(os.path.realpath(__file__)).parent
@@ -56,7 +56,7 @@ def readonly_roots() -> tuple[Path, ...]:
     """Folders searched before the cache, in this order, and never written."""
     named = [absolute(part) for part in env.folders("DS4S_CACHE_PATH")]
     home = _home_cache()
-    if cache_note() and home is not None and os.path.isdir(home):
+    if _named_cache() is None and home is not None and not _may_write(home) and os.path.isdir(home):
         named.append(home)  # filled by somebody who could
     return tuple(named)
 
@@ -65,13 +65,13 @@ def cache_root() -> Path:
     """The folder that compiled kernels are kept in; it may not exist yet, nor be writable.
 
     A folder that a variable names is taken as it is. A home that cannot be written is not: then it
-    is a folder of this user's own among the temporary ones.
+    is a folder of this user's own among the temporary ones. Where others can write, it is one of
+    this user's own in there.
     """
-    named = _named_cache()
-    if named is not None:
-        return named
-    home = _home_cache()
-    return home if home is not None and _may_write(home) else _temporary_cache()
+    asked = _asked_cache()
+    if asked is None:
+        return _temporary_cache()
+    return asked / _own_name() if trust.of_root(asked) else asked
 
 
 def make_root(root: Path) -> None:
@@ -82,15 +82,30 @@ def make_root(root: Path) -> None:
 
 
 def cache_note() -> str:
-    """Why the cache is not in the user's home, and what to do; empty when it is, or is named."""
+    """Why the cache is not where it was asked for, and what to do; empty when it is."""
+    asked = _asked_cache()
+    if asked is not None:
+        doubt = trust.of_root(asked)
+        own = f"this user's are kept in {asked / _own_name()}"
+        return f"compiled kernels in {asked} are passed over, {own}: {doubt}" if doubt else ""
     home = _home_cache()
-    if _named_cache() is not None or (home is not None and _may_write(home)):
-        return ""
     lacks = "there is no home folder" if home is None else f"{home} cannot be written"
     return (
         f"{lacks}; compiled kernels are kept in {cache_root()} for as long as this machine keeps "
         "it: set DS4S_CACHE_DIR to a folder that can be written and lasts"
     )
+
+
+def _asked_cache() -> Path | None:
+    """What a variable names, else the home's if that can be written."""
+    named, home = _named_cache(), _home_cache()
+    if named is not None:
+        return named
+    return home if home is not None and _may_write(home) else None
+
+
+def _own_name() -> str:
+    return f"deepspeed4science-{os.geteuid()}"
 
 
 def _named_cache() -> Path | None:
@@ -121,7 +136,7 @@ def _may_write(folder: Path) -> bool:
 def _temporary_cache() -> Path:
     """Made here, since only what nobody else can write may be loaded from such a place."""
     try:
-        folder = build_root() / f"deepspeed4science-{os.geteuid()}"
+        folder = build_root() / _own_name()
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         status = os.lstat(folder)
