@@ -13,6 +13,17 @@ def poisoned_memory(monkeypatch):
 
 
 @pytest.fixture
+def one_thread():
+    """For many small calls: threads that wait for each other would take most of the time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def ran(monkeypatch):
     """Names of the CUDA kernels that calls were given, in order."""
     from deepspeed4science import backend_cuda

@@ -12,7 +12,7 @@ from tests.numeric.cases import DEVICES
 from tests.numeric.law import check
 from tests.numeric.random_calls import Call, draw, smaller
 
-pytestmark = pytest.mark.usefixtures("seed")
+pytestmark = pytest.mark.usefixtures("seed", "one_thread")
 
 
 @pytest.mark.parametrize("device", DEVICES)
