@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -90,14 +91,32 @@ def test_a_failure_is_shown_and_not_taken_for_done(clone):
     assert "torch==" in set_up(clone, "demo")[1]
 
 
-def test_it_never_looks_like_a_hang(clone):
-    """Something new is seen every few seconds while pip works in silence."""
-    fakes.program(clone / "bin" / "python3", PYTHON.format(log="/dev/null", during="sleep 5"))
-    process = subprocess.Popen(
+def begin(clone, during):
+    fakes.program(clone / "bin" / "python3", PYTHON.format(log="/dev/null", during=during))
+    return subprocess.Popen(
         [str(clone / "scripts" / "setup-venv"), "demo"],
         env=dict(os.environ) | {"PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"},
         stderr=subprocess.PIPE,
     )
+
+
+def test_nothing_goes_on_once_it_is_killed(clone):
+    process = begin(clone, during="exec sleep 20")
+    said = b""
+    while b"PyTorch" not in said:
+        said += os.read(process.stderr.fileno(), 1000)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 6
+    while said:  # until the last one that could write has gone
+        assert select.select([process.stderr], [], [], max(deadline - time.monotonic(), 0))[0]
+        said = os.read(process.stderr.fileno(), 1000)
+    process.stderr.close()
+
+
+def test_it_never_looks_like_a_hang(clone):
+    """Something new is seen every few seconds while pip works in silence."""
+    process = begin(clone, during="sleep 5")
     longest, before = 0.0, time.monotonic()
     while os.read(process.stderr.fileno(), 1000):
         now = time.monotonic()
