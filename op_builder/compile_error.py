@@ -22,15 +22,17 @@ _ERROR = re.compile(
     re.MULTILINE,
 )
 
+_ABSENT = "(: No such file|' file not found)"  # of a header, as gcc and clang say it
+
 # (what the log says, what to do). The first that matches counts: the specific ones come first.
 _HINTS: tuple[tuple[str, str], ...] = (
     (
-        r"(cutlass|cute)/[\w/.]+: No such file",
+        rf"(cutlass|cute)/[\w/.]+{_ABSENT}",
         "CUTLASS's headers are missing or too old: pip install --no-deps nvidia-cutlass==4.2.0.0, "
         "or set CUTLASS_PATH",
     ),
     (
-        r"(cstdint|cstring|vector|cmath|omp\.h): No such file",
+        rf"(cstdint|cstring|vector|cmath){_ABSENT}",
         "the compiler has no C++ standard library: install it whole (g++ on Debian and Ubuntu, "
         "gcc-c++ on Fedora) or name another compiler in CXX",
     ),
@@ -39,7 +41,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "a library to link with is missing: see its name above",
     ),
     (
-        r"No such file or directory",
+        rf"No such file or directory|{_ABSENT}",
         "a header is missing: see its name above",
     ),
     (
