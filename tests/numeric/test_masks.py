@@ -111,6 +111,24 @@ def test_hidden_tiles(hide, value, dtype, device):
     check(inputs)
 
 
+@pytest.mark.parametrize("hide", TILES.values(), ids=TILES.keys())
+def test_hidden_tiles_in_rows_on_16_bytes(hide, device):
+    """Whose masks are read otherwise; the rows of 501 are not."""
+    inputs = Case("tiles", B=4, N=5, Lq=70, Lk=504, H=2).inputs(torch.bfloat16, device)
+    hide(inputs.bias1, -math.inf)
+    check(inputs)
+
+
+@pytest.mark.parametrize("Lk", [4500, 4504])
+def test_hidden_tiles_of_long_rows(Lk, device):
+    """Longer than what one word of steps tells of."""
+    inputs = Case("long", N=3, Lq=40, Lk=Lk, H=1).inputs(torch.bfloat16, device)
+    inputs.bias1[:, 0, ..., 100:4400] = -math.inf
+    inputs.bias1[:, 1, ..., :3000] = -1e9
+    inputs.bias1[:, 2] = -1e9
+    check(inputs)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 3)], ids=["one", "B", "N"])
 def test_hidden_tiles_by_a_broadcast_mask(shape, device):
     inputs = Case("tiles", B=4, N=3, Lq=70, Lk=501, H=2, D=16).inputs(torch.float32, device)

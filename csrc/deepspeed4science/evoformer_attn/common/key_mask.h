@@ -7,8 +7,7 @@
 //   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
 #pragma once
 
-#include "common/ptx.h"
-#include "params.h"
+#include "common/mask_rule.h"
 
 namespace ds4s {
 
@@ -45,19 +44,6 @@ struct KeyMask {
     if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
-};
-
-// Which keys a row n sees, by the largest finite bias1 of that row: -inf where it has none.
-template <typename scalar_t>
-struct MaskRule {
-  static constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
-  static constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
-
-  // Not -inf and not so far below the largest (of which a huge one is its own limit). NaN is visible, and so is +inf.
-  CUTLASS_DEVICE static bool is_visible(float bias1, float largest) {
-    return !(bias1 <= largest - kThreshold) || (bias1 == largest && bias1 > -infinity());
-  }
-  CUTLASS_DEVICE static float shift(float largest) { return largest > -infinity() ? largest : 0.f; }
 };
 
 // One after another, the steps of 64 keys in which one of up to kRows neighbouring rows n sees a key.

@@ -169,6 +169,18 @@ CUTLASS_DEVICE float max_nan(float x, float y) {
   return z;
 }
 
+// Of two pairs of 16-bit values the larger ones, likewise: max.NaN.{f16x2,bf16x2} (9.7.4.7), from 8.0 up.
+template <typename T>
+CUTLASS_DEVICE uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+  }
+  return d;
+}
+
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE uint32_t shfl_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 CUTLASS_DEVICE float shfl_quad(float x, int lane_in_quad) { return __shfl_sync(0xffffffffu, x, lane_in_quad, 4); }

@@ -6,7 +6,7 @@
 //   TileSteps  the steps in which a row n of the tile sees a key, one after another
 #pragma once
 
-#include "common/key_mask.h"
+#include "common/mask_rule.h"
 #include "sm90/forward/args.h"
 
 namespace ds4s::sm90 {
@@ -23,18 +23,6 @@ struct TileMask {
   bool sees_any[kRows];
   float shift[kRows];  // of bias1
 };
-
-// Of two pairs the larger ones, NaN where one is NaN: max.NaN.{f16x2,bf16x2} (9.7.4.7), from 8.0 up.
-template <typename Element>
-CUTLASS_DEVICE uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
-  uint32_t d;
-  if constexpr (cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value) {
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
-  } else {
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
-  }
-  return d;
-}
 
 // By one warp. Its instructions count: a tile of (1,384,384,4,32) takes each scheduler 16,000, and 800 more were 5 %.
 template <typename Element, bool kBias1>
@@ -101,11 +89,12 @@ class RowScan {
       for (int i = 0; i < kVectors; ++i) {
         if (k + 8 * i >= Lk_) continue;
         const uint4 x = __ldg(reinterpret_cast<const uint4*>(bias1_ + k + 8 * i));
-        pairs = max_nan_pairs<Element>(
-            pairs, max_nan_pairs<Element>(max_nan_pairs<Element>(x.x, x.y), max_nan_pairs<Element>(x.z, x.w)));
+        pairs = ptx::max_nan_pairs<Element>(pairs, ptx::max_nan_pairs<Element>(ptx::max_nan_pairs<Element>(x.x, x.y),
+                                                                               ptx::max_nan_pairs<Element>(x.z, x.w)));
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < kLanes; mask *= 2) pairs = max_nan_pairs<Element>(pairs, ptx::shfl_xor(pairs, mask));
+      for (int mask = 1; mask < kLanes; mask *= 2)
+        pairs = ptx::max_nan_pairs<Element>(pairs, ptx::shfl_xor(pairs, mask));
       pairs = __shfl_sync(0xffffffffu, pairs, lane_ % kAtOnce * kLanes);
       if (lane_ / kAtOnce * kAtOnce == first) mine = pairs;
     }

@@ -1,0 +1,33 @@
+"""What Hopper's forward leaves out, compiled for the host with a warp of 32 threads: steps of keys by
+the rule of params.h, in rows on 16 bytes, in others, and longer than one word.
+"""
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import cutlass, paths, toolchain
+from op_builder.nvcc import include_folders
+
+HOST = Path(__file__).resolve().parents[1] / "host"
+
+
+def test_steps_that_a_tile_sees(tmp_path):
+    host, nvcc = toolchain.find_host_compiler(), toolchain.find_nvcc()
+    headers = cutlass.find_cutlass()
+    for part in (host, nvcc, headers):
+        if not part.ok:
+            pytest.skip(f"{part.reason}; {part.remedy}")
+    path = tmp_path / "forward_mask"
+    cuda = include_folders(nvcc)
+    folders = [HOST / "warp", paths.csrc_root(), headers.include_dir]
+    folders += [*cuda, *(folder / "cccl" for folder in cuda)]
+    command = [host.path, "-std=c++17", "-O1", "-pthread", "-o", path, HOST / "forward_mask.cpp"]
+    command += [word for folder in folders for word in ("-isystem", folder)]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seed = random.randrange(2**31)
+    printed = subprocess.run([path, str(seed)], capture_output=True, text=True, check=True)
+    assert printed.stdout == "960 rows\n", f"seed {seed}"
