@@ -1,5 +1,5 @@
-"""What Hopper's forward leaves out, compiled for the host with a warp of 32 threads: steps of keys by
-the rule of params.h, in rows on 16 bytes, in others, and longer than one word.
+"""What Hopper's forward leaves out, compiled for the host with a warp of 32 threads: steps of keys
+by the rule of params.h, in rows on 16 bytes, in others, and longer than one word.
 """
 
 import random
