@@ -10,33 +10,9 @@
 #include "common/launch_repack.h"
 #include "kernel_forward.h"
 #include "params.h"
+#include "sm80/forward/tile_sizes.h"
 
 namespace ds4s {
-
-// Tile sizes, with the limit or the measurement that chose them (H200, bf16, both biases; docs/kernels-sm80.md,
-// Outcome). Meanings: AttentionKernel's parameters.
-struct ForwardTiles {
-  int queries, keys, stripes, in_flight, warps;
-};
-
-template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias>
-constexpr ForwardTiles forward_tiles() {
-  constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
-  constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
-  // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
-  constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
-  constexpr bool kStaged = kRoomy && has_large_shared_memory();
-  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps};
-  // (1,768,768,4,32): 1.44 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69. Without
-  // biases 1.09 with one stripe, 1.14 with four: nothing but K and V is waited for, and the loop is no shorter.
-  if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps};
-  // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
-  if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12};
-  // (1,256,1024,4,64): 1.25 ms, with one in flight 1.33 to 1.43, one stripe 1.37 to 1.42, 128 x 32 1.37.
-  if (kLargest <= 64) return {64, 32, kStaged ? 2 : 1, kStaged ? 2 : 1, kWarps};
-  // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30.
-  return {128, 32, kStaged ? 2 : 1, 1, kWarps};
-}
 
 template <typename scalar_t_,  // half_t, bfloat16_t, float
           typename ArchTag,    // the family: Sm70, Sm75, Sm80

@@ -7,24 +7,10 @@
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward/kernel.h"
+#include "sm90/forward/tile_sizes.h"
 #include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
-
-// Tile sizes for each tier, with what was measured (H200, bf16, both biases, ms; docs/kernels-sm90.md has more).
-template <int kHeadDim>
-struct ForwardChoice {
-  // (1,768,768,4,32): 0.90; not pipelined 0.99, 1 x 4 tiles 0.95, 3 x 1 1.28, three stages 0.95.
-  // (1,48,768,16,48): 0.288; pipelined 0.306 (spills). (1,256,1024,4,64): 0.648; pipelined 0.82 (spills), 1 x 2 0.76.
-  // (1,64,1024,8,128): 0.507; not pipelined 0.64, 1 x 3 tiles 0.78.
-  using ManyRows =
-      cute::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
-                          cute::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
-                                              ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
-  // One row n has no other to share bias2 with. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
-  using OneRow = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
-  using FewTiles = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
-};
 
 // One kernel: its maps, its arguments, its grid.
 template <typename Config>
