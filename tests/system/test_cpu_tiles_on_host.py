@@ -10,7 +10,7 @@ import pytest
 
 from op_builder import paths, toolchain
 
-HOST = Path(__file__).resolve().parents[1] / "host"
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 NUM_KEYS = 96  # of a tile, as in cpu_tiles.cpp
 FLOAT32, FLOAT16 = 0, 1
 THRESHOLD = {FLOAT32: 1e8, FLOAT16: 1e4}

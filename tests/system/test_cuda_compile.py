@@ -18,8 +18,8 @@ from op_builder.nvcc import FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = (
-    REPOSITORY / "tests" / "cuda_units" / "forward_examples.cu",
-    REPOSITORY / "tests" / "gpu" / "epilogue_grad_bias.cu",
+    REPOSITORY / "tests" / "cpp" / "device" / "forward_examples.cu",
+    REPOSITORY / "tests" / "cpp" / "device" / "epilogue_grad_bias.cu",
 )
 
 

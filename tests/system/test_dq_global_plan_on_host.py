@@ -8,7 +8,7 @@ import pytest
 
 from op_builder import paths, toolchain
 
-HOST = Path(__file__).resolve().parents[1] / "host"
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 H200 = 132
 
 

@@ -11,7 +11,7 @@ import pytest
 from op_builder import cutlass, paths, toolchain
 from op_builder.nvcc import include_folders
 
-HOST = Path(__file__).resolve().parents[1] / "host"
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
 
 def test_steps_that_a_tile_sees(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from op_builder import cutlass, paths, toolchain
 from op_builder.nvcc import include_folders
 
-HOST = Path(__file__).resolve().parents[1] / "host"
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from op_builder import paths, toolchain
 
-HOST = Path(__file__).resolve().parents[1] / "host"
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
 
 def test_walks_over_what_is_visible(tmp_path):
