@@ -182,6 +182,7 @@ def test_abandoned_folders_of_others_are_left_alone(his, nobody):
     foreign = his.build_root / "ds4s-build-foreign"
     foreign.mkdir()
     (foreign / "alive").write_text("")
+    os.chmod(foreign / "alive", 0o666)
     os.chmod(foreign, 0o777)
     his.run()
     assert (foreign / "alive").exists()
