@@ -4,6 +4,7 @@ and Sm80 templates need no more.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import struct
@@ -194,10 +195,11 @@ class CudaBackend(Backend):
 @functools.cache
 def _tell_of_float32() -> None:
     """Once in a process."""
-    logger.warning(
-        "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 and "
-        "7.5 do not multiply it. Results are right; float16 is faster."
-    )
+    with contextlib.suppress(Exception):  # what can be shown decides over no call
+        logger.warning(
+            "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 "
+            "and 7.5 do not multiply it. Results are right; float16 is faster."
+        )
 
 
 _BIAS_NAMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -69,7 +70,8 @@ class Sm90Backend(CudaBackend):
             wanted = env.flag("DS4S_VERBOSE")
         except BuildError:  # neither 1 nor 0: the loader says so
             wanted = False
-        logger.log(logging.WARNING if wanted else logging.INFO, message)
+        with contextlib.suppress(Exception):  # what can be shown decides over no call
+            logger.log(logging.WARNING if wanted else logging.INFO, message)
 
 
 def _first_obstacle(tensors: Sequence[Tensor | None]) -> str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from . import ending, status
+from . import ending, status, tell
 from .errors import BuildError, UnfitToolkitError
 from .key import CompileJob
 from .loaded import LoadedKernel
 from .status import OpStatus
-
-logger = logging.getLogger(__name__)
 
 KernelT = TypeVar("KernelT")
 
@@ -98,7 +95,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         obstacles = self.obstacles()
         if verbose:
             for obstacle in obstacles:
-                logger.warning("%s: %s", self.NAME, obstacle)
+                tell.warn(f"{self.NAME}: {obstacle}")
         return not obstacles
 
     def status(self) -> OpStatus:

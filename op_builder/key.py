@@ -138,7 +138,7 @@ _hashes: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
 def _hash(name: str) -> str:
-    handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is not waited for
     try:
         stat = os.fstat(handle)
         stamp = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

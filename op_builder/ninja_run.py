@@ -74,8 +74,7 @@ class NinjaRun:
                 self._said.append(line)
                 self._take_finished(waiting, on_built)
         except BaseException:
-            program.cancel()
-            program.kill()
+            program.end()
             raise
         self._take_finished(waiting, on_built)
         return [self._failure(job) for job in waiting.values()]

@@ -85,6 +85,12 @@ class Supervised:
             self._asked_to_end = time.monotonic()
             self._let_go()
 
+    def end(self) -> None:
+        """All of it, now."""
+        self.cancel()
+        self.kill()
+        self._process.wait()
+
     def kill(self) -> None:
         """All that it started and that is still in its session, at once."""
         for process in _session(self._process.pid):
