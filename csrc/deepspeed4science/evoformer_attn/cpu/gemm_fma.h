@@ -108,10 +108,11 @@ struct FmaEngine {
 
   template <bool kAccumulate, int kMaxDepth = 128>
   static void multiply(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
-    multiply_piece<kAccumulate>(m, n, k < kMaxDepth ? k : kMaxDepth, a, b, ldb, c, ldc);
-    for (int x = kMaxDepth; x < k; x += kMaxDepth) {
+    const int depth = n <= kFewColumns ? 16 : kMaxDepth;
+    multiply_piece<kAccumulate>(m, n, k < depth ? k : depth, a, b, ldb, c, ldc);
+    for (int x = depth; x < k; x += depth) {
       const Left<float> rest{a.data + int64_t(x) * a.depth_stride, a.row_stride, a.depth_stride};
-      multiply_piece<true>(m, n, k - x < kMaxDepth ? k - x : kMaxDepth, rest, b + int64_t(x) * ldb, ldb, c, ldc);
+      multiply_piece<true>(m, n, k - x < depth ? k - x : depth, rest, b + int64_t(x) * ldb, ldb, c, ldc);
     }
   }
 
@@ -123,6 +124,8 @@ struct FmaEngine {
   }
 
  private:
+  // An O or dq of so few channels has no others over which its roundings average.
+  static constexpr int kFewColumns = 4;
 
   template <bool kAccumulate>
   static void multiply_piece(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
