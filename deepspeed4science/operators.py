@@ -124,8 +124,9 @@ def recorded_attention(
     scale: float | None,
 ) -> Tensor:
     """O, differentiable by autograd and at every level of torch.func that is active."""
-    if torch.is_autocast_enabled(q.device.type):  # where autograd sees it
-        q, k, v = _in_autocast_dtype(q.device.type, q, k, v)
+    device_type = q.device.type
+    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
+        q, k, v = _in_autocast_dtype(device_type, q, k, v)  # where autograd sees it
     function = forward_op if _is_functionalized() else Attention.apply
     o: Tensor = function(q, k, v, bias1, bias2, True, row_mask, scale)[0]
     return o
@@ -167,6 +168,9 @@ def _autograd_forward(
 
 def _autograd_backward(*arguments: Any) -> Any:
     return _recorded(AttentionBackward, backward_op, arguments)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
 
 
 def _in_autocast_dtype(device_type: str, *tensors: Tensor) -> list[Tensor]:

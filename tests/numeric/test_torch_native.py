@@ -194,6 +194,20 @@ def test_both_public_names_agree(device):
     )
 
 
+def test_tensors_without_data(device):
+    """On the meta device and under a fake-tensor mode: shapes of O and all gradients."""
+    tensors = leaves(device)
+
+    def shapes(these):
+        o = DS4Sci_EvoformerAttention(*these[:3], these[3:])
+        return [t.shape for t in (o, *torch.autograd.grad(o.sum(), these))]
+
+    expected = [tensors[0].shape, *(t.shape for t in tensors)]
+    assert shapes([t.detach().to("meta").requires_grad_() for t in tensors]) == expected
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert shapes([mode.from_tensor(t) for t in tensors]) == expected
+
+
 def test_inference_mode(device):
     tensors = [t.detach() for t in leaves(device)]
     with torch.inference_mode():
