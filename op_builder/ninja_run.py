@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import threading
 import time
@@ -30,6 +31,7 @@ rule run
   description = $what
 """
 
+_AWKWARD = re.compile(r"[^\w./@%:=+-]")
 _BEGUN = "begun"  # an empty file whose time says when a unit's first command began
 # The output goes to the unit's own log, so that units compiled at once do not mix.
 _LOGGED = (
@@ -89,7 +91,9 @@ class NinjaRun:
         limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
         command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
         # What a compiler that is killed leaves behind goes with the folder.
-        environment = env.for_compiler() | {"TMPDIR": str(self._folder)}
+        # Commands run in their unit's folder: "." is that, where nvcc cannot hand on the name.
+        folder = "." if _AWKWARD.search(str(self._folder)) else str(self._folder)
+        environment = env.for_compiler() | {"TMPDIR": folder}
         with self._guard:
             self._program = Supervised(command, environment)
             if self._cancelled:
@@ -103,6 +107,9 @@ class NinjaRun:
             folder.mkdir()
             (folder / f"{job.name}{job.suffix}").write_text(job.source)
             (folder / "log").touch()
+            for name, path in zip(_include_folders(job), job.include_dirs, strict=True):
+                if name != str(path):
+                    (folder / name).symlink_to(path)
             text += _edge(job)
         (self._folder / "build.ninja").write_text(text)
 
@@ -162,17 +169,28 @@ def commands(job: CompileJob) -> tuple[list[str], list[str]]:
     """
     compiler = str(job.compiler)
     source, host = f"{job.name}{job.suffix}", job.suffix == ".cpp"
-    steady = [f"-ffile-prefix-map={path}=." for path in job.include_dirs]
+    folders = _include_folders(job)
+    steady = [f"-ffile-prefix-map={folder}=." for folder in folders]
     steady.append(f"-frandom-seed={job.name}")
     if not host:  # nvcc hands them to its host compiler
         steady = [word for flag in steady for word in ("-Xcompiler", flag)]
-    includes = [f"-I{path}" for path in job.include_dirs]
+    includes = [f"-I{folder}" for folder in folders]
     depfile = ["-MD", "-MF", f"{job.name}.d"]
     compile_ = [compiler, *job.flags, *job.local_flags, *steady, *includes, *depfile]
     link = [compiler, "-shared", f"{job.name}.o", *job.link_flags, *job.local_flags]
     if not host:  # nvcc names its temporary files, by process id, in the symbol table
         link += ["-Xlinker", "--strip-all"]
     return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _library(job)]
+
+
+def _include_folders(job: CompileJob) -> list[str]:
+    """What the commands call the include folders. nvcc splits lists at commas and hands flags to
+    its host compiler unquoted: a folder with such letters is reached through a link.
+    """
+    return [
+        f"include-{index}" if job.suffix == ".cu" and _AWKWARD.search(str(path)) else str(path)
+        for index, path in enumerate(job.include_dirs)
+    ]
 
 
 def _library(job: CompileJob) -> str:

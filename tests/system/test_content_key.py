@@ -271,3 +271,18 @@ sys.stdout.write(str(builder.load(verbose=False, kernels=[kernel]).kernel(kernel
     assert libraries[0] != libraries[1]
     assert libraries[0].parent.name == libraries[1].parent.name
     assert libraries[0].read_bytes() == libraries[1].read_bytes()
+
+
+@pytest.mark.parametrize("language", ["C++", "CUDA"])
+def test_folders_of_any_name(language, tmp_path):
+    """A home with a blank or a comma in it: it compiles, to the same bytes under the same key."""
+    libraries = []
+    for name in ("plain", "My Projects, new (2)"):
+        workshop = Workshop.make(tmp_path / name / "workshop", language)
+        assert workshop.run().origin == "built"
+        assert workshop.run().origin == "cache"
+        (entry,) = workshop.entries
+        libraries.append((entry.name, (entry / "toy.so").read_bytes()))
+        workshop.write_header(50)
+        assert workshop.run().origin == "built"
+    assert libraries[0] == libraries[1]
