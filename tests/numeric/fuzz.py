@@ -6,7 +6,7 @@
 A call that breaks the law is made as small as it goes on breaking it, and printed as a line that
 repeats it. The law compares one draw of roundings with another (docs/math.md): where few elements
 count, a right call is past it by some percent once in a thousand. What is past it by less than
-twice therefore counts only if it is so again with other numbers in the same call.
+twice therefore counts only if it is so with two more draws of the same call.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def is_broken(call, device, checked=check):
     if not wrong or excess(wrong) > 2:
         return bool(wrong)
     others = (replace(call, seed=call.seed + step) for step in (1, 2))
-    return any(failure(other, device, checked) for other in others)
+    return all(failure(other, device, checked) for other in others)
 
 
 def smallest(call, device, checked=check, seconds=60.0):
