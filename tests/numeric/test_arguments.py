@@ -172,3 +172,37 @@ def test_layouts_without_strides_are_refused(kind, place, device):
     word = {"jagged": "nested"}.get(kind, kind)
     with pytest.raises(InvalidInputError, match=rf"{place}: expected a dense .* {word}"):
         DS4Sci_EvoformerAttention(**arguments, biases=biases)
+
+
+def test_scales_and_masks_in_a_compiled_function(device):
+    """Another scale or mask is right, whatever was compiled for the first ones."""
+
+    def step(q, k, v, seen, bias2, scale):
+        expanded = bias2.expand(-1, q.shape[1], -1, -1, -1)
+        return DS4Sci_EvoformerAttention(q, k.double().float(), v, [seen, expanded], scale=scale)
+
+    tensors = CASE.inputs(torch.float32, device).tensors()
+    leaves = [tensors[0].requires_grad_(), tensors[4].requires_grad_()]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 0.25, -1.0, 0.0, 2):
+        seen = torch.rand(tensors[3].shape, device=device) < 0.7
+        results = []
+        for function in (compiled, step):
+            o = function(*tensors[:3], seen, tensors[4], scale)
+            results.append((o, *torch.autograd.grad(o.sin().sum(), leaves)))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_opcheck_with_a_scale(direction, device):
+    q, k, v, bias1, bias2 = Case("opcheck", Lq=9, D=8).inputs(torch.float32, device).tensors()
+    mask = torch.tensor([[True, False, True]], device=device)
+    ops = torch.ops.deepspeed4science
+    forward = (q.requires_grad_(), k, v, bias1, bias2, True, mask, 0.3)
+    if direction == "forward":
+        torch.library.opcheck(ops.evoformer_attn.default, forward)
+        return
+    o, lse = (x.detach() for x in ops.evoformer_attn(*forward))
+    q = q.detach()
+    backward = (torch.randn_like(o), q, k, v, o, lse, bias1, bias2, [True] * 5, mask, 0.3)
+    torch.library.opcheck(ops.evoformer_attn_backward.default, backward)
