@@ -3,15 +3,15 @@
 // every row. Prints one line for each case; exit code 1 when one fails.
 //
 //   nvcc -std=c++17 -arch=sm_90 -I csrc/deepspeed4science/evoformer_attn -I <cutlass>/include epilogue_grad_bias.cu
-#include <cmath>
-#include <cstdio>
-#include <random>
-#include <vector>
-
 #include <cutlass/device_kernel.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/gemm/kernel/default_gemm.h>
 #include <cutlass/gemm/kernel/gemm.h>
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
 
 #include "epilogue/epilogue_grad_bias.h"
 

@@ -1,10 +1,11 @@
 // The forward headers used the way their published examples use them, each against a plain loop on the host:
 //   AttentionBiasEpilogue<MatrixShape<64, 64>, half_t, 256, BroadcastA, ...> writing a float tile,
 //   MemoryEfficientAttentionNormalize first, middle and last,
-//   AttentionKernel<half_t, Sm80, true, 64, 64, false, true, BroadcastA, BroadcastB> (and Sm75, Sm70, both value modes),
+//   AttentionKernel<half_t, Sm80, true, 64, 64, false, true, BroadcastA, BroadcastB> (and Sm75, Sm70, both value
+//   modes),
 //     launched over (query blocks, heads, batch).
-// A program: nvcc -std=c++17 -arch=native -I csrc/deepspeed4science/evoformer_attn -I <cutlass>/include; exit code 0 when
-// everything agrees. Elsewhere it is compiled only.
+// A program: nvcc -std=c++17 -arch=native -I csrc/deepspeed4science/evoformer_attn -I <cutlass>/include; exit code 0
+// when everything agrees. Elsewhere it is compiled only.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -91,7 +92,8 @@ void test_bias_epilogue() {
       error = std::fmax(error, std::fabs(out[i] - want));
       if (std::isnan(out[i])) error = NAN;
     }
-    report(second ? "AttentionBiasEpilogue, BroadcastA + BroadcastB" : "AttentionBiasEpilogue, BroadcastA", error, 1e-6);
+    report(second ? "AttentionBiasEpilogue, BroadcastA + BroadcastB" : "AttentionBiasEpilogue, BroadcastA", error,
+           1e-6);
   }
 }
 
@@ -188,7 +190,8 @@ void test_attention(const char* name, int head_dim_value) {
     double sum = 0;
     for (int j = 0; j < seq_len; ++j) {
       double s = 0;
-      for (int d = 0; d < head_dim; ++d) s += double(float(q[row * head_dim + d])) * float(k[(head_row + j) * head_dim + d]);
+      for (int d = 0; d < head_dim; ++d)
+        s += double(float(q[row * head_dim + d])) * float(k[(head_row + j) * head_dim + d]);
       s = s * params.scale + float(bias1[batch * seq_len + j]) +
           float(bias2[(((batch / N) * num_heads + h) * seq_len + i) * seq_len + j]);
       sum += p[j] = std::exp(s);

@@ -1,9 +1,10 @@
-// sm90/backward/dq_global_plan.h: `dq_global_plan WIDE B N Lq Lk H BLOCKS` prints accumulators, elements of one, counters,
-// and whether dbias2 is added to in the same pass. Passes as BackwardChoice has them for D = 128 (WIDE = 1) and 64.
+// sm90/backward/dq_global_plan.h: `dq_global_plan WIDE B N Lq Lk H BLOCKS` prints accumulators, elements of one,
+// counters, and whether dbias2 is added to in the same pass. Passes as BackwardChoice has them for D = 128 (WIDE = 1)
+// and 64.
+#include "sm90/backward/dq_global_plan.h"
+
 #include <cstdio>
 #include <cstdlib>
-
-#include "sm90/backward/dq_global_plan.h"
 
 template <int kColumns_, int kAccumulatorColumns_, bool kAddsDbias2_>
 struct Pass {

@@ -58,9 +58,9 @@ struct FmaEngine {
   // A multiple of every ISA's kTileRows. 24 and 96 run within 3 % of it at (1, 64, 384, 4, 32).
   static constexpr int kQueries = 48;
   static constexpr int kKeys = kKeys_;
-  static constexpr int kDepthAlign = 1;         // a product's depth needs no padding
+  static constexpr int kDepthAlign = 1;  // a product's depth needs no padding
   static constexpr int kChannelAlign = V::kWidth;
-  static constexpr bool kInPlace = true;        // a score tile serves as operand where it stands
+  static constexpr bool kInPlace = true;  // a score tile serves as operand where it stands
   static constexpr int kProbVecs = 1;
   static constexpr bool kPacksTransposedLeft = false;
 
@@ -135,7 +135,7 @@ struct FmaEngine {
       // Two even strips beat a full one and a single vector.
       const int take = vecs <= kMost ? vecs : kMost == 3 && vecs == 4 ? 2 : kMost;
       if (take == 3) {
-        strip<kMost < 3 ? kMost : 3, kAccumulate>(m, k, a, b, ldb, c, ldc);
+        strip < kMost<3 ? kMost : 3, kAccumulate>(m, k, a, b, ldb, c, ldc);
       } else if (take == 2) {
         strip<2, kAccumulate>(m, k, a, b, ldb, c, ldc);
       } else {
@@ -150,8 +150,8 @@ struct FmaEngine {
   template <int kVecs, bool kAccumulate>
   static void strip(int m, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     for (int i = 0; i < m; i += V::kTileRows) {
-      tile<kVecs, kAccumulate>(k, a.data + i * a.row_stride, a.row_stride, a.depth_stride, b, ldb,
-                               c + int64_t(i) * ldc, ldc);
+      tile<kVecs, kAccumulate>(k, a.data + i * a.row_stride, a.row_stride, a.depth_stride, b, ldb, c + int64_t(i) * ldc,
+                               ldc);
     }
   }
 

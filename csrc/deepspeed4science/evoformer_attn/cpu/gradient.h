@@ -38,9 +38,7 @@ struct GradientRows {
   float sum(int i) const { return E::V::reduce_add(E::V::load(sums + i * kWidth)); }
 
   // One key may hold more than half of the row: then its lane does.
-  bool may_be_led(int i, float sum) const {
-    return E::V::reduce_max(E::V::load(sums + i * kWidth)) > 0.5f * sum;
-  }
+  bool may_be_led(int i, float sum) const { return E::V::reduce_max(E::V::load(sums + i * kWidth)) > 0.5f * sum; }
 
   void finish(int rows) {
     using V = typename E::V;
@@ -59,8 +57,8 @@ inline typename V::Vec centered(const float* dprobs, typename V::Vec center) {
 
 // Pass 1 in place on one tile: scores [rows][kKeys] in, p out. `dprobs` null: only P is wanted.
 template <bool kPrecise, int kKind, typename E>
-inline void probabilities_kind(float* scores, const float* dprobs, int rows, int keys, float scale,
-                               const float* bias1, const BiasTile& bias2, GradientRows<E>& state) {
+inline void probabilities_kind(float* scores, const float* dprobs, int rows, int keys, float scale, const float* bias1,
+                               const BiasTile& bias2, GradientRows<E>& state) {
   using V = typename E::V;
   using Vec = typename V::Vec;
   constexpr int kWidth = V::kWidth;
@@ -125,13 +123,13 @@ class GradientTile {
   static constexpr int kWidth = V::kWidth;
 
  public:
-  const float* probs;          // p of pass 1
-  const float* dprobs;         // dP, or null where only P is wanted
-  Elem* probs_right;           // out: P as right operand
-  Elem* dscores_right;         // out: dS as right operand
-  Elem* dscores_left;          // out: dS as left operand (the same memory as dscores_right where kInPlace)
-  float* dbias1;               // [kKeys] column sums of dS are added here, or null
-  float* dbias2;               // dS is added here (or stored, where first), or null
+  const float* probs;   // p of pass 1
+  const float* dprobs;  // dP, or null where only P is wanted
+  Elem* probs_right;    // out: P as right operand
+  Elem* dscores_right;  // out: dS as right operand
+  Elem* dscores_left;   // out: dS as left operand (the same memory as dscores_right where kInPlace)
+  float* dbias1;        // [kKeys] column sums of dS are added here, or null
+  float* dbias2;        // dS is added here (or stored, where first), or null
   int64_t dbias2_stride;
   bool dbias2_first;
   int rows;

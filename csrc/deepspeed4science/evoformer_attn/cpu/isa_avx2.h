@@ -95,9 +95,7 @@ struct Avx2 {
     _mm_store_si128(reinterpret_cast<__m128i*>(lanes), bits);
     std::memcpy(p, lanes, size_t(count < 8 ? count : 8) * 2);
   }
-  static Vec widen(__m128i bits) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-  }
+  static Vec widen(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
   static __m128i to_half(Vec x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static __m128i to_bfloat16(Vec x) {
     const __m256i bits = _mm256_castps_si256(x);

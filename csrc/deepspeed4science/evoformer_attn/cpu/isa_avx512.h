@@ -36,9 +36,7 @@ struct Avx512 {
 
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static Vec load(const bfloat16_t* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-  static Vec load(const half_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static Vec load(const half_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(first(count), p); }
   static Vec load_first(const bfloat16_t* p, int count) { return widen(_mm256_maskz_loadu_epi16(first(count), p)); }
   static Vec load_first(const half_t* p, int count) {
@@ -104,8 +102,8 @@ struct Avx512 {
   }
   static Vec widen(__m256i bits) {
     // Word 2 i + 1 from word i, zeros between: one instruction where conversion and shift are two.
-    const __m512i order = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4,
-                                           0, 3, 0, 2, 0, 1, 0, 0, 0);
+    const __m512i order = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0,
+                                           3, 0, 2, 0, 1, 0, 0, 0);
     return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, order, _mm512_castsi256_si512(bits)));
   }
   static __m256i to_half(Vec x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

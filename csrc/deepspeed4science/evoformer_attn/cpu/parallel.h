@@ -30,9 +30,7 @@ inline int useful_threads(int64_t limit, double flops, int64_t items) {
 template <typename Body>
 inline void in_parallel(int threads, const Body& body) {
   if (threads <= 1) return body(0, 1);
-  const auto call = [](void* data) {
-    (*static_cast<const Body*>(data))(omp_get_thread_num(), omp_get_num_threads());
-  };
+  const auto call = [](void* data) { (*static_cast<const Body*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
   GOMP_parallel(call, const_cast<Body*>(&body), unsigned(threads), /*flags=*/0);
 }
 

@@ -57,8 +57,8 @@ inline typename E::V::Vec exp_row(const float* row, typename E::Elem* to, int ke
 // Columns past `keys` become 0 as far as a product reads. Rows go by a vector of them: maxima and sums of single rows
 // would be long chains, each waiting for the one before.
 template <bool kPrecise, int kKind, typename E>
-inline void softmax_tile_kind(float* scores, int rows, int keys, float scale,
-                              const float* bias1, const BiasTile& bias2, RowState<E::kQueries>& state) {
+inline void softmax_tile_kind(float* scores, int rows, int keys, float scale, const float* bias1, const BiasTile& bias2,
+                              RowState<E::kQueries>& state) {
   using V = typename E::V;
   using Vec = typename V::Vec;
   constexpr int kWidth = V::kWidth;
@@ -121,8 +121,8 @@ inline void softmax_tile_kind(float* scores, int rows, int keys, float scale,
 }
 
 template <bool kPrecise, typename E>
-inline void softmax_tile(float* scores, int rows, int keys, float scale, const float* bias1,
-                         const BiasTile& bias2, RowState<E::kQueries>& state) {
+inline void softmax_tile(float* scores, int rows, int keys, float scale, const float* bias1, const BiasTile& bias2,
+                         RowState<E::kQueries>& state) {
   switch (bias2.kind) {
     case kFloat32:
       return softmax_tile_kind<kPrecise, kFloat32, E>(scores, rows, keys, scale, bias1, bias2, state);

@@ -8,14 +8,14 @@
 #include <cutlass/array.h>
 #include <cutlass/numeric_conversion.h>
 
-template <typename ElementOutput_,      // of the result
-          typename ElementSource_,      // of the previous result
-          int Count,                    // elements of one row handled by one call
-          typename ElementAccumulator_, // of the new part
-          typename ElementCompute_,     // alpha, beta and the sum
-          bool isFirst,                 // there is no previous result
-          bool isLast,                  // divide by s_prime
-          typename FragmentAlphaBeta_,  // s_prime, m_prime: indexed by row
+template <typename ElementOutput_,       // of the result
+          typename ElementSource_,       // of the previous result
+          int Count,                     // elements of one row handled by one call
+          typename ElementAccumulator_,  // of the new part
+          typename ElementCompute_,      // alpha, beta and the sum
+          bool isFirst,                  // there is no previous result
+          bool isLast,                   // divide by s_prime
+          typename FragmentAlphaBeta_,   // s_prime, m_prime: indexed by row
           cutlass::FloatRoundStyle Round = cutlass::FloatRoundStyle::round_to_nearest>
 class MemoryEfficientAttentionNormalize {
  public:
@@ -53,7 +53,8 @@ class MemoryEfficientAttentionNormalize {
     } else {
       ElementCompute alpha = alpha_of(row);
       ElementCompute beta = alpha * ElementCompute(m_prime_[row]);
-      FragmentCompute a = cutlass::NumericArrayConverter<ElementCompute, ElementAccumulator, Count, Round>()(accumulator);
+      FragmentCompute a =
+          cutlass::NumericArrayConverter<ElementCompute, ElementAccumulator, Count, Round>()(accumulator);
       FragmentCompute s = cutlass::NumericArrayConverter<ElementCompute, ElementSource, Count, Round>()(source);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Count; ++i) a[i] = beta * s[i] + alpha * a[i];
