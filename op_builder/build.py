@@ -91,9 +91,13 @@ class Build:
         self._ninja_run: NinjaRun | None = None
         self._held: dict[str, UnitLock] = {}
 
-    def start(self) -> None:
-        """Raises RuntimeError when no more threads may be started."""
-        self.thread.start()
+    def start(self) -> bool:
+        """False when no more threads may be started."""
+        try:
+            self.thread.start()
+        except RuntimeError:
+            return False
+        return True
 
     def _run(self) -> None:
         with ending.exempt():  # the loader cancels it

@@ -66,9 +66,7 @@ class Loader:
             missing = [unit for unit in mine if not self._try_existing(unit, hashes)]
             if missing:
                 build = self._build(missing, search_first=False)
-                try:
-                    build.start()
-                except RuntimeError:  # a limit on threads
+                if not build.start():
                     build.run_here()
             follow(units, display)
         except BaseException:  # Ctrl-C: nobody else wants what this call began
@@ -89,7 +87,8 @@ class Loader:
             self._claim(jobs, Order(background=True), [], mine)
             if mine:
                 build = self._build(mine, search_first=True)
-                build.start()
+                if not build.start():
+                    self._give_up(mine, build)
         except BaseException as error:
             self._give_up(mine, build)
             if not isinstance(error, Exception):
