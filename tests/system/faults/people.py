@@ -57,14 +57,18 @@ def nobody(folder: Path) -> Iterator[Person]:
     view.mkdir()
     mounted = subprocess.run(["mount", "--bind", sys.base_prefix, str(view)], capture_output=True)
     if mounted.returncode != 0:
+        view.rmdir()
         pytest.skip(f"{real} is for root only, and nothing can be mounted here")
     try:
+        # Read-only: whoever removes what a killed test left must not remove that Python.
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(view)], check=True)
         seen = (*become, str(view / real.relative_to(sys.base_prefix)))
         if not _works(seen):
             pytest.skip(f"another user cannot run {real}")
         yield Person(NOBODY, seen, packages)
     finally:
         subprocess.run(["umount", "-l", str(view)], check=True)
+        view.rmdir()
 
 
 def _works(python: tuple[str, ...]) -> bool:
