@@ -54,14 +54,6 @@ class Survey:
     ]  # places that somebody named or that hold unfit ones, each with why
 
 
-@dataclass(frozen=True)
-class Targets:
-    """The architectures an nvcc compiles for."""
-
-    real: tuple[str, ...] = ()  # "sm_80"; with the suffixed ones it accepts but does not list
-    virtual: tuple[str, ...] = ()  # "compute_80"
-
-
 def wheels() -> str:
     """The command that installs a toolkit: of the release that PyTorch's own parts are of, where
     there are any, since pip would take those away for another.
@@ -106,37 +98,6 @@ def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
         return tuple(newest)
     served = gpu.detect().driver[0] or sys.maxsize  # asking takes milliseconds
     return tuple(sorted(newest, key=lambda tool: two(tool.version)[0] > served))
-
-
-def targets(nvcc: Tool) -> Targets:
-    """What this nvcc compiles for; empty when it does not say."""
-    if nvcc.path is None:
-        return Targets()
-    path = str(nvcc.path)
-
-    def ask() -> list[list[str]]:
-        answers = [run([path, flag]) for flag in ("--list-gpu-code", "--list-gpu-arch")]
-        if problem := answers[0].problem or answers[1].problem:
-            raise UnfitError(problem)
-        texts = (answer.output for answer in answers)
-        return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in texts]
-
-    try:
-        real, virtual = memo.remember("nvcc-targets-1", memo.file_stamp(path), ask)
-    except UnfitError:
-        return Targets()
-    suffixed = [name for name in _suffixed(real, two(nvcc.version)) if name not in real]
-    return Targets((*real, *suffixed), tuple(virtual))
-
-
-def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
-    """What nvcc takes but does not list: `a` from 9.0 and CUDA 12.0, `f` from 10.0 and 12.9 on."""
-    for name in real:
-        number = int(name[3:]) if name[3:].isdecimal() else 0
-        if number >= 90 and version >= (12, 0):
-            yield name + "a"
-        if number >= 100 and version >= (12, 9):
-            yield name + "f"
 
 
 def cudart_folder(nvcc: Tool) -> Path | None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from . import lacks, nvcc, smoke
 from .errors import UnfitToolkitError
 from .host_compiler import find_host_compiler
-from .nvcc import Targets, cudart_folder, targets
+from .nvcc import cudart_folder
+from .nvcc_targets import Targets, targets
 from .tool import Candidate, Tool, first_fit, on_path, run
 
 __all__ = [

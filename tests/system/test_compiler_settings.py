@@ -124,7 +124,7 @@ def test_a_poorer_answer_is_not_remembered(tmp_path, monkeypatch):
     fakes.program(path, script.format(tmp_path, path))
     monkeypatch.setattr(nvcc, "_is_script", lambda _: False)
     tool = toolchain.find_nvcc()
-    assert (tool.ok, toolchain.targets(tool)) == (True, nvcc.Targets())
+    assert (tool.ok, toolchain.targets(tool)) == (True, toolchain.Targets())
     (tmp_path / "mended").touch()
     memo._answers.clear()
     assert "sm_80" in toolchain.targets(toolchain.find_nvcc()).real

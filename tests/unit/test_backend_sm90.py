@@ -14,7 +14,7 @@ from deepspeed4science.backend_sm90 import Sm90Backend, tma_obstacle  # noqa: E4
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder, toolchain  # noqa: E402
-from op_builder.nvcc import Targets  # noqa: E402
+from op_builder.nvcc_targets import Targets  # noqa: E402
 from op_builder.tool import Tool  # noqa: E402
 
 PROBLEM = Problem(

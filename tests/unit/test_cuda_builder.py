@@ -20,7 +20,7 @@ from op_builder.instantiations import (
     has_row,
     head_dim_tier,
 )
-from op_builder.nvcc import Targets
+from op_builder.nvcc_targets import Targets
 from op_builder.tool import Tool
 
 BUILDER = EvoformerAttnBuilder()
