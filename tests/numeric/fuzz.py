@@ -65,12 +65,14 @@ def smallest(call, device, checked=check, seconds=60.0):
     return call
 
 
-def fuzz(seconds, seed, device="cpu", checked=check):
-    """The number of calls that kept the law, and the smallest failing call or None."""
+def fuzz(seconds, seed, device="cpu", checked=check, most=None):
+    """The number of calls that kept the law, and the smallest failing call or None. At most `most`
+    calls.
+    """
     generator = random.Random(seed)
     end = time.monotonic() + seconds
     done = 0
-    while time.monotonic() < end:
+    while time.monotonic() < end and done != most:
         call = draw(generator)
         if device != "cpu":
             call = within_limits(call)

