@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepspeed4science.reference import evoformer_attention
+from tests.numeric.cases import Case
 from tests.numeric.law import check, ours
 from tests.numeric.random_calls import Call
 
@@ -67,3 +68,12 @@ def test_both_sides_of_the_limit(Lk):
     torch.testing.assert_close(
         ours(*inputs.tensors()), evoformer_attention(*inputs.tensors()), rtol=1e-4, atol=1e-5
     )
+
+
+def test_equal_scores_of_few_queries():
+    """A rounding of their sum is the same for all keys of a query; eager sums ones, exactly."""
+    inputs = Case("equal", N=2, Lq=3, Lk=249, H=3, D=16).inputs(torch.float32, "cpu")
+    inputs.q.zero_()
+    inputs.bias1 = inputs.bias2 = None
+    inputs.needs = (True, True, True, False, False)
+    check(inputs)

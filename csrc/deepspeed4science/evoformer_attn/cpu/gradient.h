@@ -72,7 +72,7 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
     const int64_t bias_row = i * bias2.row_stride;
     const Vec shift = V::set1(state.shift[i]);
     const Vec center = V::set1(state.center[i]);
-    Vec sum = V::load(state.sums + i * kWidth);
+    Vec sum = V::zero();  // of this tile: many short sums round less than a long one
     Vec dot = V::load(state.dots + i * kWidth);
     for (int j = 0; j < whole; j += kWidth) {
       const Vec biases = add_bias2<V, kKind>(V::load(bias1 + j), bias2, bias_row + j);
@@ -94,7 +94,7 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
         dot = V::fma(p, V::select(V::first(tail), dprob, V::zero()), dot);
       }
     }
-    V::store(state.sums + i * kWidth, sum);
+    V::store(state.sums + i * kWidth, V::add(V::load(state.sums + i * kWidth), sum));
     V::store(state.dots + i * kWidth, dot);
   }
 }
