@@ -4,10 +4,10 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "common/key_mask_buffers.h"
 #include "common/preprocess.h"
+#include "common/slices.h"
+#include "common/workspace.h"
 
 namespace ds4s {
 
@@ -15,33 +15,18 @@ class BackwardHost {
  protected:
   explicit BackwardHost(const BwdParams& params) : p_(params) {}
 
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-  // Workspace: parts on 256 bytes each, offsets from its beginning; -1 for what is not needed.
+  // Workspace: kept by WorkspaceLayout, offsets from its beginning.
   int64_t reserve(bool needed, int64_t size) {
-    if (!needed) return -1;
-    int64_t offset = bytes_;
-    bytes_ += ceil_div(size, 256) * 256;
+    int64_t offset = layout_.reserve(needed, size);
+    bytes_ = layout_.bytes();
     return offset;
   }
   template <typename T>
   T* at(int64_t offset) const {
-    return offset < 0 ? nullptr : reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
+    return ds4s::at<T>(p_.workspace, offset);
   }
-
-  // Into how many slices, `least` or more, of at least eight n a bias pass of so many tiles is cut so that its blocks
-  // fill the device evenly: the fewest waves for each slice, a slice counting as 2 % of a wave (it reads bias2 and adds
-  // dbias2 once more).
   int64_t choose_slices(int64_t tiles, int64_t resident_blocks, int64_t least = 1) const {
-    if (resident_blocks < 1) resident_blocks = 1;
-    int64_t most = std::max(std::min(p_.N / 8, int64_t(16)), int64_t(1)), first = std::min(least, most), best = first;
-    double best_cost = 0;
-    for (int64_t slices = first; slices <= most; ++slices) {
-      double waves = double(ceil_div(tiles * slices, resident_blocks));
-      double cost = waves / double(slices) * (1.0 + 0.02 * double(slices));
-      if (slices == first || cost < best_cost) best = slices, best_cost = cost;
-    }
-    return best;
+    return ds4s::choose_slices(p_.N, tiles, resident_blocks, least);
   }
 
   void check(cudaError_t status) {
@@ -79,6 +64,7 @@ class BackwardHost {
   BwdParams p_;
   cudaStream_t stream_ = nullptr;
   cudaError_t status_ = cudaSuccess;
+  WorkspaceLayout layout_;
   int64_t bytes_ = 0;
 };
 

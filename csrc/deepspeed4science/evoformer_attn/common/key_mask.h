@@ -7,14 +7,13 @@
 //   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
 #pragma once
 
+#include "common/key_mask_layout.h"
 #include "common/mask_rule.h"
 
 namespace ds4s {
 
 struct KeyMask {
-  static constexpr int kUnit = 16;              // keys of one bit
-  static constexpr int kWordKeys = 32 * kUnit;  // of one word
-  static constexpr int num_words(int64_t Lk) { return int((Lk + kWordKeys - 1) / kWordKeys); }
+  static constexpr int kUnit = KeyMaskLayout::kUnit, kWordKeys = KeyMaskLayout::kWordKeys;
 
   // Null, all three: nothing is hidden and nothing is shifted.
   const float* shift;       // [B N]

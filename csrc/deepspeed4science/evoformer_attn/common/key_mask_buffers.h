@@ -1,9 +1,10 @@
-// Host side of common/key_mask.h: where its result lies in a workspace, and its launch.
+// Host side of common/key_mask.h: its result in a workspace (common/key_mask_layout.h), and its launch.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/key_mask.h"
+#include "common/key_mask_layout.h"
 
 namespace ds4s {
 
@@ -11,28 +12,25 @@ namespace ds4s {
 template <typename Params>
 class KeyMaskBuffers {
  public:
-  explicit KeyMaskBuffers(const Params& p) : p_(p), rows_(p.B * p.N), words_(KeyMask::num_words(p.Lk)) {}
+  explicit KeyMaskBuffers(const Params& p) : p_(p), layout_(p) {}
 
-  bool needed() const { return p_.bias1 != nullptr || p_.row_mask != nullptr; }
-  int64_t bytes() const {
-    return needed() ? kCounterBytes + aligned(4 * rows_) + aligned(8 * rows_) + aligned(4 * rows_ * words_) : 0;
-  }
+  bool needed() const { return layout_.needed(); }
+  int64_t bytes() const { return layout_.bytes(); }
 
   // The place of bytes() bytes on 256.
   KeyMask at(void* place) const {
     if (!needed()) return {};
-    char* base = static_cast<char*>(place) + kCounterBytes;
-    return {reinterpret_cast<float*>(base), reinterpret_cast<uint32_t*>(base + aligned(4 * rows_) + aligned(8 * rows_)),
-            reinterpret_cast<int2*>(base + aligned(4 * rows_)), words_};
+    return {ds4s::at<float>(place, layout_.shift()), ds4s::at<uint32_t>(place, layout_.visible()),
+            ds4s::at<int2>(place, layout_.range()), layout_.words()};
   }
 
   // 0 when the kernels run that follow find_visible_keys.
-  int32_t* counter(void* place) const { return needed() ? static_cast<int32_t*>(place) : nullptr; }
+  int32_t* counter(void* place) const { return needed() ? ds4s::at<int32_t>(place, layout_.counter()) : nullptr; }
 
   // copy: of bias1 in rows of Lk neighbours, or null.
   template <typename scalar_t>
   cudaError_t fill(void* place, void* copy, cudaStream_t stream) const {
-    if (!needed() || rows_ == 0) return cudaSuccess;
+    if (!needed() || layout_.rows() == 0) return cudaSuccess;
     if (place == nullptr) return cudaErrorInvalidValue;
     KeyMask mask = at(place);
     KeyMaskArgs args{p_.bias1,
@@ -44,20 +42,16 @@ class KeyMaskBuffers {
                      const_cast<float*>(mask.shift),
                      const_cast<uint32_t*>(mask.visible),
                      const_cast<int2*>(mask.range),
-                     words_,
+                     layout_.words(),
                      p_.bias1 != nullptr ? copy : nullptr,
                      counter(place)};
-    find_visible_keys<scalar_t><<<unsigned(rows_), kKeyMaskThreads, 0, stream>>>(args);
+    find_visible_keys<scalar_t><<<unsigned(layout_.rows()), kKeyMaskThreads, 0, stream>>>(args);
     return cudaGetLastError();
   }
 
  private:
-  static constexpr int64_t kCounterBytes = 256;
-  static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
   const Params& p_;
-  int64_t rows_;
-  int32_t words_;
+  KeyMaskLayout layout_;
 };
 
 }  // namespace ds4s

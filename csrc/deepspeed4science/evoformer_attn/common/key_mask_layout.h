@@ -1,0 +1,44 @@
+// Where the result of common/key_mask.h lies in a workspace: plain arithmetic, for plans.
+#pragma once
+
+#include "common/workspace.h"
+#include "params.h"
+
+namespace ds4s {
+
+class KeyMaskLayout {
+ public:
+  static constexpr int kUnit = 16;              // keys of one bit
+  static constexpr int kWordKeys = 32 * kUnit;  // of one word
+  static constexpr int num_words(int64_t Lk) { return int((Lk + kWordKeys - 1) / kWordKeys); }
+
+  template <typename Params>  // FwdParams or BwdParams
+  explicit KeyMaskLayout(const Params& p)
+      : needed_(p.bias1 != nullptr || p.row_mask != nullptr), rows_(p.B * p.N), words_(num_words(p.Lk)) {
+    if (!needed_) return;
+    WorkspaceLayout pieces;
+    counter_ = pieces.reserve(true, 4);
+    shift_ = pieces.reserve(true, 4 * rows_);
+    range_ = pieces.reserve(true, 8 * rows_);
+    visible_ = pieces.reserve(true, 4 * rows_ * words_);
+    bytes_ = pieces.bytes();
+  }
+
+  bool needed() const { return needed_; }
+  int64_t bytes() const { return bytes_; }
+  int64_t rows() const { return rows_; }
+  int words() const { return words_; }
+  // Offsets from the beginning of those bytes.
+  int64_t counter() const { return counter_; }
+  int64_t shift() const { return shift_; }
+  int64_t range() const { return range_; }
+  int64_t visible() const { return visible_; }
+
+ private:
+  bool needed_;
+  int64_t rows_;
+  int words_;
+  int64_t bytes_ = 0, counter_ = 0, shift_ = 0, range_ = 0, visible_ = 0;
+};
+
+}  // namespace ds4s
