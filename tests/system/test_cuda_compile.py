@@ -303,6 +303,23 @@ def test_volta_machine_code(includes, tmp_path):
         assert re.search(r"\bHMMA\.884\.", compiled([tool, "-c", path]))
 
 
+HEADERS = (
+    "kernel_forward.h",
+    "epilogue/epilogue_grad_bias.h",
+    "epilogue/epilogue_rescale_output.h",
+    "transform/bias_broadcast.h",
+)
+
+
+def test_headers_by_their_published_paths(nvcc, includes, tmp_path):
+    """Nothing but the repository's root and CUTLASS on the include path."""
+    root = "csrc/deepspeed4science/evoformer_attn"
+    source = tmp_path / "headers.cu"
+    source.write_text("".join(f'#include "{root}/{header}"\n' for header in HEADERS))
+    flags = ["-std=c++17", "-cubin", "-arch=sm_80", f"-I{REPOSITORY}", includes[1]]
+    compiled([nvcc.path, *flags, "-o", tmp_path / "headers.cubin", source])
+
+
 @pytest.mark.parametrize("source", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_compile(source, nvcc, includes, tmp_path):
     """The headers' published examples, as they are."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import cutlass, paths, toolchain
+from op_builder import cutlass, toolchain
 from op_builder.nvcc import include_folders
+
+from .stubs import with_stubs
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
@@ -22,9 +24,9 @@ def test_steps_that_a_tile_sees(tmp_path):
             pytest.skip(f"{part.reason}; {part.remedy}")
     path = tmp_path / "forward_mask"
     cuda = include_folders(nvcc)
-    folders = [HOST / "warp", paths.csrc_root(), headers.include_dir]
-    folders += [*cuda, *(folder / "cccl" for folder in cuda)]
+    folders = [headers.include_dir, *cuda, *(folder / "cccl" for folder in cuda)]
     command = [host.path, "-std=c++17", "-O1", "-pthread", "-o", path, HOST / "forward_mask.cpp"]
+    command += [f"-I{with_stubs(tmp_path / 'headers', HOST / 'warp')}"]
     command += [word for folder in folders for word in ("-isystem", folder)]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import cutlass, paths, toolchain
+from op_builder import cutlass, toolchain
 from op_builder.nvcc import include_folders
+
+from .stubs import with_stubs
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
@@ -22,10 +24,13 @@ def program(tmp_path_factory):
     for part in (host, nvcc, headers):
         if not part.ok:
             pytest.skip(f"{part.reason}; {part.remedy}")
-    path = tmp_path_factory.mktemp("host") / "softmax"
-    folders = (HOST, paths.csrc_root(), headers.include_dir, *include_folders(nvcc))
+    folder = tmp_path_factory.mktemp("host")
+    path = folder / "softmax"
+    ours = with_stubs(folder / "headers", HOST)
+    folders = (headers.include_dir, *include_folders(nvcc))
     includes = [word for folder in folders for word in ("-isystem", folder)]
-    command = [host.path, "-std=c++17", "-O1", *includes, HOST / "softmax.cpp", "-o", path]
+    command = [host.path, "-std=c++17", "-O1", f"-I{ours}", *includes]
+    command += [HOST / "softmax.cpp", "-o", path]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return path

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import paths, toolchain
+from op_builder import toolchain
+
+from .stubs import with_stubs
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
@@ -18,7 +20,8 @@ def test_walks_over_what_is_visible(tmp_path):
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
     path = tmp_path / "visible_keys"
-    command = [host.path, "-std=c++17", "-O1", "-pthread", f"-I{HOST}", f"-I{paths.csrc_root()}"]
+    headers = with_stubs(tmp_path / "headers", HOST)
+    command = [host.path, "-std=c++17", "-O1", "-pthread", f"-I{headers}"]
     command += [HOST / "visible_keys.cpp", "-o", path]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

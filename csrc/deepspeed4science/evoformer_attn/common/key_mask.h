@@ -7,8 +7,8 @@
 //   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
 #pragma once
 
-#include "common/key_mask_layout.h"
-#include "common/mask_rule.h"
+#include "key_mask_layout.h"
+#include "mask_rule.h"
 
 namespace ds4s {
 

@@ -1,8 +1,8 @@
 // Where the result of common/key_mask.h lies in a workspace: plain arithmetic, for plans.
 #pragma once
 
-#include "common/workspace.h"
-#include "params.h"
+#include "../params.h"
+#include "workspace.h"
 
 namespace ds4s {
 

@@ -1,8 +1,8 @@
 // When a key is hidden (params.h).
 #pragma once
 
-#include "common/ptx.h"
-#include "params.h"
+#include "../params.h"
+#include "ptx.h"
 
 namespace ds4s {
 

@@ -8,7 +8,7 @@
 #include <cute/arch/mma_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
-#include "common/arch.h"
+#include "arch.h"
 
 namespace ds4s {
 

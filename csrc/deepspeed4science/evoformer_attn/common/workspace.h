@@ -2,7 +2,7 @@
 // get pointers by at().
 #pragma once
 
-#include "params.h"
+#include "../params.h"
 
 namespace ds4s {
 

@@ -6,7 +6,7 @@
 #include <cutlass/epilogue/threadblock/default_epilogue_tensor_op.h>
 #include <cutlass/epilogue/threadblock/default_epilogue_volta_tensor_op.h>
 
-#include "epilogue/predicated_tile_iterator_atomic.h"
+#include "predicated_tile_iterator_atomic.h"
 
 namespace ds4s {
 

@@ -8,7 +8,7 @@
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator.h>
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator_affine.h>
 
-#include "common/atomic_add.h"
+#include "../common/atomic_add.h"
 
 namespace ds4s {
 

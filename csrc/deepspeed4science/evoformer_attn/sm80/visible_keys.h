@@ -6,7 +6,7 @@
 // the forward would spill.
 #pragma once
 
-#include "common/key_mask.h"
+#include "../common/key_mask.h"
 
 namespace ds4s {
 

@@ -3,9 +3,9 @@
 // run().
 #pragma once
 
-#include "sm80/forward/softmax.h"
-#include "sm80/visible_keys.h"
-#include "transform/bias_broadcast.h"
+#include "../../transform/bias_broadcast.h"
+#include "../visible_keys.h"
+#include "softmax.h"
 
 namespace ds4s {
 

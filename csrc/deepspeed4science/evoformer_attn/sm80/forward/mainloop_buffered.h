@@ -8,7 +8,7 @@
 // for head dimensions beyond the tiers, not for speed.
 #pragma once
 
-#include "sm80/forward/mainloop.h"
+#include "mainloop.h"
 
 namespace ds4s {
 

@@ -8,8 +8,8 @@
 
 #include <cutlass/array.h>
 
-#include "epilogue/epilogue_rescale_output.h"
-#include "sm80/mma/mma.h"
+#include "../../epilogue/epilogue_rescale_output.h"
+#include "../mma/mma.h"
 
 namespace ds4s {
 

@@ -1,7 +1,7 @@
 // A block of queries of a row n that sees no key: O = 0, lse = -inf, nothing is read.
 #pragma once
 
-#include "sm80/mma/smem_tile.h"
+#include "../mma/smem_tile.h"
 
 namespace ds4s {
 

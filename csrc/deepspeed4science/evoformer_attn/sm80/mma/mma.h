@@ -22,7 +22,7 @@
 // once) and compile-time offsets for the rest.
 #pragma once
 
-#include "sm80/mma/smem_tile.h"
+#include "smem_tile.h"
 
 namespace ds4s {
 
@@ -72,6 +72,6 @@ struct QuadLayout {
 
 }  // namespace ds4s
 
-#include "sm80/mma/mma_float.h"
-#include "sm80/mma/mma_sm70.h"
-#include "sm80/mma/mma_sm75.h"
+#include "mma_float.h"
+#include "mma_sm70.h"
+#include "mma_sm75.h"

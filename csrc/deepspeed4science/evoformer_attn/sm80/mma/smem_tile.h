@@ -8,7 +8,7 @@
 
 #include <cutlass/array.h>
 
-#include "common/ptx.h"
+#include "../../common/ptx.h"
 
 namespace ds4s {
 
