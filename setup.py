@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))  # a build front end does not put the source folde
 # pip's build isolation hides the environment's packages: nvcc and CUTLASS are looked up among them.
 sys.path.append(sysconfig.get_path("purelib"))
 
-from op_builder import prebuild  # noqa: E402
+from op_builder.ops import prebuild  # noqa: E402
 
 
 class BuildPackageAndKernels(build_py):

@@ -17,22 +17,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from op_builder import (
-    EvoformerAttnBuilder,
-    EvoformerAttnCPUBuilder,
-    arch,
-    calls,
-    jit,
-    memo,
-    paths,
-    search,
-)
-from op_builder.calls import Call, Row
+from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, paths
+from op_builder.build import jit
+from op_builder.cache import search
+from op_builder.cache.key import CompileJob
+from op_builder.cache.loaded import LoadedKernel
 from op_builder.errors import BuildError
-from op_builder.instantiations import CUDA_BIASES, CUDA_DTYPES, DIRECTIONS, DTYPES, HEAD_DIM_TIERS
-from op_builder.key import CompileJob
-from op_builder.loaded import LoadedKernel
-from op_builder.prebuild import build_into, require_kept
+from op_builder.ops import calls
+from op_builder.ops.calls import Call, Row
+from op_builder.ops.instantiations import (
+    CUDA_BIASES,
+    CUDA_DTYPES,
+    DIRECTIONS,
+    DTYPES,
+    HEAD_DIM_TIERS,
+)
+from op_builder.ops.prebuild import build_into, require_kept
+from op_builder.toolchain import arch, memo
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from op_builder import cache, evict, explain, passing, paths, search
-from op_builder.cache import Entry
+from op_builder import paths
+from op_builder.cache import cache, evict, explain, passing, search
+from op_builder.cache.cache import Entry
 from op_builder.errors import BuildError
 
 _ASKED = 12  # digits of a key that tell what was asked for; the others tell entries apart

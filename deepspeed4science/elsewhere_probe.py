@@ -15,7 +15,7 @@ def note(builder: Any) -> str:
 
 def _held() -> list[str]:
     """Kernels of each place, counted by architecture."""
-    from op_builder import cache, search
+    from op_builder.cache import cache, search
 
     parts = []
     for root in search.roots():

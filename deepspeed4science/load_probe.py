@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from op_builder.cache import Entry
+    from op_builder.cache.cache import Entry
 
 TIMEOUT_S = 60.0
 _MARK = "deepspeed4science-load-probe "
@@ -21,7 +21,7 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 from op_builder.errors import BuildError
-from op_builder.loaded import LoadedKernel
+from op_builder.cache.loaded import LoadedKernel
 for path, name in json.loads(sys.argv[2]):
     said = ""
     try:

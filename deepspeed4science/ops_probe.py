@@ -31,7 +31,7 @@ def rows(probes: Probes, torch: TorchAnswer, no_gpu: str) -> tuple[OpRow, ...]:
 def _on(builder: Any, torch: TorchAnswer) -> Any:
     """A CUDA builder for the GPUs that PyTorch sees: calls run there, whatever the driver lists."""
     from op_builder import CUDAOpBuilder
-    from op_builder.gpu import Gpu, Gpus
+    from op_builder.toolchain.gpu import Gpu, Gpus
 
     if not torch.gpus or not isinstance(builder, CUDAOpBuilder):
         return builder
@@ -76,7 +76,8 @@ _NO_REASON = (Why("its builder gives no reason", ""),)
 
 def _nowhere_to_load_from() -> tuple[Why, ...]:
     """What is compiled is loaded from the cache, or else from where it was compiled."""
-    from op_builder import lacks, paths
+    from op_builder import paths
+    from op_builder.system import lacks
 
     folders = (paths.cache_root(), paths.build_root())
     if any(lacks.runs_programs(_existing(folder)) for folder in folders):

@@ -103,7 +103,7 @@ def _variables() -> dict[str, str]:
 
 
 def _cpu() -> CpuRow:
-    from op_builder import cpu_isa
+    from op_builder.toolchain import cpu_isa
 
     name = cpu_isa.processor().brand
     try:
@@ -116,7 +116,9 @@ def _cpu() -> CpuRow:
 
 
 def _cache(probes: Probes) -> CacheRow:
-    from op_builder import lacks, paths, search
+    from op_builder import paths
+    from op_builder.cache import search
+    from op_builder.system import lacks
 
     root = paths.cache_root()
     size, kernels = 0, 0
@@ -162,7 +164,8 @@ def _can_write(folder: Path) -> bool:
 
 def _check_settings(probes: Probes) -> None:
     """What a later build would refuse to read is better told now."""
-    from op_builder import ALL_OPS, arch, env
+    from op_builder import ALL_OPS, env
+    from op_builder.toolchain import arch
 
     flags = ("DS_BUILD_OPS", "DS4S_VERBOSE", *(op.BUILD_VAR for op in ALL_OPS.values()))
     checks: tuple[Callable[[], object], ...] = (
@@ -180,7 +183,8 @@ def _check_settings(probes: Probes) -> None:
 
 def _gpu(gpu: dict[str, Any]) -> GpuRow:
     """The op's own builder chooses the family: it knows what is forced, and what cannot be."""
-    from op_builder import ALL_OPS, arch, env
+    from op_builder import ALL_OPS, env
+    from op_builder.toolchain import arch
 
     device = tuple(gpu["capability"])
     builder = ALL_OPS.get("evoformer_attn")

@@ -12,8 +12,8 @@ from deepspeed4science.torch_probe import TorchAnswer
 
 if TYPE_CHECKING:
     from deepspeed4science.probes import Probes
-    from op_builder.cutlass import Cutlass
-    from op_builder.tool import Tool
+    from op_builder.toolchain.cutlass import Cutlass
+    from op_builder.toolchain.tool import Tool
 
 _ONLY_CUDA = "only CUDA ops need it"
 
@@ -68,7 +68,7 @@ def cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
 
 
 def _nvcc(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
+    from op_builder.toolchain import toolchain
 
     row = _tool_row(toolchain.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
     return replace(row, note=_other_toolkits())
@@ -76,7 +76,7 @@ def _nvcc(probes: Probes) -> SoftwareRow:
 
 def _other_toolkits() -> str:
     """Those behind the best one, each with what it alone compiles for."""
-    from op_builder import toolchain
+    from op_builder.toolchain import toolchain
 
     notes = []
     known: set[str] = set()
@@ -89,13 +89,13 @@ def _other_toolkits() -> str:
 
 
 def _host_compiler(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
+    from op_builder.toolchain import toolchain
 
     return _tool_row(toolchain.find_host_compiler(), probes)
 
 
 def _ninja(probes: Probes) -> SoftwareRow:
-    from op_builder import toolchain
+    from op_builder.toolchain import toolchain
 
     return _tool_row(toolchain.find_ninja(), probes)
 
@@ -107,7 +107,7 @@ def _tool_row(tool: Tool, probes: Probes, absent: str = "") -> SoftwareRow:
 
 
 def _cutlass(probes: Probes) -> SoftwareRow:
-    from op_builder.cutlass import find_cutlass
+    from op_builder.toolchain.cutlass import find_cutlass
 
     found = find_cutlass()
     _warn_passed_over("CUTLASS", found, probes)

@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .all_ops import ALL_OPS
-    from .builder import OpBuilder
-    from .cpu_builder import CPUOpBuilder
-    from .cuda_builder import CUDAOpBuilder
-    from .evoformer_attn import EvoformerAttnBuilder
-    from .evoformer_attn_cpu import EvoformerAttnCPUBuilder
-    from .toolchain import command_exists, installed_cuda_version
+    from .ops.all_ops import ALL_OPS
+    from .ops.builder import OpBuilder
+    from .ops.cpu_builder import CPUOpBuilder
+    from .ops.cuda_builder import CUDAOpBuilder
+    from .ops.evoformer_attn import EvoformerAttnBuilder
+    from .ops.evoformer_attn_cpu import EvoformerAttnCPUBuilder
+    from .toolchain.toolchain import command_exists, installed_cuda_version
 
 __all__ = [
     "ALL_OPS",
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "ALL_OPS": "all_ops",
-    "CPUOpBuilder": "cpu_builder",
-    "CUDAOpBuilder": "cuda_builder",
-    "EvoformerAttnBuilder": "evoformer_attn",
-    "EvoformerAttnCPUBuilder": "evoformer_attn_cpu",
-    "OpBuilder": "builder",
-    "command_exists": "toolchain",
-    "installed_cuda_version": "toolchain",
+    "ALL_OPS": "ops.all_ops",
+    "CPUOpBuilder": "ops.cpu_builder",
+    "CUDAOpBuilder": "ops.cuda_builder",
+    "EvoformerAttnBuilder": "ops.evoformer_attn",
+    "EvoformerAttnCPUBuilder": "ops.evoformer_attn_cpu",
+    "OpBuilder": "ops.builder",
+    "command_exists": "toolchain.toolchain",
+    "installed_cuda_version": "toolchain.toolchain",
 }
 
 

@@ -14,8 +14,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from . import env, files, trust
+from . import env
 from .errors import BuildError
+from .system import files, trust
 
 _HERE = Path(os.path.realpath(__file__)).parent
 _OP = Path("deepspeed4science") / "evoformer_attn"

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from op_builder import EvoformerAttnBuilder
-from op_builder.instantiations import has_row
+from op_builder.ops.instantiations import has_row
 
 # N, Lq, Lk, H, D
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))

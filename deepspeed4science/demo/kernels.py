@@ -9,7 +9,7 @@ import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
-from op_builder import jit
+from op_builder.build import jit
 
 Biases = Sequence[torch.Tensor | None]
 

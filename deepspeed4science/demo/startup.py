@@ -29,7 +29,9 @@ with torch.set_grad_enabled(train):
 if q.is_cuda:
     torch.cuda.synchronize()
 done = time.perf_counter()
-from op_builder import cache, jit, paths
+from op_builder import paths
+from op_builder.build import jit
+from op_builder.cache import cache
 built = [kernel.name for kernel in jit.loaded_kernels() if kernel.origin == "built"]
 result = {
     "compile_s": {name: cache.last_seconds(paths.cache_root(), name) for name in built},

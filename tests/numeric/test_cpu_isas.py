@@ -7,9 +7,9 @@ import torch
 
 from deepspeed4science import backends
 from deepspeed4science.backend_cpu import CpuBackend
-from op_builder import cpu_isa
 from op_builder.errors import BuildError
-from op_builder.instantiations import CPU_ISAS
+from op_builder.toolchain import cpu_isa
+from op_builder.toolchain.cpu_isa import CPU_ISAS
 from tests.numeric.cases import DTYPES, Case
 from tests.numeric.law import check
 from tests.numeric.test_unseen_queries import assert_zero_gradients, one_visible_key

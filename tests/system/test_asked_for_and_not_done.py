@@ -10,7 +10,7 @@ import pytest
 from .toys import REPOSITORY
 
 BUILD = ("-m", "deepspeed4science", "build", "--cpu", "--dtype", "fp32,fp16", "--quiet")
-INSTALL = "from op_builder import prebuild; from pathlib import Path; prebuild.build_requested"
+INSTALL = "from op_builder.ops import prebuild; from pathlib import Path; prebuild.build_requested"
 
 
 def run(tmp_path, *arguments, without_rights=False, **changes):

@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from deepspeed4science import build_command
-from op_builder import EvoformerAttnBuilder, calls
-from op_builder.instantiations import HEAD_DIM_TIERS
-from op_builder.toolchain import find_nvcc
+from op_builder import EvoformerAttnBuilder
+from op_builder.ops import calls
+from op_builder.ops.instantiations import HEAD_DIM_TIERS
+from op_builder.toolchain.toolchain import find_nvcc
 from tests import fakes
 
 from .toys import REPOSITORY
@@ -140,7 +141,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "code", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_makes_no_sense_is_refused(options, code, words, monkeypatch, capsys):
-    from op_builder import gpu
+    from op_builder.toolchain import gpu
 
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(gpu, "detect", lambda: gpu.Gpus(reason="there is no driver"))

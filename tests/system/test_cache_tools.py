@@ -88,7 +88,7 @@ def test_a_process_that_ends_as_soon_as_it_can_evicts_as_well(big):
         set_age(folder_of(big, name), 9.0)
     script = """
 import time
-from op_builder import build
+from op_builder.build import build
 real = build.Build._check_cancelled
 def late(self):
     if self._ninja_run is not None:
@@ -152,8 +152,8 @@ def test_a_limit_that_is_no_number_costs_a_warning(workshop):
 def test_many_processes_build_load_and_evict_at_once(big):
     """Everybody always gets the right answer; in the end the cache is within its limit."""
     script = """
-from op_builder import cache, loaded
-from op_builder.loader import Loader
+from op_builder.cache import cache, loaded
+from op_builder.build.loader import Loader
 cache.USE_GRAIN_S = -10.0  # nothing is safe for having been used just now
 answers = []
 for name in 4 * ("a", "b", OWN, "c"):
@@ -170,7 +170,7 @@ report(answers=answers)
     assert all(outcome.report["answers"] == [42] * 16 for outcome in outcomes)
     assert big.num_compilations() > 6, "six kernels, some of them evicted and compiled again"
     big.run(
-        "from op_builder import cache\ncache.USE_GRAIN_S = -10.0\nreport(**load('last'))",
+        "from op_builder.cache import cache\ncache.USE_GRAIN_S = -10.0\nreport(**load('last'))",
         DS4S_CACHE_MAX_MB="1",
     )
     assert names(big) == ["last"]
@@ -185,7 +185,7 @@ def test_killed_while_removing(big):
 import signal
 def die(path, **more):
     os.kill(os.getpid(), signal.SIGKILL)
-from op_builder import passing
+from op_builder.cache import passing
 passing.shutil = type(sys)("shutil")
 passing.shutil.rmtree = die
 load("c")

@@ -13,7 +13,8 @@ SCRIPT = """
 import torch
 from deepspeed4science import backends
 from deepspeed4science.backend_cpu import CpuBackend
-from op_builder import jit, openmp
+from op_builder.build import jit
+from op_builder.toolchain import openmp
 from tests.numeric.cases import Case
 from tests.numeric.law import check
 backends.BACKENDS = (CpuBackend(),)

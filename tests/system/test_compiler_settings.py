@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, env, memo, nvcc, toolchain
-from op_builder.instantiations import CpuKernel
+from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, env
+from op_builder.ops.instantiations import CpuKernel
+from op_builder.toolchain import memo, nvcc, toolchain
 from tests import fakes
 
 from .toys import REPOSITORY
@@ -75,7 +76,7 @@ def test_each_is_part_of_the_key(builder, name, monkeypatch):
 LOAD = """
 import json, sys
 from op_builder import EvoformerAttnCPUBuilder
-from op_builder.instantiations import CpuKernel
+from op_builder.ops.instantiations import CpuKernel
 kernel = CpuKernel("fwd", "fp32", "portable")
 found = EvoformerAttnCPUBuilder().load(kernels=[kernel], verbose=False).kernel(kernel)
 print(json.dumps([found.origin, b"marked" in found.path.read_bytes()]))

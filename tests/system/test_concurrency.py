@@ -95,7 +95,7 @@ def test_stopped_builder_loses_patience_only(workshop):
     until(lambda: workshop.num_compilations() == 1)
     builder.send_signal(signal.SIGSTOP)
     workshop.set_compiler("")
-    impatient = "from op_builder import build\nbuild._PATIENCE_S = 0.1\nreport(**load())"
+    impatient = "from op_builder.build import build\nbuild._PATIENCE_S = 0.1\nreport(**load())"
     outcome = workshop.run(impatient)
     assert outcome.origin == "built"
     assert "compiling without it" in outcome.messages

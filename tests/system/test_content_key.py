@@ -139,7 +139,8 @@ def test_prebuilt_is_found_first_whatever_compiled_it(workshop, tmp_path):
     """A folder in the cache's layout, made by another compiler, serves where there is none."""
     script = """
 from pathlib import Path
-from op_builder import paths, prebuild
+from op_builder import paths
+from op_builder.ops import prebuild
 folder = Path(os.environ["TOY_PREBUILT"])
 prebuild.build_into(folder, [toy()], verbose=False)
 report(names=sorted(path.name for path in folder.iterdir()))
@@ -247,7 +248,7 @@ def test_no_name_of_this_machine_in_a_real_unit(tmp_path):
     script = """
 import sys
 from op_builder import EvoformerAttnCPUBuilder
-from op_builder.instantiations import CpuKernel
+from op_builder.ops.instantiations import CpuKernel
 builder = EvoformerAttnCPUBuilder()
 kernel = CpuKernel("fwd", "fp32", "portable")
 sys.stdout.write(str(builder.load(verbose=False, kernels=[kernel]).kernel(kernel).path))

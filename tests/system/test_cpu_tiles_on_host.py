@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import paths, toolchain
+from op_builder import paths
+from op_builder.toolchain import toolchain
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 NUM_KEYS = 96  # of a tile, as in cpu_tiles.cpp

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import cutlass, paths, toolchain
-from op_builder.instantiations import CudaKernel
-from op_builder.nvcc import FLAGS
+from op_builder import paths
+from op_builder.ops.instantiations import CudaKernel
+from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain.nvcc import FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = (

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from op_builder import toolchain
+from op_builder.toolchain import toolchain
 from tests import fakes
 
 from .toys import finish
@@ -91,7 +91,7 @@ def test_importing_leaves_the_driver_alone(workshop, driver):
     script = """
 import ctypes
 import deepspeed4science, op_builder
-from op_builder import gpu
+from op_builder.toolchain import gpu
 gpus = gpu.detect()
 with open("/proc/self/maps") as maps:
     mapped = "libcuda.so" in maps.read()
@@ -130,12 +130,12 @@ def test_a_library_made_for_a_newer_glibc_is_a_miss(workshop):
     """An image's cache on an older host: compiled again, and the other's entry stays."""
     workshop.run()
     (entry,) = workshop.entries
-    from op_builder import elf
+    from op_builder.toolchain import elf
 
     needs = elf.read(entry / "toy.so").glibc
     assert needs > (2, 0), "a CUDA library holds the static runtime, which needs glibc"
     older = f"""
-from op_builder import elf
+from op_builder.toolchain import elf
 elf.own_glibc = lambda: {(needs[0], needs[1] - 1)!r}
 report(**load())
 """

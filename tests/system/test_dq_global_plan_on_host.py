@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import paths, toolchain
+from op_builder import paths
+from op_builder.toolchain import toolchain
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 H200 = 132

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import cutlass, toolchain
-from op_builder.nvcc import include_folders
+from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain.nvcc import include_folders
 
 from .stubs import with_stubs
 

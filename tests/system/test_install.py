@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain import find_nvcc
+from op_builder.toolchain.toolchain import find_nvcc
 
 from . import trees
 from .trees import backend, environment, pip
@@ -28,7 +28,7 @@ wanted, may_run = sys.argv[1].split(), sys.argv[2] == "may run programs"
 logging.basicConfig(format="%(message)s")
 def refuse(*arguments, **keywords): raise AssertionError("nothing may be compiled")
 import op_builder
-from op_builder import cpu_isa
+from op_builder.toolchain import cpu_isa
 op = op_builder.ALL_OPS[wanted[0]]
 if wanted[0] == "evoformer_attn":
     device = tuple(int(part) for part in wanted[2].split("."))
@@ -51,7 +51,7 @@ except op_builder.errors.ToolchainError as error:
 def tree(tmp_path_factory):
     """A copy of what git knows, cut to one kernel for each op."""
     copy = trees.clone(tmp_path_factory.mktemp("install") / "tree", without=("tests", "benchmarks"))
-    with (copy / "op_builder" / "calls.py").open("a") as table:
+    with (copy / "op_builder" / "ops" / "calls.py").open("a") as table:
         table.write('\nINSTALL = (Call("fwd", "bf16", 32, "both"),)\n')
         table.write('INSTALL_CPU = (Call("fwd", "fp32", 32, "both"),)\n')
     return copy
@@ -92,8 +92,8 @@ def load(target: Path, home: Path, wanted: str, *, may_run: bool = False, **chan
     path = os.environ["PATH"] if may_run else str(home)
     variables = {"PYTHONPATH": str(target), "CUDA_HOME": str(home), "PATH": path} | changes
     prefix = (
-        "import op_builder.nvcc\nfrom pathlib import Path\n"
-        f"op_builder.nvcc.SYSTEM_PREFIX = Path({str(home)!r})\n"
+        "import op_builder.toolchain.nvcc\nfrom pathlib import Path\n"
+        f"op_builder.toolchain.nvcc.SYSTEM_PREFIX = Path({str(home)!r})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", prefix + LOAD, wanted, "may run programs" if may_run else ""],
@@ -226,7 +226,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("changes", "words"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_asked_for_and_impossible(tree, tmp_path, changes, words):
     """No wheel, and the reason: never one without the kernels."""
-    from op_builder import gpu
+    from op_builder.toolchain import gpu
 
     if not changes and gpu.detect().found:
         pytest.skip("there is a GPU here")

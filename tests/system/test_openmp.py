@@ -12,8 +12,9 @@ from .toys import REPOSITORY, Workshop
 SCRIPT = """
 import json, os, sys
 {first}
-from op_builder import EvoformerAttnCPUBuilder, openmp
-from op_builder.instantiations import CpuKernel
+from op_builder import EvoformerAttnCPUBuilder
+from op_builder.toolchain import openmp
+from op_builder.ops.instantiations import CpuKernel
 before = openmp.present()
 builder = EvoformerAttnCPUBuilder()
 kernel = CpuKernel("fwd", "fp32", "portable")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import nvcc, toolchain
-from op_builder.instantiations import ABI_VERSION
+from op_builder.cache.loaded import ABI_VERSION
+from op_builder.toolchain import nvcc, toolchain
 from tests import fakes
 
 from .test_report_situations import H200, Machine, Outcome, cuda_torch, report
@@ -24,9 +24,11 @@ A100, V100 = ("NVIDIA A100", (8, 0)), ("Tesla V100", (7, 0))
 
 # Toys under the names and keys of real kernels: the report finds them and sees whether they load.
 PLANT = """\
-from op_builder import EvoformerAttnBuilder, arch, calls, elf, paths
-from op_builder.key import Header
-from op_builder.publish import Built, publish
+from op_builder import EvoformerAttnBuilder, paths
+from op_builder.ops import calls
+from op_builder.toolchain import arch, elf
+from op_builder.cache.key import Header
+from op_builder.cache.publish import Built, publish
 def plant(root, architecture, count=2):
     builder = EvoformerAttnBuilder()
     kernels = builder.kernels_for(calls.INSTALL, arch.parse(architecture))[:count]

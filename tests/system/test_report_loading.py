@@ -82,7 +82,7 @@ def test_a_kernel_that_ends_the_process_that_loads_it(tmp_path):
     crash = "__attribute__((constructor)) static void crash() { __builtin_trap(); }"
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=crash, text=True, check=True)
-    sound = "from op_builder.cache import Entry\nEntry.damage = lambda self: None\n"
+    sound = "from op_builder.cache.cache import Entry\nEntry.damage = lambda self: None\n"
     seen = report(Machine(tmp_path, prelude=sound))
     assert (seen.code, seen.op()["state"]) == (0, "buildable")
     assert "1 cannot be loaded: loading it ended the process with -" in seen.op()["detail"]

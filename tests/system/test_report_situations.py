@@ -51,8 +51,8 @@ cuda = _N(
 # A CUDA op as the report sees one, in the state that a test wants.
 FAKE_CUDA_OP = """\
 import op_builder
-from op_builder.builder import Obstacle
-from op_builder.status import OpStatus
+from op_builder.ops.builder import Obstacle
+from op_builder.ops.status import OpStatus
 class CudaOp:
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN"
     DEVICE = "cuda"
@@ -99,9 +99,9 @@ class Machine:
     def _program(self) -> str:
         places = f"sys.path[:0] = [{str(ROOT)!r}, {str(self._site())!r}]\n"
         no_toolkit = (
-            "import op_builder.nvcc, op_builder.cutlass\nfrom pathlib import Path\n"
-            f"op_builder.nvcc.SYSTEM_PREFIX = Path({str(self.folder / 'usr-local')!r})\n"
-            "op_builder.cutlass.SYSTEM_INCLUDES = ()\n"
+            "from pathlib import Path\nfrom op_builder.toolchain import cutlass, nvcc\n"
+            f"nvcc.SYSTEM_PREFIX = Path({str(self.folder / 'usr-local')!r})\n"
+            "cutlass.SYSTEM_INCLUDES = ()\n"
         )
         return PROGRAM.format(prelude=places + no_toolkit + self.prelude)
 

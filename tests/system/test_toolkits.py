@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import nvcc as nvcc_module
-from op_builder import smoke, toolchain
+from op_builder.toolchain import nvcc as nvcc_module
+from op_builder.toolchain import smoke, toolchain
 from tests import fakes
 
 from .toys import Workshop
@@ -151,7 +151,8 @@ def test_believed_until_something_is_compiled(real, tmp_path, monkeypatch):
 TOY_OP = """
 from dataclasses import dataclass
 from pathlib import Path
-from op_builder import EvoformerAttnBuilder, nvcc
+from op_builder import EvoformerAttnBuilder
+from op_builder.toolchain import nvcc
 nvcc.SYSTEM_PREFIX = Path({prefix!r})
 @dataclass(frozen=True)
 class Toy:
@@ -218,7 +219,7 @@ def test_a_toolkit_that_compiles_and_cannot_link(real, tmp_path, monkeypatch):
 
 
 def candidate(path):
-    from op_builder.tool import Candidate
+    from op_builder.toolchain.tool import Candidate
 
     return Candidate("PyPI wheel", path)
 

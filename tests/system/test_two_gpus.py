@@ -63,7 +63,7 @@ def driver(tmp_path_factory):
 ASK = """\
 import json
 from dataclasses import asdict
-from op_builder import gpu
+from op_builder.toolchain import gpu
 print(json.dumps(asdict(gpu.detect()) | {"capabilities": gpu.detect().capabilities}))
 """
 
@@ -96,7 +96,9 @@ def test_what_the_driver_says(says, gpus, reason, driver):
 
 BUILD = """
 from dataclasses import dataclass
-from op_builder import EvoformerAttnBuilder, cache, gpu, paths
+from op_builder import EvoformerAttnBuilder, paths
+from op_builder.cache import cache
+from op_builder.toolchain import gpu
 @dataclass(frozen=True)
 class Toy:
     arch: str

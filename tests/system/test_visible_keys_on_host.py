@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import toolchain
+from op_builder.toolchain import toolchain
 
 from .stubs import with_stubs
 

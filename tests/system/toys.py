@@ -46,7 +46,7 @@ CUDA_ARCH = "9.0"  # every nvcc that serves can compile for it
 PRELUDE = """\
 import json, os, sys, threading
 from tests.system.toys import Workshop
-from op_builder import jit
+from op_builder.build import jit
 from op_builder.errors import BuildError, CompileError, ToolchainError
 workshop = Workshop.from_environment()
 toy = workshop.job
@@ -124,7 +124,7 @@ class Workshop:
         return len(path.read_text().split()) if path.exists() else 0
 
     def source(self, name: str = "toy") -> str:
-        from op_builder.instantiations import ABI_VERSION
+        from op_builder.cache.loaded import ABI_VERSION
 
         fields = {"name": name, "abi": ABI_VERSION}
         if self.language == "C++":
@@ -134,7 +134,7 @@ class Workshop:
         return f"{header}\n{CUDA_KERNEL}{rest}"
 
     def job(self, name: str = "toy", **changes):
-        from op_builder.key import CompileJob
+        from op_builder.cache.key import CompileJob
 
         fields = {
             "name": name,
@@ -147,7 +147,8 @@ class Workshop:
             "identity": (("compiler", "toy 1.0"),),
         }
         if self.language == "CUDA":
-            from op_builder import EvoformerAttnBuilder, arch
+            from op_builder import EvoformerAttnBuilder
+            from op_builder.toolchain import arch
 
             builder = EvoformerAttnBuilder()
             target = arch.gencode(arch.parse(CUDA_ARCH))
@@ -191,7 +192,7 @@ def _real_compiler(language: str) -> str:
         found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
         assert found, "these tests need a C++ compiler"
         return found
-    from op_builder import toolchain
+    from op_builder.toolchain import toolchain
 
     nvcc = toolchain.find_nvcc()
     if not nvcc.ok:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from op_builder import arch
-from op_builder.arch import Arch
 from op_builder.errors import ToolchainError
+from op_builder.toolchain import arch
+from op_builder.toolchain.arch import Arch
 
 NVCC_13 = [
     "sm_75",

@@ -13,9 +13,10 @@ from deepspeed4science import backend_cuda, backend_sm90, backends  # noqa: E402
 from deepspeed4science.backend_sm90 import Sm90Backend, tma_obstacle  # noqa: E402
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
-from op_builder import EvoformerAttnBuilder, toolchain  # noqa: E402
-from op_builder.nvcc_targets import Targets  # noqa: E402
-from op_builder.tool import Tool  # noqa: E402
+from op_builder import EvoformerAttnBuilder  # noqa: E402
+from op_builder.toolchain import toolchain  # noqa: E402
+from op_builder.toolchain.nvcc_targets import Targets  # noqa: E402
+from op_builder.toolchain.tool import Tool  # noqa: E402
 
 PROBLEM = Problem(
     B=1,

@@ -15,8 +15,9 @@ from deepspeed4science.backend import Backend  # noqa: E402
 from deepspeed4science.backend_cuda import CudaBackend  # noqa: E402
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
-from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, calls  # noqa: E402
-from op_builder.arch import Arch  # noqa: E402
+from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder  # noqa: E402
+from op_builder.ops import calls  # noqa: E402
+from op_builder.toolchain.arch import Arch  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
 from tests.numeric.law import check  # noqa: E402
 

@@ -6,11 +6,13 @@ import re
 import pytest
 
 import op_builder
-from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder, cpu_isa, prebuild
-from op_builder import toolchain as toolchain_module
+from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder
 from op_builder.errors import BuildError
-from op_builder.instantiations import CPU_KERNELS, CpuKernel
-from op_builder.tool import Tool
+from op_builder.ops import prebuild
+from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
+from op_builder.toolchain import cpu_isa
+from op_builder.toolchain import toolchain as toolchain_module
+from op_builder.toolchain.tool import Tool
 
 NO_COMPILER = Tool("host compiler", reason="no c++ on PATH", remedy="apt-get install g++")
 

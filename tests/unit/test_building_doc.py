@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import arch, calls, cutlass, env, nvcc
-from op_builder.instantiations import CPU_ISAS
-from op_builder.status import STATES
+from op_builder import env
+from op_builder.ops import calls
+from op_builder.ops.status import STATES
+from op_builder.toolchain import arch, cutlass, nvcc
+from op_builder.toolchain.cpu_isa import CPU_ISAS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "building.md").read_text()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.compile_error import explain, is_lasting
-from op_builder.key import CompileJob
-from op_builder.ninja_run import Failed
+from op_builder.build.compile_error import explain, is_lasting
+from op_builder.build.ninja_run import Failed
+from op_builder.cache.key import CompileJob
 
 JOB = CompileJob("unit", "", ".cpp", Path("c++"), (), (), (), ())
 

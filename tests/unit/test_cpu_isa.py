@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from op_builder import cpu_isa, memo
-from op_builder.cpu_isa import Processor
 from op_builder.errors import BuildError, ToolchainError
-from op_builder.tool import Tool
+from op_builder.toolchain import cpu_isa, memo
+from op_builder.toolchain.cpu_isa import Processor
+from op_builder.toolchain.tool import Tool
 from tests import fakes
 
 AVX2 = "fma f16c avx2"

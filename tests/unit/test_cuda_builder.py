@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import ALL_OPS, EvoformerAttnBuilder, arch, calls, gpu, paths, toolchain
-from op_builder.calls import Row
-from op_builder.cuda_builder import CUDAOpBuilder
+from op_builder import ALL_OPS, EvoformerAttnBuilder, paths
 from op_builder.errors import BuildError, ToolchainError
-from op_builder.instantiations import (
+from op_builder.ops import calls
+from op_builder.ops.calls import Row
+from op_builder.ops.cuda_builder import CUDAOpBuilder
+from op_builder.ops.instantiations import (
     CUDA_BIASES,
     CUDA_DTYPES,
     CUDA_FAMILIES,
@@ -20,8 +21,9 @@ from op_builder.instantiations import (
     has_row,
     head_dim_tier,
 )
-from op_builder.nvcc_targets import Targets
-from op_builder.tool import Tool
+from op_builder.toolchain import arch, gpu, toolchain
+from op_builder.toolchain.nvcc_targets import Targets
+from op_builder.toolchain.tool import Tool
 
 BUILDER = EvoformerAttnBuilder()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import cutlass
 from op_builder.errors import ToolchainError
+from op_builder.toolchain import cutlass
 from tests import fakes
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import elf
+from op_builder.toolchain import elf
 
 
 def a_library():

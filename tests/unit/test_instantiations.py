@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.instantiations import ABI_VERSION, CPU_KERNELS, CpuKernel
-from op_builder.loaded import EXPORTS
+from op_builder.cache.loaded import ABI_VERSION, EXPORTS
+from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
 from op_builder.paths import csrc_root
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.key import SYSTEM, CompileJob, Hashes, Header, content_key, headers_from_depfile
+from op_builder.cache.key import (
+    SYSTEM,
+    CompileJob,
+    Hashes,
+    Header,
+    content_key,
+    headers_from_depfile,
+)
 
 JOB = CompileJob(
     name="unit",

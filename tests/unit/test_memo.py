@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import memo
+from op_builder.toolchain import memo
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from op_builder import progress, resources
-from op_builder.instantiations import HEAD_DIM_TIERS, CpuKernel, CudaKernel
-from op_builder.progress import Bar, Unit
+from op_builder.build import progress, resources
+from op_builder.build.progress import Bar, Unit
+from op_builder.ops.instantiations import HEAD_DIM_TIERS, CpuKernel, CudaKernel
 
 LONG = "sm80_bwd_bf16_d128_bias2_unaligned for 8.0"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from op_builder import resources
+from op_builder.build import resources
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import gpu, nvcc, toolchain
 from op_builder.errors import ToolchainError
+from op_builder.toolchain import gpu, nvcc, toolchain
 from tests import fakes
 
 CONCERNED = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "CXX", "CC", "NVCC_PREPEND_FLAGS")

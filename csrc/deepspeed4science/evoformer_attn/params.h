@@ -98,7 +98,7 @@ struct BwdParams {
 
 }  // namespace ds4s
 
-// What every shared library exports, one kernel each (the bodies are written by op_builder/instantiations.py):
+// What every shared library exports, one kernel each (the bodies are written by op_builder/ops/instantiations.py):
 //   int     ds4s_abi_version(void);                            DS4S_ABI_VERSION of this header
 //   const char* ds4s_name(void);                               the unit's name
 //   int64_t ds4s_workspace_bytes(const Params*);               0 when none is needed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.instantiations import ABI_VERSION as ABI
+from op_builder.cache.loaded import ABI_VERSION as ABI
 
 pytestmark = pytest.mark.parametrize("workshop", ["C++", "CUDA"], indirect=True)
 
@@ -295,9 +295,9 @@ except BuildError as error:
 
 def test_missing_ninja(workshop):
     script = """
-from op_builder import build
-from op_builder.tool import Tool
-import op_builder.toolchain as toolchain
+from op_builder.build import build
+from op_builder.toolchain.tool import Tool
+import op_builder.toolchain.toolchain as toolchain
 missing = Tool("ninja", reason="ninja was not found", remedy="pip install ninja")
 toolchain.find_ninja = lambda: missing
 try:
@@ -313,7 +313,8 @@ def test_leftovers_of_killed_processes_are_removed(workshop):
     """What a SIGKILL left in the cache and in the temporary folder goes with the next build."""
     script = """
 import os, signal
-from op_builder import cache, workdir
+from op_builder.build import workdir
+from op_builder.cache import cache
 real = os.rename
 def die(source, target):
     if "units" in str(target):

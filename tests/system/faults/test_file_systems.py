@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from op_builder import memo
+from op_builder.toolchain import memo
 
 REFUSE = """
 import errno
@@ -117,8 +117,8 @@ def test_meta_of_wrong_types(workshop, field):
     whole = json.loads(meta.read_text())
     script = f"""
 import contextlib, io, pathlib
-from op_builder import cache, search
-from op_builder.key import Hashes
+from op_builder.cache import cache, search
+from op_builder.cache.key import Hashes
 from deepspeed4science import cache_command
 meta, whole, wrong = pathlib.Path({str(meta)!r}), {whole!r}, {WRONG!r}
 for value in wrong:

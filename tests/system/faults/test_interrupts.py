@@ -107,7 +107,7 @@ def interrupt():
         os.sched_yield()
     workshop.set_compiler("")
     os.kill(os.getpid(), signal.SIGINT)
-from op_builder import loader
+from op_builder.build import loader
 waiting = []
 follow = loader.follow
 def announced(*arguments):
@@ -129,7 +129,8 @@ except KeyboardInterrupt:
 def test_who_waits_for_a_thread_that_is_gone_begins_anew(workshop):
     """A thread that ended without a word, as by an error in what should have given up for it."""
     script = """
-from op_builder import loader, search
+from op_builder.build import loader
+from op_builder.cache import search
 give_up, loader.Loader._give_up = loader.Loader._give_up, lambda *arguments: None
 existing = search.load_existing
 def end(*arguments): raise SystemExit

@@ -35,7 +35,7 @@ def test_no_programs_may_run_from_the_cache(workshop, mount_noexec):
 
 LIMITED = """
 import resource
-from op_builder import toolchain
+from op_builder.toolchain import toolchain
 toolchain.find_ninja()
 resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
 """
@@ -64,7 +64,7 @@ for process in filter(str.isdecimal, os.listdir("/proc")):
 def test_full_disk_below_the_trial_of_a_compiler(workshop, mount_tmpfs):
     mount_tmpfs(workshop.build_root, "12k")
     script = """
-from op_builder import host_compiler
+from op_builder.toolchain import host_compiler
 report(reason=host_compiler.find_host_compiler().reason,
        remedy=host_compiler.find_host_compiler().remedy)
 """

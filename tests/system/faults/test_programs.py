@@ -7,7 +7,7 @@ from ..test_concurrency import alive
 from ..toys import finish, read_until, until
 
 FAILS = "\ntry:\n    load()\nexcept {error} as error:\n    report(error=str(error))\n"
-IMPATIENT = "from op_builder import follow\nfollow._SILENCE_OF_UNKNOWN_S = 0.5\n"
+IMPATIENT = "from op_builder.build import follow\nfollow._SILENCE_OF_UNKNOWN_S = 0.5\n"
 # Ignores requests to end, and has a child that does.
 STUBBORN = "trap '' TERM INT HUP; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; wait; wait"
 
@@ -31,7 +31,7 @@ def test_hanging_compiler_is_compared_with_what_is_usual(workshop):
     workshop.write_header(50)
     workshop.set_compiler("sleep 60")
     process = workshop.spawn(
-        "from op_builder import follow\nfollow._SILENCE_S = 0.1\nload()", stderr=-1
+        "from op_builder.build import follow\nfollow._SILENCE_S = 0.1\nload()", stderr=-1
     )
     said = read_until(process.stderr, "still compiling")
     assert "(usual: 0." in said or "(usual: 1." in said
@@ -87,8 +87,8 @@ def test_nobody_hears_how_children_end(workshop):
     workshop.write_header(50)
     error = workshop.run(ignore + FAILS.format(error="CompileError")).report["error"]
     assert "error: on purpose" in error
-    ask = "from op_builder import tool\nreport(told=tool.run(['sh', '-c', 'exit 3']).problem)"
-    told = workshop.run(ignore + ask)
+    ask = "from op_builder.toolchain import tool\n"
+    told = workshop.run(ignore + ask + "report(told=tool.run(['sh', '-c', 'exit 3']).problem)")
     assert told.report["told"] == "sh ended with 3: no word"
 
 

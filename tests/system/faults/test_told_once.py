@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from op_builder import cache, search, tell
+from op_builder.cache import cache, search
+from op_builder.system import tell
 
 
 @pytest.fixture

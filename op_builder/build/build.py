@@ -1,0 +1,276 @@
+"""Makes the libraries that are nowhere yet, in a thread: lock, compile, verify, publish, load."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import paths
+from ..cache import evict, lock, search
+from ..cache.cache import last_seconds
+from ..cache.key import CompileJob, Hashes
+from ..cache.loaded import LoadedKernel
+from ..cache.lock import UnitLock
+from ..cache.publish import Built
+from ..cache.search import Root
+from ..errors import BuildError, CompileError, ToolchainError
+from ..system import ending, lacks, tell
+from . import workdir
+from .compile_error import explain, is_lasting
+from .deliver import deliver
+from .ninja_run import NinjaRun
+
+# How often to try a lock that another process holds. Less and less often: hundreds of processes
+# may be waiting on one file server.
+_POLL_S, _POLL_GROWTH, _POLL_MOST_S = 0.01, 1.25, 0.25
+
+# How long to wait for another process that compiles the same unit before doing it ourselves: a
+# builder that was stopped but not killed, or a lock that a file server has not freed, must not hold
+# up anybody for ever.
+_PATIENCE_S = 300.0
+_PATIENCE_TIMES = 10.0  # and at least so many times what compiling took last time
+
+
+class GivenUpError(BuildError):
+    """Who was making a unit stopped before it was done: who still wants it begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__("compiling was interrupted; call again to go on")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a job was asked for."""
+
+    background: bool = False  # by `start`: nobody may be waiting
+    skip_prebuilt: bool = False
+
+
+@dataclass(eq=False)
+class Unit:
+    """One job on its way; filled in by the building thread, read by those that wait for `done`."""
+
+    job: CompileJob
+    order: Order = Order()
+    maker: threading.Thread = field(default_factory=threading.current_thread)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    together: threading.Event | None = None  # set once all that are compiled at once begin
+    last_seconds: float | None = None  # what compiling it took last time
+    seconds: float | None = None  # set when it was compiled here
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def compiling(self) -> bool:
+        return self.together is not None and self.together.is_set()
+
+    def is_abandoned(self) -> bool:
+        """Nobody makes it any more: its thread is gone, or is the one that asks."""
+        if self.done.is_set():
+            return False
+        return self.maker is threading.current_thread() or (
+            self.maker.ident is not None and not self.maker.is_alive() and not self.done.is_set()
+        )
+
+
+class Build:
+    """One thread's work: each unit is handed to `succeed` or `fail` as early as possible."""
+
+    def __init__(
+        self,
+        target: Callable[[Build], None],
+        roots: tuple[Root, ...],
+        succeed: Callable[[Unit, LoadedKernel], None],
+        fail: Callable[[Unit, BaseException], None],
+    ) -> None:
+        self._target = target
+        self.thread = threading.Thread(target=self._run, name="ds4s-build", daemon=True)
+        self._succeed, self._fail = succeed, fail
+        self._roots, self._root = roots, roots[-1].path
+        self._cancelled = threading.Event()
+        self._ninja_run: NinjaRun | None = None
+        self._held: dict[str, UnitLock] = {}
+
+    def start(self) -> bool:
+        """False when no more threads may be started."""
+        try:
+            self.thread.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        with ending.exempt():  # the loader cancels it
+            self._target(self)
+
+    def run_here(self) -> None:
+        """In the calling thread, which may then not show what happens."""
+        self._target(self)
+
+    def join(self, timeout_s: float) -> None:
+        if self.thread.is_alive():  # it may never have been started
+            self.thread.join(timeout_s)
+
+    def cancel(self) -> None:
+        """Stop soon; units not finished yet fail."""
+        self._cancelled.set()
+        running = self._ninja_run
+        if running is not None:
+            running.cancel()
+
+    def make(self, units: list[Unit]) -> None:
+        """Never waits for a lock while holding another: no two processes wait for each other."""
+        notes: dict[str, dict[str, object]] = {}  # what each contended lock said when first met
+        began = time.monotonic()
+        remaining = list(units)
+        pause = _POLL_S
+        try:
+            while remaining:
+                self._check_cancelled()
+                ready = [unit for unit in remaining if self._may_build(unit, notes, began)]
+                remaining = [u for u in remaining if u not in ready and not u.done.is_set()]
+                if ready:
+                    self._make([unit for unit in ready if not unit.done.is_set()])
+                elif remaining:
+                    self._cancelled.wait(pause)
+                    pause = min(pause * _POLL_GROWTH, _POLL_MOST_S)
+        finally:
+            for held in self._held.values():
+                held.release()
+            self._make_room()  # also when the process ends just now: it waits for us
+
+    def _make_room(self) -> None:
+        """What an install or a shared folder holds was chosen; a cache only grows."""
+        root = self._roots[-1]
+        if root.origin == "cache" and not root.shared:
+            try:
+                evict.make_room(root.path)
+            except BuildError as error:
+                tell.warn_once(str(error))
+
+    def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
+        """The unit's lock is ours, or there are no locks here, or its holder took too long."""
+        ident = unit.job.ident
+        held = UnitLock(self._root, ident)
+        try:
+            if not held.try_acquire():
+                return self._wait_longer(unit, held, notes, began)
+        except lock.NoLockError:
+            return True
+        self._held[ident] = held
+        left = held.previous
+        if left.get("of") == _places(unit.job) and left != notes.get(ident, left):
+            # Somebody tried while we waited; the same files would fail here in the same way.
+            held.write(left)
+            self._finish(unit, CompileError(str(left.get("failed"))))
+            return False
+        kernel = search.load_existing(unit.job, self._roots, Hashes())
+        if kernel is not None:
+            self._finish(unit, kernel)
+        return kernel is None
+
+    def _wait_longer(
+        self, unit: Unit, held: UnitLock, notes: dict[str, dict[str, object]], began: float
+    ) -> bool:
+        if unit.job.ident not in notes:
+            note = notes[unit.job.ident] = held.read()
+            who = f"process {note.get('pid', '?')} on {note.get('host', '?')}"
+            unit.messages.append(f"waiting for {who}, which is compiling {unit.job.title}")
+        if time.monotonic() - began < _PATIENCE_S:
+            return False
+        usual = last_seconds(self._root, unit.job.name) or 0.0
+        patience = max(_PATIENCE_S, _PATIENCE_TIMES * usual)
+        if time.monotonic() - began < patience:
+            return False
+        tell.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
+        return True
+
+    def _make(self, units: list[Unit]) -> None:
+        if not units:
+            return
+        for unit in units:
+            search.tell_uncovered(unit.job, self._roots)
+            try:
+                _require_compiler(unit.job)
+            except ToolchainError as lack:
+                self._finish(unit, lack)
+        units = [unit for unit in units if not unit.done.is_set()]
+        if not units:
+            return
+        if self._roots[-1].origin == "cache" and (note := paths.cache_note()):
+            tell.warn_once(note)
+        folder = workdir.create()
+        by_ident = {unit.job.ident: unit for unit in units}
+        private: list[Path] = []
+        together = threading.Event()
+
+        def on_built(built: Built) -> None:
+            unit = by_ident[built.job.ident]
+            try:
+                unit.seconds = built.seconds
+                kernel = deliver(built, self._roots[-1])
+                if kernel.path == built.library:
+                    private.append(kernel.path)
+                self._finish(unit, kernel)
+            except (OSError, BuildError) as error:
+                self._finish(unit, error)
+
+        for unit in units:
+            unit.last_seconds = last_seconds(self._root, unit.job.name)
+            unit.together = together
+        together.set()
+        try:
+            self._ninja_run = NinjaRun(folder, [unit.job for unit in units], _ninja())
+            self._check_cancelled()
+            failures = self._ninja_run.run(on_built)
+            self._check_cancelled()
+            for failed in failures:
+                error = explain(failed, self._root / "failed")
+                held = self._held.get(failed.job.ident)
+                if held is not None and is_lasting(failed):
+                    held.write({"failed": str(error), "of": _places(failed.job), "at": time.time()})
+                self._finish(by_ident[failed.job.ident], error)
+        except OSError as error:
+            remedy = lacks.remedy(str(error)) or "free some space there or set TMPDIR"
+            raise BuildError(f"compiling in {folder} failed: {error}; {remedy}") from error
+        finally:
+            self._ninja_run = None
+            if not private:
+                workdir.remove(folder)
+
+    def _finish(self, unit: Unit, outcome: LoadedKernel | BaseException) -> None:
+        held = self._held.pop(unit.job.ident, None)
+        if isinstance(outcome, LoadedKernel):
+            self._succeed(unit, outcome)
+        else:
+            self._fail(unit, outcome)
+        if held is not None:
+            held.release()
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise GivenUpError
+
+
+def _require_compiler(job: CompileJob) -> None:
+    if job.compiler is None:
+        raise ToolchainError(job.problem)
+    if job.prove is not None:
+        job.prove()
+
+
+def _places(job: CompileJob) -> list[str]:
+    """Which files a job is made of here: an error is shared by those who have the same ones."""
+    return [str(job.compiler), *map(str, job.include_dirs)]
+
+
+def _ninja() -> Path:
+    from ..toolchain.toolchain import find_ninja
+
+    ninja = find_ninja()
+    if not ninja.ok or ninja.path is None:
+        raise ToolchainError(f"{ninja.reason}; {ninja.remedy}")
+    return Path(ninja.path)

@@ -1,0 +1,90 @@
+"""Waiting for units that are being made, and showing meanwhile what happens to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..system import ending
+from . import progress
+from .build import GivenUpError, Unit
+
+# After how long a unit that still compiles is spoken of: so long, and so many times what is usual.
+_SILENCE_S, _SILENCE_TIMES = 60.0, 3.0
+_SILENCE_OF_UNKNOWN_S = 180.0
+
+
+def follow(units: Sequence[Unit], display: progress.Silent) -> None:
+    """Returns once all units are done; raises GivenUpError when nobody makes one any more."""
+    followed = [_Followed(unit, display) for unit in units]
+    while True:
+        waiting = next((unit for unit in units if not unit.done.is_set()), None)
+        for one in followed:
+            one.tell_messages()
+        fresh = [one.begin() for one in followed if one.unit.compiling and one.begun is None]
+        if fresh:
+            display.begin(fresh)
+        for one in followed:
+            one.tell_end()
+            one.tell_delay()
+        if waiting is None:
+            display.end()
+            return
+        waiting.done.wait(display.interval_s)
+        ending.stop_if_ending()
+        if waiting.is_abandoned():
+            raise GivenUpError
+        display.tick()
+
+
+class _Followed:
+    """One unit and what has been said of it."""
+
+    def __init__(self, unit: Unit, display: progress.Silent) -> None:
+        self.unit = unit
+        self.begun: float | None = None
+        self._display = display
+        self._num_told = 0
+        self._ended = False
+        self._unit = progress.Unit(unit.job.title, None)
+        self._patience_s = _patience_s(None)
+
+    def begin(self) -> progress.Unit:
+        self.begun = time.monotonic()
+        job = self.unit.job
+        self._unit = progress.Unit(
+            job.title, self.unit.last_seconds, job.usual_seconds, job.memory_bytes
+        )
+        self._patience_s = _patience_s(self._unit.expected_seconds)
+        return self._unit
+
+    def tell_messages(self) -> None:
+        for message in self.unit.messages[self._num_told :]:
+            self._display.note(message)
+            self._num_told += 1
+
+    def tell_end(self) -> None:
+        if self.unit.seconds is not None and self.unit.done.is_set() and not self._ended:
+            self._ended = True
+            self._display.finished(self.unit.job.title, self.unit.seconds)
+
+    def tell_delay(self) -> None:
+        """A compiler that hangs is not told from a slow one, but what is usual is known."""
+        if self.begun is None or self.unit.done.is_set():
+            return
+        seconds = time.monotonic() - self.begun
+        if seconds < self._patience_s:
+            return
+        self._patience_s = 2 * seconds
+        expected = self._unit.expected_seconds
+        usual = "not known" if expected is None else f"{expected:.1f} s"
+        self._display.note(
+            f"still compiling {self.unit.job.title} after {seconds:.0f} s (usual: {usual}) with "
+            f"{self.unit.job.compiler}; to stop it, interrupt this process (Ctrl-C)"
+        )
+
+
+def _patience_s(usual_s: float | None) -> float:
+    if usual_s is None:
+        return _SILENCE_OF_UNKNOWN_S
+    return max(_SILENCE_S, _SILENCE_TIMES * usual_s)

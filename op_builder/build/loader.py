@@ -1,0 +1,201 @@
+"""The state behind jit.py: one thread claims a job, finds or makes its library; others wait.
+
+A loader searches and writes one list of folders. The process has one (jit.py); prebuild.py makes
+its own, which writes elsewhere.
+
+A claim never outlives who made it: whatever is raised behind it, Ctrl-C included, gives the units
+up, and who waits for one that was given up claims it himself. So does who finds that a unit's
+thread is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from .. import env
+from ..cache import search
+from ..cache.key import CompileJob, Hashes
+from ..cache.loaded import LoadedKernel
+from ..cache.search import Root
+from ..system import ending
+from . import progress
+from .build import Build, GivenUpError, Order, Unit
+from .follow import follow
+
+# Stopped compilers are gone in well under a second, but publishing on a slow disk takes longer.
+_LAST_WAIT_S = 5.0
+
+
+class Loader:
+    def __init__(self, roots: Callable[[], tuple[Root, ...]]) -> None:
+        """`roots()`: the folders to search, in order; the last one is written."""
+        self._roots = roots
+        self._loaded: dict[str, LoadedKernel] = {}
+        self._ending = False
+        self.forget_threads()
+
+    def forget_threads(self) -> None:
+        """At the start, and in a forked child, which has the libraries but not the threads."""
+        self._guard = threading.Lock()
+        self._pending: dict[str, Unit] = {}  # being made, or failed in the background and unasked
+        self._builds: set[Build] = set()
+
+    def load(
+        self, jobs: Sequence[CompileJob], *, verbose: bool = True, skip_prebuilt: bool = False
+    ) -> list[LoadedKernel]:
+        try:
+            return [self._loaded[job.ident] for job in jobs]
+        except KeyError:
+            pass
+        display = progress.display(_wants_messages(verbose))
+        with ending.slow_section():
+            while True:
+                try:
+                    self._load(jobs, Order(skip_prebuilt=skip_prebuilt), display)
+                except GivenUpError:  # by another thread: now it is ours, or a third one's
+                    if self._ending:
+                        raise
+                else:
+                    return [self._loaded[job.ident] for job in jobs]
+
+    def _load(self, jobs: Sequence[CompileJob], order: Order, display: progress.Silent) -> None:
+        units: list[Unit] = []
+        mine: list[Unit] = []
+        build: Build | None = None
+        try:
+            self._claim(jobs, order, units, mine)
+            hashes = Hashes()
+            missing = [unit for unit in mine if not self._try_existing(unit, hashes)]
+            if missing:
+                build = self._build(missing, search_first=False)
+                if not build.start():
+                    build.run_here()
+            follow(units, display)
+        except BaseException:  # Ctrl-C: nobody else wants what this call began
+            self._give_up(mine, build)
+            raise
+        for unit in units:
+            if unit.error is not None:
+                self._forget(unit)
+                raise unit.error
+
+    def loaded(self) -> tuple[LoadedKernel, ...]:
+        return tuple(self._loaded.values())
+
+    def start(self, jobs: Sequence[CompileJob]) -> None:
+        mine: list[Unit] = []
+        build: Build | None = None
+        try:
+            self._claim(jobs, Order(background=True), [], mine)
+            if mine:
+                build = self._build(mine, search_first=True)
+                if not build.start():
+                    self._give_up(mine, build)
+        except BaseException as error:
+            self._give_up(mine, build)
+            if not isinstance(error, Exception):
+                raise
+
+    def stop(self) -> None:
+        """Stop what runs in the background, and wait for it shortly."""
+        self._ending = True
+        ending.begin()
+        with self._guard:
+            builds = list(self._builds)
+        for build in builds:
+            build.cancel()
+        for build in builds:
+            build.join(_LAST_WAIT_S)
+
+    def _claim(
+        self, jobs: Sequence[CompileJob], order: Order, units: list[Unit], mine: list[Unit]
+    ) -> None:
+        """Fills `units` with those of what is not loaded yet, and `mine` with those among them that
+        the caller has to make: each before anybody else can wait for it.
+        """
+        with self._guard:
+            for job in jobs:
+                if job.ident in self._loaded or any(job.ident == u.job.ident for u in units):
+                    continue
+                unit = self._pending.get(job.ident)
+                if unit is None or unit.is_abandoned():
+                    unit = Unit(job, order)
+                    mine.append(unit)
+                    self._pending[job.ident] = unit
+                units.append(unit)
+
+    def _give_up(self, mine: list[Unit], build: Build | None) -> None:
+        if build is not None:
+            build.cancel()
+            build.join(_LAST_WAIT_S)
+            with self._guard:
+                self._builds.discard(build)
+        for unit in mine:
+            self._forget(unit)
+            if not unit.done.is_set():
+                unit.error = GivenUpError()
+                unit.done.set()
+
+    def _try_existing(self, unit: Unit, hashes: Hashes) -> bool:
+        try:
+            kernel = search.load_existing(unit.job, self._searched(unit.order), hashes)
+        except Exception as error:
+            self._fail(unit, error)
+            return True
+        if kernel is not None:
+            self._succeed(unit, kernel)
+        return kernel is not None
+
+    def _build(self, units: list[Unit], *, search_first: bool) -> Build:
+        """Not started yet."""
+
+        def run(build: Build) -> None:
+            left = units
+            try:
+                if search_first:
+                    hashes = Hashes()
+                    left = [unit for unit in units if not self._try_existing(unit, hashes)]
+                if left:
+                    build.make(left)
+            except BaseException as error:
+                for unit in left:
+                    if not unit.done.is_set():
+                        self._fail(unit, error)
+            finally:
+                with self._guard:
+                    self._builds.discard(build)
+
+        build = Build(run, self._searched(units[0].order), self._succeed, self._fail)
+        with self._guard:
+            self._builds.add(build)
+        for unit in units:
+            unit.maker = build.thread
+        return build
+
+    def _searched(self, order: Order) -> tuple[Root, ...]:
+        roots = self._roots()
+        return tuple(root for root in roots if not order.skip_prebuilt or root.origin != "prebuilt")
+
+    def _succeed(self, unit: Unit, kernel: LoadedKernel) -> None:
+        with self._guard:
+            self._loaded[unit.job.ident] = kernel
+        self._forget(unit)
+        unit.done.set()
+
+    def _fail(self, unit: Unit, error: BaseException) -> None:
+        """After `start` the error stays for the next `load`; otherwise those who wait have it."""
+        unit.error = error
+        if not unit.order.background:
+            self._forget(unit)
+        unit.done.set()
+
+    def _forget(self, unit: Unit) -> None:
+        with self._guard:
+            if self._pending.get(unit.job.ident) is unit:
+                del self._pending[unit.job.ident]
+
+
+def _wants_messages(verbose: bool) -> bool:
+    forced = env.flag("DS4S_VERBOSE")
+    return verbose if forced is None else forced

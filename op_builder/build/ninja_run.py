@@ -1,0 +1,211 @@
+"""One run of ninja in a fresh private folder; compiles and links all units wanted, in parallel.
+
+ninja only runs the commands: what is fresh was decided before, by content (key.py), and the folder
+is empty at the start. Each unit has its own subfolder with its source, its log and, once linked,
+its library and a file that says that it is whole, so that a unit can be taken as soon as it is
+there while others still compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import env
+from ..cache.key import CompileJob, Header, headers_from_depfile
+from ..cache.publish import Built
+from ..system import compiler_log, lacks
+from . import resources
+from .supervised import Supervised
+
+_RULES = """\
+ninja_required_version = 1.5
+rule run
+  command = $command
+  description = $what
+"""
+
+_AWKWARD = re.compile(r"[^\w./@%:=+-]")
+_BEGUN = "begun"  # an empty file whose time says when a unit's first command began
+# The output goes to the unit's own log, so that units compiled at once do not mix.
+_LOGGED = (
+    "{{ {command}; }} >> {log} 2>&1"
+    " || {{ code=$?; echo 'exit status '$code >> {log}; exit $code; }}"
+)
+
+_LINKED = "linked"  # an empty file that says that a unit is whole
+_MOST_SAID = 50  # lines of ninja's own that are kept
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A unit that did not compile or link."""
+
+    job: CompileJob
+    log: str
+    command: str
+    free_bytes: int | None = None  # what the disk of `folder` had left; None when it does not say
+    folder: Path | None = None  # where it was compiled
+
+
+class NinjaRun:
+    """`run()` blocks; `cancel()` may be called from another thread and makes it return soon."""
+
+    def __init__(self, folder: Path, jobs: Sequence[CompileJob], ninja: Path) -> None:
+        self._folder, self._jobs, self._ninja = folder, tuple(jobs), ninja
+        self._program: Supervised | None = None
+        self._cancelled = False
+        self._began_ns = 0
+        self._said: deque[str] = deque(maxlen=_MOST_SAID)
+        self._guard = threading.Lock()
+
+    def run(self, on_built: Callable[[Built], None]) -> list[Failed]:
+        """Calls `on_built` for each unit as soon as it is linked; returns those that failed."""
+        self._began_ns = time.time_ns()
+        self._write()
+        waiting = {job.ident: job for job in self._jobs}
+        program = self._start()
+        try:
+            for line in program.lines():  # some for each command that ended
+                self._said.append(line)
+                self._take_finished(waiting, on_built)
+        except BaseException:
+            program.end()
+            raise
+        self._take_finished(waiting, on_built)
+        return [self._failure(job) for job in waiting.values()]
+
+    def cancel(self) -> None:
+        with self._guard:
+            self._cancelled = True
+            if self._program is not None:
+                self._program.cancel()
+
+    def _start(self) -> Supervised:
+        limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
+        command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
+        # What a compiler that is killed leaves behind goes with the folder.
+        # Commands run in their unit's folder: "." is that, where nvcc cannot hand on the name.
+        folder = "." if _AWKWARD.search(str(self._folder)) else str(self._folder)
+        environment = env.for_compiler() | {"TMPDIR": folder}
+        with self._guard:
+            self._program = Supervised(command, environment)
+            if self._cancelled:
+                self._program.cancel()
+            return self._program
+
+    def _write(self) -> None:
+        text = _RULES
+        for job in self._jobs:
+            folder = self._folder / job.ident
+            folder.mkdir()
+            (folder / f"{job.name}{job.suffix}").write_text(job.source)
+            (folder / "log").touch()
+            for name, path in zip(_include_folders(job), job.include_dirs, strict=True):
+                if name != str(path):
+                    (folder / name).symlink_to(path)
+            text += _edge(job)
+        (self._folder / "build.ninja").write_text(text)
+
+    def _take_finished(
+        self, waiting: dict[str, CompileJob], on_built: Callable[[Built], None]
+    ) -> None:
+        for ident, job in list(waiting.items()):
+            folder = self._folder / ident
+            if os.path.exists(folder / _LINKED):
+                del waiting[ident]
+                depfile = (folder / f"{job.name}.d").read_text()
+                headers = headers_from_depfile(depfile, folder, job)
+                on_built(
+                    Built(
+                        job,
+                        library=folder / _library(job),
+                        log=folder / "log",
+                        headers=headers,
+                        seconds=self._seconds(job),
+                        changed_header=self._changed(job, headers),
+                    )
+                )
+
+    def _changed(self, job: CompileJob, headers: Sequence[Header]) -> str:
+        """A header written since we began: the compiler may have read what was there before.
+
+        Times in the future are a file server's clock, not a change.
+        """
+        for header in headers:
+            path = header.path(job.include_dirs)
+            with contextlib.suppress(OSError):
+                if self._began_ns <= os.stat(path).st_mtime_ns <= time.time_ns():
+                    return path
+        return ""
+
+    def _failure(self, job: CompileJob) -> Failed:
+        folder = self._folder / job.ident
+        log = compiler_log.read(folder / "log") or "\n".join(self._said)
+        compiled = os.path.exists(folder / f"{job.name}.o")
+        command = shlex.join(commands(job)[1 if compiled else 0])
+        return Failed(job, log, command, lacks.free_space(self._folder), self._folder)
+
+    def _seconds(self, job: CompileJob) -> float:
+        """From the first command's beginning to the last one's end; ninja's log comes too late."""
+        folder = self._folder / job.ident
+        with contextlib.suppress(OSError):
+            ended = (folder / _library(job)).stat().st_mtime
+            return max(ended - (folder / _BEGUN).stat().st_mtime, 0.0)
+        return 0.0
+
+
+def commands(job: CompileJob) -> tuple[list[str], list[str]]:
+    """Compile and link, to be run in the unit's folder.
+
+    Maps and a fixed seed keep this machine's folders and chance out of the library: equal keys,
+    equal bytes.
+    """
+    compiler = str(job.compiler)
+    source, host = f"{job.name}{job.suffix}", job.suffix == ".cpp"
+    folders = _include_folders(job)
+    steady = [f"-ffile-prefix-map={folder}=." for folder in folders]
+    steady.append(f"-frandom-seed={job.name}")
+    if not host:  # nvcc hands them to its host compiler
+        steady = [word for flag in steady for word in ("-Xcompiler", flag)]
+    includes = [f"-I{folder}" for folder in folders]
+    depfile = ["-MD", "-MF", f"{job.name}.d"]
+    compile_ = [compiler, *job.flags, *job.local_flags, *steady, *includes, *depfile]
+    link = [compiler, "-shared", f"{job.name}.o", *job.link_flags, *job.local_flags]
+    if not host:  # nvcc names its temporary files, by process id, in the symbol table
+        link += ["-Xlinker", "--strip-all"]
+    return [*compile_, "-c", source, "-o", f"{job.name}.o"], [*link, "-o", _library(job)]
+
+
+def _include_folders(job: CompileJob) -> list[str]:
+    """What the commands call the include folders. nvcc splits lists at commas and hands flags to
+    its host compiler unquoted: a folder with such letters is reached through a link.
+    """
+    return [
+        f"include-{index}" if job.suffix == ".cu" and _AWKWARD.search(str(path)) else str(path)
+        for index, path in enumerate(job.include_dirs)
+    ]
+
+
+def _library(job: CompileJob) -> str:
+    return f"{job.name}.so"
+
+
+def _edge(job: CompileJob) -> str:
+    """Compiles and links as one: ninja would put off linking until everything is compiled."""
+    command = " && ".join(shlex.join(words) for words in commands(job))
+    logged = _LOGGED.format(command=command, log="log")
+    inside = f"cd {shlex.quote(job.ident)} && : > {_BEGUN} && {logged} && : > {_LINKED}"
+    return (
+        f"build {job.ident}/{_LINKED}: run\n"
+        f"  command = {inside.replace('$', '$$')}\n"
+        f"  what = {_library(job)}\n"
+    )

@@ -1,0 +1,81 @@
+"""Private local folders for compiling, and for libraries that could not be published.
+
+A folder is locked (flock) by its process for as long as that lives. Folders of processes that were
+killed are thereby known, and removed when the next one is made. The lock is taken before the folder
+gets its final name: one that looks abandoned is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from .. import paths
+from ..errors import BuildError
+
+_PREFIX = "ds4s-build-"
+_ALIVE = "alive"
+
+_mine: dict[Path, int] = {}  # folder -> the locked file's descriptor
+
+
+def create() -> Path:
+    """A new empty folder, removed by `remove` or when the process ends."""
+    root: Path | str = "a temporary folder"
+    try:
+        root = paths.build_root()
+        fresh = Path(tempfile.mkdtemp(dir=root, prefix=".ds4s-new-"))
+        handle = os.open(fresh / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        folder = root / fresh.name.replace(".ds4s-new-", _PREFIX)
+        os.rename(fresh, folder)
+    except OSError as error:
+        raise BuildError(
+            f"no folder to compile in: expected {root} to be writable, got {error.strerror}; "
+            "free some space or set TMPDIR"
+        ) from error
+    _mine[folder] = handle
+    _sweep(root)
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of this process's; a library loaded from it stays usable."""
+    handle = _mine.pop(folder, None)
+    if handle is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def forget_after_fork() -> None:
+    """In a forked child: the folders are the parent's to remove; their locks are kept as well."""
+    _mine.clear()
+
+
+def _remove_mine() -> None:
+    for folder in list(_mine):
+        remove(folder)
+
+
+def _sweep(root: Path) -> None:
+    for folder in paths.matching(root, f"{_PREFIX}*"):
+        if folder in _mine:
+            continue
+        with contextlib.suppress(OSError):
+            if os.lstat(folder).st_uid != os.geteuid():
+                continue
+            handle = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+atexit.register(_remove_mine)  # before jit.py's, which stops what runs there, is registered

@@ -1,0 +1,1 @@
+"""Libraries on disk: what decides their keys, how they are kept, found, loaded and removed."""

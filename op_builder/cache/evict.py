@@ -1,0 +1,87 @@
+"""Keeps a cache within DS4S_CACHE_MAX_MB: what was not used for longest goes first.
+
+An entry's last use is its folder's modification time, which nothing else changes. It is written
+once an hour at most, so that a warm load costs one question to the file system and a thousand ranks
+do not write at once; an entry used within the last hour is therefore never removed. Removing is a
+rename out of the way: a process that is about to load the entry finds all of it or nothing, and
+then compiles it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import env
+from . import cache, loaded, passing
+
+DEFAULT_MAX_MB = 2048
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one folder of `units/` or `aside/` takes."""
+
+    folder: Path
+    used: float  # when it was last used, in seconds since 1970
+    size: int
+
+
+def limit_bytes() -> int | None:
+    """None: no limit. Raises BuildError when the variable is not a number."""
+    limit = env.whole_number("DS4S_CACHE_MAX_MB")
+    limit = DEFAULT_MAX_MB if limit is None else limit
+    return limit << 20 if limit else None
+
+
+def make_room(root: Path) -> list[Path]:
+    """Remove what is too much under the cache `root`; returns what was removed.
+
+    Damaged entries go first, then those not used for longest; never what this process has loaded.
+    Raises BuildError when the limit makes no sense.
+    """
+    limit = limit_bytes()
+    if limit is None:
+        return []
+    damaged, entries = list(rooms(root, "aside")), list(rooms(root, "units"))
+    excess = sum(room.size for room in (*damaged, *entries)) - limit
+    in_use = {path.parent for path in loaded.in_use()}
+    newest = time.time() - cache.USE_GRAIN_S
+    candidates = [
+        *damaged,
+        *(room for room in sorted(entries, key=_age) if room.folder not in in_use),
+    ]
+    removed: list[Path] = []
+    for room in candidates:
+        if excess <= 0:
+            break
+        if room.folder.parent.name == "units" and cache.used(room.folder) > newest:
+            continue
+        if passing.remove(room.folder):
+            removed.append(room.folder)
+        excess -= room.size
+    return removed
+
+
+def rooms(root: Path, part: str) -> Iterator[Room]:
+    """Every folder of `root`'s part "units" or "aside", but for those being published."""
+    with contextlib.suppress(OSError):
+        for folder in sorted((root / part).iterdir()):
+            if not folder.name.startswith("."):
+                yield room(folder)
+
+
+def room(folder: Path) -> Room:
+    """Of no size when it has just gone."""
+    size = 0
+    with contextlib.suppress(OSError):
+        size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
+    return Room(folder, cache.used(folder), size)
+
+
+def _age(room: Room) -> float:
+    return room.used

@@ -1,0 +1,115 @@
+"""One file lock per unit, so that many processes that want the same library compile it once.
+
+Locks only save work: publishing is atomic without them, and where they do not work (some network
+file systems, a read-only cache) everybody compiles for himself. The kernel frees a flock when its
+holder dies, so a killed builder never blocks anybody. The file's text tells those who wait who is
+compiling and, afterwards, why it failed: they then raise the same error instead of failing one
+after the other at the same source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import paths
+from ..system import files, trust
+
+_held: set[int] = set()  # file descriptors, so that a forked child can let go of its copies
+
+
+class NoLockError(Exception):
+    """No lock can be had here: go on without."""
+
+
+class UnitLock:
+    def __init__(self, root: Path, ident: str) -> None:
+        self._root = root
+        self.path = root / "locks" / f"{ident}.lock"
+        self.previous: dict[str, Any] = {}  # what the holder before us left
+        self._handle: int | None = None
+
+    def try_acquire(self) -> bool:
+        """False when somebody else holds it; raises NoLockError where locks do not work."""
+        try:
+            handle = self._open()
+        except OSError as error:
+            raise NoLockError(str(error)) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError as error:
+            os.close(handle)
+            raise NoLockError(str(error)) from error
+        self._handle = handle
+        _held.add(handle)
+        self.previous = self.read()
+        self.write({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        return True
+
+    def _open(self) -> int:
+        """A regular file of this user's (or of a group's, see trust.py): nobody else can hold it.
+
+        Raises OSError.
+        """
+        paths.make_root(self._root)
+        folder = files.make_part(self._root, "locks")
+        if doubt := trust.of_root(self._root) or trust.of_parts(self._root, folder):
+            raise PermissionError(doubt)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        mode = 0o660 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
+        handle = os.open(self.path, flags, mode)
+        status = os.fstat(handle)
+        ours = status.st_uid == os.geteuid() or mode == 0o660
+        if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "is not a file of ours alone", str(self.path))
+        with contextlib.suppress(OSError):
+            os.fchmod(handle, mode)
+        return handle
+
+    def release(self) -> None:
+        if self._handle is not None:
+            _held.discard(self._handle)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for copies in forked children
+            os.close(self._handle)
+            self._handle = None
+
+    def read(self) -> dict[str, Any]:
+        """What the last holder wrote; {} when nothing or nonsense. Needs no lock."""
+        try:
+            content = json.loads(files.read(self.path))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Leave a note for those who wait; a full disk may swallow it."""
+        if self._handle is None:
+            return
+        with contextlib.suppress(OSError):
+            data = json.dumps(content).encode()
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, data, 0)
+
+
+def forget_after_fork() -> None:
+    """In a forked child: close its copies of held locks, which would outlive the parent's death.
+
+    Closing a copy does not unlock the parent's: only the last one does.
+    """
+    for handle in _held:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _held.clear()

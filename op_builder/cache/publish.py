@@ -1,0 +1,184 @@
+"""Puts finished libraries under a root: whole or not at all, and damaged ones out of the way.
+
+An entry appears by renaming a finished folder: readers never see half of one, and no lock is
+needed to be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import paths
+from ..system import compiler_log, files, tell, trust
+from ..toolchain import elf
+from . import cache, passing
+from .cache import Entry
+from .key import LAYOUT, CompileJob, Header, content_key
+
+_MOST_DAMAGED = 8  # entries of one name that cannot be removed
+
+
+@dataclass(frozen=True)
+class Built:
+    """One finished library in a private folder, not yet published."""
+
+    job: CompileJob
+    library: Path
+    log: Path
+    headers: tuple[Header, ...]
+    seconds: float
+    changed_header: str = ""  # one that was written while it was compiled, if there was one
+
+    @functools.cached_property
+    def contents(self) -> elf.Library:
+        """Raises ValueError when the library is not one."""
+        return elf.read(self.library)
+
+    @property
+    def key(self) -> str:
+        found = self.contents
+        return content_key(self.job, self.headers, found.machine, found.glibc)
+
+
+def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
+    """Put a finished library under `root`; the entry that was there first wins if it is sound.
+
+    load   raises OSError or ValueError for a library that this process cannot use: then it is not
+           published, and an entry of its key that cannot be loaded either gives way
+
+    Raises OSError when `root` cannot be written (read-only, full, not allowed), and what `load`
+    raises.
+    """
+    paths.make_root(root)
+    if doubt := trust.of_root(root):
+        raise PermissionError(doubt)
+    units = files.make_part(root, "units")
+    passing.sweep(units)
+    temporary = passing.new_folder(units)
+    try:
+        with contextlib.suppress(OSError):
+            os.chmod(temporary, files.bits(units))  # mkdtemp's 0700 is for nobody else to read
+        entry = Entry(temporary, _write_entry(temporary, built))
+        _synchronise(temporary)
+        load(entry.library)  # the folder's new name is the same library to dlopen
+        for folder in _names(units / f"{built.job.name}-{built.key}"):
+            winner = _rename(root, temporary, folder, load)
+            if winner is not None:
+                return winner
+        raise OSError(errno.EEXIST, "damaged entries cannot be moved away", str(units))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _names(folder: Path) -> Iterator[Path]:
+    """Where an entry may be: its first name may be that of a damaged one that nobody can remove."""
+    yield folder
+    for number in range(2, 2 + _MOST_DAMAGED):
+        yield folder.with_name(f"{folder.name}.{number}")
+
+
+def _rename(
+    root: Path, temporary: Path, folder: Path, load: Callable[[Path], object]
+) -> Entry | None:
+    """The entry now in `folder`: ours, or a sound one that was there; None when it is damaged and
+    can be neither moved nor removed.
+    """
+    for _ in range(2):
+        try:
+            os.rename(temporary, folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            winner = cache.read(folder)
+            damage = _damage(root, winner, load) if winner else "its meta.json is damaged"
+            if winner is not None and not damage:
+                return winner
+            if not set_aside(root, folder, damage):
+                return None
+        else:
+            _synchronise(folder.parent)
+            return cache.read(folder)
+    return None
+
+
+def _damage(root: Path, entry: Entry, load: Callable[[Path], object]) -> str:
+    """Why an entry is of no use here; empty when it is."""
+    if damage := trust.of_parts(root, entry.folder, entry.library) or entry.damage():
+        return damage
+    try:
+        load(entry.library)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def set_aside(root: Path, folder: Path, why: str) -> bool:
+    """Move a damaged entry out of the way, replacing an earlier one; False when not allowed to."""
+    try:
+        aside = files.make_part(root, "aside") / folder.name
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder, aside)
+    except FileNotFoundError:
+        return True  # another process has just done it
+    except OSError as error:
+        if passing.remove(folder):
+            tell.warn(f"{folder} cannot be used ({why}); removed, compiled again")
+            return True
+        tell.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")
+        return False
+    tell.warn(f"{folder} cannot be used ({why}); moved to {aside}, compiled again")
+    return True
+
+
+def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
+    job = built.job
+    data = built.library.read_bytes()
+    system = os.uname()
+    meta: dict[str, Any] = {
+        "layout": LAYOUT,
+        "name": job.name,
+        "key": built.key,
+        "source": hashlib.sha256(job.source.encode()).hexdigest(),
+        "flags": list(job.flags),
+        "link_flags": list(job.link_flags),
+        "identity": cache.listed(job.identity),
+        "headers": [list(asdict(header).values()) for header in built.headers],
+        "machine": built.contents.machine,
+        "glibc": list(built.contents.glibc),
+        "size": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "seconds": round(built.seconds, 3),
+        "created": {
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "system": " ".join((system.sysname, system.release, system.machine)),
+            "compiler": str(job.compiler),
+        },
+    }
+    files.write_new(folder / f"{job.name}.so", data, 0o755)
+    files.write_new(folder / f"{job.name}{job.suffix}", job.source.encode(), 0o644)
+    files.write_new(folder / "log", compiler_log.read(built.log).encode(), 0o644)
+    files.write_new(folder / "meta.json", json.dumps(meta, indent=1).encode(), 0o644)
+    return meta
+
+
+def _synchronise(folder: Path) -> None:
+    """Make a folder's list of names survive a crash, on file systems where that is needed."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            files.synchronise(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,81 @@
+"""CPUOpBuilder: an op that the host compiler compiles, for this processor's instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import env, paths
+from ..cache.key import CompileJob
+from ..errors import BuildError
+from ..toolchain import cpu_isa, toolchain
+from .builder import Obstacle, OpBuilder
+from .instantiations import CpuKernel
+
+# The largest unit takes gcc 12 about 190 MiB; other compilers and larger units get some room.
+_MEMORY_BYTES = 512 << 20
+
+
+class CPUOpBuilder(OpBuilder[CpuKernel]):
+    DEVICE = "cpu"
+
+    def sources(self) -> list[str]:
+        return [f"{kernel.name}.cpp" for kernel in self.prebuilt_kernels()]
+
+    def include_paths(self) -> list[str]:
+        return [str(paths.csrc_root())]
+
+    def cxx_args(self) -> list[str]:
+        """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be seen.
+
+        No -fopenmp: cpu/parallel.h calls the runtime by names that every one has; openmp.py decides
+        at load which one it is.
+        """
+        return ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
+
+    def cpu_arch(self) -> str:
+        """The flag for exactly this processor; our units use `isa_args`, the same everywhere."""
+        return cpu_isa.cpu_arch()
+
+    def simd_width(self) -> str:
+        """The macro that tells this processor's vector width, as DeepSpeed's sources know it."""
+        return cpu_isa.simd_width()
+
+    def isa_args(self, isa: str) -> list[str]:
+        """The compiler's flags for one of `cpu_isa.CPU_ISAS`."""
+        return list(cpu_isa.flags(isa))
+
+    def obstacles(self) -> list[Obstacle]:
+        tools = (toolchain.find_host_compiler(), toolchain.find_ninja())
+        found = [
+            Obstacle(f"{tool.name}: {tool.reason}", tool.remedy) for tool in tools if not tool.ok
+        ]
+        try:
+            paths.csrc_root()
+            cpu_isa.detect()
+        except BuildError as error:
+            found.append(Obstacle(str(error), ""))
+        return found
+
+    def jobs(self, kernels: Sequence[CpuKernel]) -> list[CompileJob]:
+        compiler = toolchain.find_host_compiler()
+        return [
+            CompileJob(
+                name=kernel.name,
+                source=kernel.source(),
+                suffix=".cpp",
+                compiler=compiler.path if compiler.ok else None,
+                flags=(*self.cxx_args(), *self.isa_args(kernel.isa)),
+                include_dirs=(paths.csrc_root(),),
+                link_flags=tuple(self.extra_ldflags()),
+                identity=(("compiler", compiler.identity), *env.settings_of_compilers()),
+                problem=""
+                if compiler.ok
+                else f"{compiler.name}: {compiler.reason}; {compiler.remedy}",
+                memory_bytes=_MEMORY_BYTES,
+                usual_seconds=kernel.usual_seconds,
+                stand_ins=tuple(
+                    (*self.cxx_args(), *flags) for flags in cpu_isa.detect().stand_ins(kernel.isa)
+                ),
+            )
+            for kernel in kernels
+        ]

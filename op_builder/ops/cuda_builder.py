@@ -1,0 +1,242 @@
+"""CUDAOpBuilder: an op whose units nvcc compiles, each for the architecture of the device it will
+run on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+
+from .. import env, paths
+from ..cache.key import CompileJob
+from ..errors import BuildError, ToolchainError
+from ..toolchain import arch, cutlass, gpu, nvcc, toolchain
+from ..toolchain.arch import Arch
+from ..toolchain.cutlass import Cutlass
+from ..toolchain.gpu import Gpus
+from ..toolchain.tool import Tool
+from .builder import Obstacle, OpBuilder
+from .instantiations import CudaKernel
+
+# nvcc needs about this for the largest unit.
+_MEMORY_BYTES = 3 << 30
+
+
+class CUDAOpBuilder(OpBuilder[CudaKernel]):
+    DEVICE = "cuda"
+
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        """gpus: the ones to serve; None: those of this machine, looked up when they matter."""
+        self._gpus = gpus
+
+    def gpus(self) -> Gpus:
+        return gpu.detect() if self._gpus is None else self._gpus
+
+    def sources(self) -> list[str]:
+        return [f"{kernel.name}.cu" for kernel in self.prebuilt_kernels()]
+
+    def include_paths(self) -> list[str]:
+        """Ours and CUTLASS's; raises ToolchainError, with the remedy, without CUTLASS."""
+        return [str(paths.csrc_root()), str(cutlass.find_cutlass().require())]
+
+    def cxx_args(self) -> list[str]:
+        """What nvcc hands to the host compiler."""
+        return list(nvcc.HOST_FLAGS)
+
+    def nvcc_args(self) -> list[str]:
+        return list(nvcc.FLAGS)
+
+    def extra_ldflags(self) -> list[str]:
+        return list(nvcc.LINK_FLAGS)
+
+    def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
+        """The templates begin at 7.0; what nvcc cannot do goes too."""
+        supported = self.supported_archs()
+        wanted = [one for text in ccs for one in arch.parse(text, source="compute capability")]
+        return [str(one) for one in wanted if one.major >= 7 and one.real in supported]
+
+    def compute_capability_args(self) -> list[str]:
+        return list(arch.gencode(self.target_archs()))
+
+    def requested_archs(self) -> tuple[Arch, ...]:
+        """What TORCH_CUDA_ARCH_LIST asks for; empty: the device's own."""
+        return arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
+
+    def supported_archs(self) -> tuple[str, ...]:
+        """What the toolkits here compile for, "sm_80" and so on."""
+        real = (name for tool in toolchain.nvccs() for name in toolchain.targets(tool).real)
+        return tuple(dict.fromkeys(real))
+
+    def target_archs(self) -> tuple[Arch, ...]:
+        """What an install compiles for: the list, else this machine's GPUs, else one of each
+        family.
+
+        Raises ToolchainError, naming all lists, when nothing is left.
+        """
+        supported = self.supported_archs()
+        requested = self.requested_archs()
+        capabilities = self.gpus().capabilities
+        if requested or not capabilities:
+            return arch.intersect(requested, None, supported)
+        return tuple(
+            dict.fromkeys(arch.intersect((), device, supported)[0] for device in capabilities)
+        )
+
+    def archs_here(self) -> tuple[Arch, ...]:
+        """What calls on the GPUs here are compiled for; without a GPU, `target_archs`.
+
+        Raises ToolchainError when none of them can be served.
+        """
+        capabilities = self.gpus().capabilities
+        if not capabilities:
+            return self.target_archs()
+        served = [device for device in capabilities if not self.refusal(device)]
+        if not served:
+            raise ToolchainError(self.refusal(capabilities[0]))
+        return tuple(dict.fromkeys(self.arch_for(device) for device in served))
+
+    def refusal(self, device: tuple[int, int]) -> str:
+        """Why nothing is compiled for a device of this compute capability; empty when it is."""
+        try:
+            self.arch_for(device)
+        except BuildError as error:
+            return str(error)
+        return ""
+
+    def arch_for(self, device: tuple[int, int]) -> Arch:
+        """What to compile for on a device of this compute capability: by the best toolkit that can.
+
+        Raises ToolchainError, naming what is requested, the device's and the toolkits' own lists.
+        """
+        requested = self.requested_archs()
+        supported: list[str] = []
+        for tool in toolchain.nvccs():
+            own = toolchain.targets(tool).real
+            try:
+                return arch.intersect(requested, device, own)[0]
+            except ToolchainError:
+                supported += own
+        if not supported:  # what was compiled earlier was for the device's own
+            return requested[0] if len(requested) == 1 else Arch(*device)
+        return arch.intersect(requested, device, supported)[0]  # raises
+
+    def obstacles(self) -> list[Obstacle]:
+        found = self.lacks()
+        devices = self.gpus()
+        if not devices.found and not self._is_for_another_machine():
+            remedy = (
+                "run on a machine with an NVIDIA GPU; to compile for another machine, set "
+                "TORCH_CUDA_ARCH_LIST to its architecture"
+            )
+            found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
+        if not found:
+            try:
+                self.archs_here()
+            except BuildError as error:
+                found.append(Obstacle(str(error), ""))
+        return found
+
+    def _is_for_another_machine(self) -> bool:
+        """A setting that cannot be read asks for nothing; whoever needs it says so."""
+        with contextlib.suppress(BuildError):
+            return bool(env.flag("DS_IGNORE_CUDA_DETECTION") or self.requested_archs())
+        return False
+
+    def builder(self) -> list[CompileJob]:
+        """Unlike a first call, an install compiles for all that was asked for, or says why not."""
+        requested = self.requested_archs()
+        if not requested:
+            return super().builder()
+        self.require(requested)  # whatever GPUs are here
+        return self.jobs(self.prebuilt_kernels())
+
+    def require(self, targets: Sequence[Arch]) -> None:
+        """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""
+        lacks = self.lacks()
+        if lacks:
+            raise BuildError(
+                f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
+            )
+        supported = self.supported_archs()
+        refused = [one for one in targets if one.major < 7 or one.real not in supported]
+        if refused:
+            possible = ";".join(str(one) for one in targets if one not in refused)
+            raise ToolchainError(
+                f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
+                f"the templates begin at 7.0, and nvcc {_versions()} can do "
+                f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
+                "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
+            )
+
+    def lacks(self) -> list[Obstacle]:
+        """What compiling needs and this machine does not have, whatever it is compiled for."""
+        tools = (
+            toolchain.find_nvcc(prove=True),
+            toolchain.find_host_compiler(),
+            toolchain.find_ninja(),
+        )
+        found = [
+            Obstacle(f"{tool.name}: {tool.reason}", tool.remedy) for tool in tools if not tool.ok
+        ]
+        headers = cutlass.find_cutlass()
+        if not headers.ok:
+            found.append(Obstacle(f"CUTLASS: {headers.reason}", headers.remedy))
+        try:
+            paths.csrc_root()
+        except BuildError as error:
+            found.append(Obstacle(str(error), ""))
+        return found
+
+    def jobs(self, kernels: Sequence[CudaKernel]) -> list[CompileJob]:
+        host, headers = toolchain.find_host_compiler(), cutlass.find_cutlass()
+        targets = [_target(kernel) for kernel in kernels]
+        compilers = {real: toolchain.find_nvcc(real) for real in {one.real for one in targets}}
+        return [
+            self._job(kernel, target, compilers[target.real], host, headers)
+            for kernel, target in zip(kernels, targets, strict=True)
+        ]
+
+    def _job(
+        self, kernel: CudaKernel, target: Arch, compiler: Tool, host: Tool, headers: Cutlass
+    ) -> CompileJob:
+        lacks = [
+            f"{what.name}: {what.reason}; {what.remedy}" for what in (compiler, host) if not what.ok
+        ]
+        if not headers.ok:
+            lacks.append(f"CUTLASS: {headers.reason}; {headers.remedy}")
+        return CompileJob(
+            name=kernel.name,
+            source=kernel.source(),
+            suffix=".cu",
+            compiler=None if lacks else compiler.path,
+            flags=(*self.nvcc_args(), *target.gencode()),
+            include_dirs=(
+                paths.csrc_root(),
+                *([headers.include_dir] if headers.include_dir else []),
+            ),
+            link_flags=tuple(self.extra_ldflags()),
+            identity=(
+                ("compiler", compiler.identity),
+                ("host compiler", host.identity),
+                *env.settings_of_compilers(),
+            ),
+            local_flags=nvcc.local_flags(compiler, host) if host.ok else (),
+            problem="; ".join(lacks),
+            memory_bytes=_MEMORY_BYTES,
+            usual_seconds=kernel.usual_seconds,
+            label=f"{kernel.name} for {kernel.arch}",
+            stand_ins=tuple(
+                (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
+            ),
+            prove=functools.partial(toolchain.prove, compiler, host),
+        )
+
+
+def _versions() -> str:
+    return " and ".join(tool.version for tool in toolchain.nvccs())
+
+
+def _target(kernel: CudaKernel) -> Arch:
+    (one,) = arch.parse(kernel.arch, source="architecture of a kernel")
+    return one

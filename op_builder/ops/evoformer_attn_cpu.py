@@ -1,0 +1,58 @@
+"""EvoformerAttnCPUBuilder: Evoformer attention on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .. import env
+from ..cache import search
+from ..system import ending
+from ..toolchain import cpu_isa
+from . import calls
+from .calls import Call
+from .cpu_builder import CPUOpBuilder
+from .instantiations import DIRECTIONS, CpuKernel
+
+
+class EvoformerAttnCPUBuilder(CPUOpBuilder):
+    NAME = "evoformer_attn_cpu"
+    BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN_CPU"
+
+    def kernel(self, *, direction: str, dtype: str) -> CpuKernel:
+        """The kernel for this machine.
+
+        direction   "fwd" or "bwd"
+        dtype       "fp32", "fp16" or "bf16"
+
+        Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
+        """
+        with ending.slow_section():
+            best = CpuKernel(direction, dtype, cpu_isa.best(dtype))
+            if cpu_isa.detect().compiler.ok or env.text("DS4S_CPU_ISA"):
+                return best
+            return next(_held(direction, dtype), best)
+
+    def default_kernels(self) -> list[CpuKernel]:
+        return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
+
+    def prebuilt_kernels(self) -> list[CpuKernel]:
+        """`calls.INSTALL_CPU`, for the processor that installs."""
+        return self.kernels_for(calls.INSTALL_CPU)
+
+    def kernels_for(self, wanted: Iterable[Call]) -> list[CpuKernel]:
+        """The kernels that these calls would choose here, each once: one serves all biases and
+        head dimensions.
+        """
+        chosen = (self.kernel(direction=one.direction, dtype=one.dtype) for one in wanted)
+        return list(dict.fromkeys(chosen))
+
+
+def _held(direction: str, dtype: str) -> Iterator[CpuKernel]:
+    """What somebody has compiled and this processor runs, best first: all there is to choose from
+    without a compiler. Another compiler was older, or what it made is meant for other machines too.
+    """
+    for isa in cpu_isa.CPU_ISAS:
+        kernel = CpuKernel(direction, dtype, isa)
+        fits = isa != "amx" or dtype == "bf16"
+        if fits and search.holds(f"{kernel.name}-") and not cpu_isa.why_not_here(isa):
+            yield kernel

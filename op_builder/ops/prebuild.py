@@ -1,0 +1,81 @@
+"""Compile what an install was asked for (DS_BUILD_*) into a folder with the cache's layout.
+
+setup.py puts that folder into the package as `deepspeed4science/prebuilt`, where search.py looks
+first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..build.loader import Loader
+from ..cache.key import CompileJob
+from ..cache.loaded import LoadedKernel
+from ..cache.search import Root
+from ..errors import BuildError
+from .all_ops import ALL_OPS
+from .builder import OpBuilder
+
+
+def requested() -> list[OpBuilder[Any]]:
+    """The ops that DS_BUILD_* ask for. An op's own variable overrules DS_BUILD_OPS."""
+    every = env.flag("DS_BUILD_OPS") or False
+    asked = []
+    for op in ALL_OPS.values():
+        own = env.flag(op.BUILD_VAR)
+        if every if own is None else own:
+            asked.append(op)
+    return asked
+
+
+def build_requested(folder: Path, *, verbose: bool = True) -> list[LoadedKernel]:
+    """Compile all that was asked for into `folder`, and remove whatever else an earlier install
+    has left there; [] when nothing was asked for, and then `folder` is left as it is.
+
+    Raises BuildError, with the reason, when something asked for cannot be compiled here.
+    """
+    jobs = [job for op in requested() for job in op.builder()]
+    if not jobs:
+        return []
+    kernels = build_into(folder, jobs, verbose=verbose)
+    wanted = {kernel.path.parent for kernel in kernels}
+    for entry in (folder.absolute() / "units").iterdir():
+        if entry not in wanted:
+            shutil.rmtree(entry)
+    return kernels
+
+
+def build_into(
+    folder: Path, jobs: Sequence[CompileJob], *, verbose: bool = True
+) -> list[LoadedKernel]:
+    """Compile `jobs` into `folder` and load each once, which proves it; keep what fits already.
+
+    Raises BuildError or one of its kinds, also when a kernel cannot be written there.
+    """
+    target = folder.absolute()
+    loader = Loader(lambda: (Root(target, "prebuilt", shared=False),))
+    try:
+        kernels = loader.load(jobs, verbose=verbose)
+        require_kept(kernels, [target])
+        return kernels
+    finally:
+        for passing in ("locks", "aside"):  # of use to a cache only
+            shutil.rmtree(target / passing, ignore_errors=True)
+
+
+def require_kept(kernels: Sequence[LoadedKernel], folders: Sequence[Path]) -> None:
+    """Raises BuildError for a kernel that serves this process alone, from a passing copy."""
+    passing = [
+        kernel.name
+        for kernel in kernels
+        if not any(kernel.path.is_relative_to(folder / "units") for folder in folders)
+    ]
+    if passing:
+        raise BuildError(
+            f"{len(passing)} of {len(kernels)} kernels could not be kept in {folders[-1]}: "
+            f"{', '.join(passing)}; name a folder that can be written and has room"
+        )

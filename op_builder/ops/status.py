@@ -1,0 +1,95 @@
+"""How ready an op is on this machine, without loading or compiling anything: what reports show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..cache import cache, search
+from ..cache.cache import Entry
+from ..cache.key import CompileJob, Hashes
+from ..cache.search import Root
+from ..errors import BuildError
+from ..toolchain import elf
+
+if TYPE_CHECKING:
+    from .builder import Obstacle, OpBuilder
+
+STATES = ("prebuilt", "cached", "buildable", "not")
+
+
+@dataclass(frozen=True)
+class OpStatus:
+    state: str  # one of STATES
+    num_ready: int = 0  # kernels that are compiled already, of those an install would compile
+    num_kernels: int = 0
+    obstacles: tuple[Obstacle, ...] = ()  # why nothing (more) can be compiled, each with its remedy
+    unfit: str = ""  # libraries of the same names that do not serve here, and why
+    ready: tuple[Entry, ...] = ()  # the kernels that are compiled already
+
+    @property
+    def usable(self) -> bool:
+        return self.state != "not"
+
+
+def of(builder: OpBuilder[Any]) -> OpStatus:
+    """Prebuilt or cached as soon as one kernel is; obstacles then concern only the others.
+
+    Never raises for a machine that lacks something: that is an obstacle.
+    """
+    from .builder import Obstacle
+
+    obstacles = builder.obstacles()
+    try:
+        jobs = builder.jobs(builder.kernels_here())
+    except BuildError as error:
+        return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))
+    hashes = Hashes()
+    found = {job: place for job in jobs if (place := _find(job, hashes))}
+    unfit = _unfit([job for job in jobs if job not in found])
+    if found:
+        origins = {root.origin for root, _ in found.values()}
+        state = "prebuilt" if "prebuilt" in origins else "cached"
+    else:
+        state = "not" if obstacles else "buildable"
+    ready = tuple(entry for _, entry in found.values())
+    return OpStatus(state, len(found), len(jobs), tuple(obstacles), unfit, ready)
+
+
+def _find(job: CompileJob, hashes: Hashes) -> tuple[Root, Entry] | None:
+    """Where a sound library for `job` is; None when there is none."""
+    for root in search.roots():
+        if search.distrust(root):
+            continue
+        for entry in search.fitting(root, job, hashes):
+            if not search.distrust(root, entry) and entry.damage() is None:
+                return root, entry
+    return None
+
+
+def _unfit(missing: Sequence[CompileJob]) -> str:
+    """Why what is there under the names of `missing` does not serve; empty when nothing is."""
+    reasons: Counter[str] = Counter()
+    for root in search.roots():
+        for entry in cache.entries(root.path):
+            job = next((job for job in missing if job.name == entry.name), None)
+            if job and (reason := _why_not(entry, job, root)):
+                reasons[reason] += 1
+    return "; ".join(f"{count} unfit: {reason}" for reason, count in sorted(reasons.items()))
+
+
+def _why_not(entry: Entry, job: CompileJob, root: Root) -> str:
+    """Of the cache's own entries only what a person can mend is told: others come and go."""
+    if tuple(entry.meta["glibc"]) > elf.own_glibc():
+        needed, own = (".".join(map(str, two)) for two in (entry.meta["glibc"], elf.own_glibc()))
+        return f"needs glibc {needed}, this system has {own} ({root.path})"
+    if not root.shared:
+        return ""
+    if damage := entry.damage():
+        return f"{damage} ({root.path})"
+    if entry.key.startswith(job.accepted):
+        return f"its sources have changed since ({root.path})"
+    targets = ", ".join(sorted(entry.targets)) or "another processor"
+    return f"compiled for {targets} ({root.path})"

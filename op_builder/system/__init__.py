@@ -1,0 +1,1 @@
+"""Files, owners, the end of a process, warnings: what needs to know nothing of kernels."""

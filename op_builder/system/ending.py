@@ -1,0 +1,108 @@
+"""What a process's end does to threads that are in the middle of a call.
+
+Python ends a daemon thread by unwinding its stack as soon as it wants to run again. Our calls are
+below PyTorch's dispatcher, whose C++ frames answer that with an abort of the process. So the end
+waits until no other thread is in one: a short time for what is quick, a longer one for what may
+compile. Who waits in there for something that will not come any more stops for good: a thread that
+never wants to run again is left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_LONGEST_QUICK_S, _LONGEST_SLOW_S = 1.0, 5.0
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OURS = (f"{_PACKAGE}/", f"{os.path.dirname(_PACKAGE)}/deepspeed4science/")
+
+_slow: set[int] = set()  # threads in a slow section
+_stopped: set[int] = set()
+_exempt: set[int] = set()  # threads that somebody else ends
+_ending = False
+
+
+@contextmanager
+def slow_section() -> Iterator[None]:
+    """Around what may take longer than a moment; sections may be nested."""
+    me = threading.get_ident()
+    if me in _slow:
+        yield
+        return
+    stop_if_ending()
+    _slow.add(me)
+    try:
+        yield
+    finally:
+        stop_if_ending()
+        _slow.discard(me)
+
+
+def begin() -> None:
+    """From now on threads in slow sections stop."""
+    global _ending
+    _ending = True
+
+
+@contextmanager
+def exempt() -> Iterator[None]:
+    """Around all of a thread that somebody else ends: it neither stops nor is waited for."""
+    me = threading.get_ident()
+    _exempt.add(me)
+    try:
+        yield
+    finally:
+        _exempt.discard(me)
+
+
+def stop_if_ending() -> None:
+    """Never returns in a process that ends."""
+    me = threading.get_ident()
+    if _ending and me not in _exempt and me != threading.main_thread().ident:
+        _stopped.add(me)
+        forever = threading.Lock()
+        forever.acquire()
+        forever.acquire()
+
+
+def _wait() -> None:
+    begin()
+    began = time.monotonic()
+    while busy := _others_inside():
+        longest = _LONGEST_SLOW_S if busy & _slow else _LONGEST_QUICK_S
+        if time.monotonic() - began > longest:
+            return
+        time.sleep(0.005)
+
+
+def _others_inside() -> set[int]:
+    """Threads with a call of ours on their stack, but for this one and those that have stopped."""
+    known = _stopped | _exempt | {threading.get_ident()}
+    return {
+        thread
+        for thread, frame in sys._current_frames().items()
+        if thread not in known and _is_inside(frame)
+    }
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _after_fork() -> None:
+    """A forked child has only the thread that forked, whatever that one is doing."""
+    _slow.intersection_update({threading.get_ident()})
+
+
+atexit.register(_wait)  # before jit.py's and workdir.py's, which are therefore called first
+os.register_at_fork(after_in_child=_after_fork)

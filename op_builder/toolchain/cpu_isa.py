@@ -1,0 +1,257 @@
+"""Which vector instructions the CPU kernels may use: processor, system and compiler must agree.
+
+    isa = cpu_isa.best("bf16")          # "amx", "avx512", "avx2" or "portable"
+    flags = cpu_isa.flags(isa)          # ("-mavx512f", ...)
+
+The processor has what Linux lists in /proc/cpuinfo, where the kernel strikes out what it does not
+save and restore (XCR0); on other systems py-cpuinfo is asked. A set counts after the host compiler
+has compiled and assembled a source that uses its instructions; without a compiler, an existing
+kernel can still be chosen by the processor alone. A test compile takes a third of a second: the
+answer is kept on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import env, paths
+from ..errors import ToolchainError
+from . import memo
+from .cpu_probe_sources import PROBES
+from .tool import Tool, UnfitError, run
+from .toolchain import find_host_compiler
+
+CPU_ISAS = ("amx", "avx512", "avx2", "portable")  # best first
+PROC_CPUINFO = Path("/proc/cpuinfo")
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+# What the processor must have, in Linux's names without underscores.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512bf16", "amxtile", "amxbf16", "fma", "f16c"),
+    "avx512bf16": (*_AVX512, "avx512bf16", "fma", "f16c"),
+    "avx512": (*_AVX512, "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+# The compiler's names differ only in AMX's dashes.
+_FLAGS: dict[str, tuple[str, ...]] = {
+    level: tuple(f"-m{name.replace('amx', 'amx-')}" for name in names)
+    for level, names in _NEEDS.items()
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    machine: str  # py-cpuinfo's: "X86_64", "ARM_8", "PPC_64"
+    brand: str
+    features: frozenset[str]  # Linux's names without underscores
+    source: str  # who said so
+
+
+@dataclass(frozen=True)
+class CpuIsa:
+    processor: Processor
+    available: tuple[str, ...]  # best first; "portable" is always the last
+    refused: tuple[tuple[str, str], ...]  # (instruction set, why it is not available)
+    bf16: bool  # AVX-512's own bfloat16 instructions too
+    compiler: Tool  # the one that was asked; when it is not ok the processor alone was
+
+    def best(self, dtype: str) -> str:
+        """The instruction set for "fp32", "fp16" or "bf16". AMX multiplies bfloat16 only."""
+        return next(isa for isa in self.available if isa != "amx" or dtype == "bf16")
+
+    def flags(self, isa: str) -> tuple[str, ...]:
+        """The compiler's flags for an instruction set on this processor."""
+        return _FLAGS["avx512bf16" if isa == "avx512" and self.bf16 else isa]
+
+    def stand_ins(self, isa: str) -> tuple[tuple[str, ...], ...]:
+        """Flags of another compiler's kernels of the same set, which run here as well."""
+        return (_FLAGS["avx512"],) if isa == "avx512" and self.bf16 else ()
+
+    def why_not(self, isa: str) -> str:
+        return dict(self.refused).get(isa, "")
+
+
+def detect() -> CpuIsa:
+    """What can be used here; `DS4S_CPU_ISA` narrows it to one instruction set.
+
+    Forcing `amx` leaves AVX-512 to the dtypes that AMX cannot multiply. Raises ToolchainError when
+    the forced set cannot work here, BuildError when it is none of the four.
+    """
+    return _detect(env.choice("DS4S_CPU_ISA", CPU_ISAS), find_host_compiler())
+
+
+def best(dtype: str) -> str:
+    return detect().best(dtype)
+
+
+def flags(isa: str) -> tuple[str, ...]:
+    return detect().flags(isa)
+
+
+def cpu_arch() -> str:
+    """The flag that makes a compiler use all of this processor; our own kernels use `flags`."""
+    return "-mcpu=native" if processor().machine.startswith("PPC_") else "-march=native"
+
+
+def simd_width() -> str:
+    """The vector width as DeepSpeed's sources want it defined."""
+    usable = detect().available
+    if "avx512" in usable:
+        return "-D__AVX512__"
+    return "-D__AVX256__" if "avx2" in usable else "-D__SCALAR__"
+
+
+@functools.lru_cache(maxsize=8)
+def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
+    here = processor()
+    refused: dict[str, str] = {}
+    available: list[str] = []
+    bf16 = False
+    # AMX leaves AVX-512 to the other dtypes. Below the first vector set that works nothing is ever
+    # chosen, and so not asked for either.
+    wanted = CPU_ISAS if forced is None else ("amx", "avx512") if forced == "amx" else (forced,)
+    for isa in wanted:
+        if available and available[-1] != "amx":
+            break
+        if isa == "avx512":
+            bf16 = "amx" in available or not _why_not("avx512bf16", compiler)
+        # A source with the larger set in it has already been compiled.
+        proven = isa == "avx512" and bf16
+        if why := "" if proven else _why_not(isa, compiler):
+            refused[isa] = why
+        else:
+            available.append(isa)
+    if forced in refused:
+        raise ToolchainError(
+            f"DS4S_CPU_ISA={forced}: {refused[forced]}; "
+            f"unset it or name one of {', '.join(CPU_ISAS)}"
+        )
+    if "portable" not in available:
+        available.append("portable")
+    return CpuIsa(here, tuple(available), tuple(refused.items()), bf16, compiler)
+
+
+def why_not_here(level: str) -> str:
+    """Why kernels of an instruction set cannot run here, whoever compiled them; empty: they can."""
+    lacking = [name for name in _NEEDS[level] if name not in processor().features]
+    if lacking:
+        return f"this processor or system lacks {', '.join(lacking)}"
+    return _amx_refusal() if level == "amx" else ""
+
+
+def _why_not(level: str, compiler: Tool) -> str:
+    return why_not_here(level) or _compile_problem(level, compiler)
+
+
+def _compile_problem(level: str, compiler: Tool) -> str:
+    """Why the compiler cannot make code for `level`; empty when it can or when there is none."""
+    if level == "portable" or not compiler.ok or compiler.path is None:
+        return ""
+    source = PROBES[level]
+    command = [str(compiler.path), "-std=c++17", "-O1", *_FLAGS[level], "-x", "c++", "-c", "-"]
+    stamp = memo.file_stamp(compiler.path)
+    key = "\n".join([stamp, env.settings_line(), *command, source])
+
+    def attempt() -> str:
+        with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:
+            ran = run([*command, "-o", "probe.o"], stdin=source, cwd=folder)
+        if ran.problem and not _is_about_the_code(ran.output):
+            raise UnfitError(
+                ran.problem
+            )  # no memory, no disk: true today, not a property of the compiler
+        return ran.problem
+
+    try:
+        problem: str = memo.remember("isa-1", key, attempt)
+    except (UnfitError, OSError) as error:
+        problem = str(error)
+    return f"the host compiler cannot make code for it: {problem}" if problem else ""
+
+
+def _is_about_the_code(output: str) -> bool:
+    return any(
+        word in output
+        for word in ("unrecognized", "unknown argument", "target specific", "no such instruction")
+    )
+
+
+def _amx_refusal() -> str:
+    """Why the system would not let this process use AMX's tiles; empty when it does.
+
+    The tiles' state is large, so Linux grants it per process and on request
+    (Documentation/arch/x86/xstate.rst). The request is what the kernel itself makes before its
+    first tile: asking for less would not tell.
+    """
+    if not sys.platform.startswith("linux"):
+        return "AMX is used on Linux only"
+    arch_prctl, get_permission, request_permission, tile_data = 158, 0x1022, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    granted = ctypes.c_uint64(0)
+    if (
+        libc.syscall(arch_prctl, get_permission, ctypes.byref(granted)) == 0
+        and granted.value >> tile_data & 1
+    ):
+        return ""
+    if libc.syscall(arch_prctl, request_permission, tile_data) == 0:
+        return ""
+    return "the system refuses the permission for AMX's tile registers (arch_prctl)"
+
+
+@functools.lru_cache(maxsize=1)
+def processor() -> Processor:
+    """What the system says of the processor; never raises, and runs no program on Linux."""
+    if not sys.platform.startswith("linux"):
+        return _ask_py_cpuinfo()
+    listed = _first_block()
+    source = str(PROC_CPUINFO)
+    if not listed:
+        source += " cannot be read, so no vector instructions are assumed"
+    return Processor(
+        _machine(), listed.get("model name", ""), _names(listed.get("flags", "")), source
+    )
+
+
+def _ask_py_cpuinfo() -> Processor:
+    try:
+        import cpuinfo  # type: ignore[import-untyped]  # takes a second: not at module import
+
+        said = cpuinfo.get_cpu_info()
+        features = _names(" ".join(said.get("flags", [])))
+        return Processor(str(said["arch"]), str(said.get("brand_raw", "")), features, "py-cpuinfo")
+    except Exception as error:  # what it does not know it answers with a bare Exception
+        source = f"no vector instructions are assumed ({type(error).__name__}: {error})"
+        return Processor(_machine(), "", frozenset(), source)
+
+
+def _machine() -> str:
+    """As py-cpuinfo names it."""
+    name = platform.machine().lower()
+    known = {"x86_64": "X86_64", "amd64": "X86_64", "aarch64": "ARM_8", "ppc64le": "PPC_64"}
+    return known.get(name, name.upper())
+
+
+def _names(text: str) -> frozenset[str]:
+    """Some write avx512_bf16, some avx512bf16."""
+    return frozenset(name.replace("_", "").lower() for name in text.split())
+
+
+def _first_block() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo."""
+    block: dict[str, str] = {}
+    try:
+        with PROC_CPUINFO.open(errors="replace") as stream:
+            for line in stream:
+                name, colon, value = line.partition(":")
+                if not colon:
+                    break
+                block[name.strip()] = value.strip()
+    except OSError:
+        return {}
+    return block

@@ -1,0 +1,130 @@
+"""The host compiler: found where, which version, or why not.
+
+Places, in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`. A `CXX`
+that does not work is an error and not passed over, since naming a compiler is an instruction.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import env, paths
+from ..system import lacks
+from . import elf, memo
+from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
+
+_INSTALL_COMPILER = (
+    "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
+    "conda install cxx-compiler) or set CXX to one"
+)
+_LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
+
+# What every CPU kernel asks of a compiler: C++17 and its library, shared libraries.
+_SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC")
+_SMOKE_SOURCE = """\
+#include <cmath>
+#include <cstdint>
+extern "C" float smoke(float* x, std::int64_t n) {
+  if constexpr (sizeof(float) == 4) {
+    for (std::int64_t i = 0; i < n; ++i) x[i] = std::exp(x[i]);
+  }
+  return x[0];
+}
+"""
+
+
+def find_host_compiler() -> Tool:
+    return first_fit(
+        "host compiler",
+        _compiler_candidates(),
+        _examine_compiler,
+        missing=_no_compiler(),
+        remedy=_INSTALL_COMPILER,
+    )
+
+
+def _named(words: str) -> list[Candidate]:
+    """The program that a CXX such as `ccache g++ -m64` names, less launchers and flags."""
+    try:
+        parts = shlex.split(words)
+    except ValueError:
+        parts = [words]
+    programs = [part for part in parts if not part.startswith("-") and part not in _LAUNCHERS]
+    if not programs:
+        return []
+    if "/" in programs[0]:
+        return [Candidate("", paths.absolute(programs[0]))]
+    return list(on_path(programs[0]))
+
+
+def _compiler_candidates() -> Iterable[Candidate]:
+    if cxx := env.text("CXX"):
+        for candidate in _named(cxx)[:1]:
+            yield Candidate("CXX", candidate.path, named=True)
+        return
+    if cc := env.text("CC"):
+        found = [_sibling(candidate.path) for candidate in _named(cc)[:1]]
+        for path in filter(None, found):
+            yield Candidate("CC", path, named=True)
+    yield from on_path("c++", "g++", "clang++")
+
+
+def _no_compiler() -> str:
+    if cxx := env.text("CXX"):
+        return f"CXX={cxx} names no program that is there"
+    return "no C++ compiler was found: no CXX, and no c++, g++ or clang++ on PATH"
+
+
+def _sibling(c_compiler: Path) -> Path | None:
+    """gcc-12 -> g++-12, clang -> clang++, x86_64-linux-gnu-cc -> x86_64-linux-gnu-c++."""
+    for c, cxx in (("clang", "clang++"), ("gcc", "g++"), ("cc", "c++"), ("icx", "icpx")):
+        name, count = re.subn(rf"(^|-){c}(?=$|-)", rf"\g<1>{cxx}", c_compiler.name)
+        if count:
+            return c_compiler.with_name(name)
+    return None
+
+
+def _examine_compiler(candidate: Candidate) -> Tool:
+    path = candidate.path
+    name, where = "host compiler", candidate.where
+    try:
+        key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
+        identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
+    except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
+        remedy = lacks.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
+        return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
+    version = re.search(r"\d+\.\d+(\.\d+)?", identity)
+    return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
+
+
+def _full_disk() -> str:
+    try:
+        return lacks.disk_remedy(paths.build_root())
+    except OSError:
+        return "set TMPDIR to a folder that can be written"
+
+
+def _try_compiler(path: str) -> str:
+    """The compiler's identity, once it has made a shared library of what our kernels ask of it."""
+    spoken = run([path, "--version"])
+    problem = spoken.problem
+    with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
+        compile_ = [path, *_SMOKE_FLAGS, "-x", "c++", "-c", "-", "-o", "smoke.o"]
+        problem = problem or run(compile_, stdin=_SMOKE_SOURCE, cwd=folder).problem
+        problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
+        if not problem and not os.path.isfile(Path(folder) / "smoke.so"):
+            problem = f"{path} says it compiled a C++ source but wrote nothing"
+        made = elf.machine(Path(folder) / "smoke.so")
+    if not problem and elf.own_machine() not in (0, made):
+        problem = f"{path} is a cross compiler: what it makes is for another processor"
+    machine = run([path, "-dumpmachine"])
+    if problem := problem or machine.problem:
+        raise UnfitError(problem)
+    # gcc begins with the name it was called by: c++ and g++ are one compiler and share a cache key.
+    line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
+    return f"{line} {machine.output.strip()}"

@@ -1,0 +1,269 @@
+"""nvcc and its toolkit: where, which version, which architectures, or why not.
+
+Places, in the order in which they count where versions are equal (toolchain.py chooses):
+
+1. `CUDA_HOME`, then `CUDA_PATH`
+2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them
+3. the conda environment: `CONDA_PREFIX`, or the one this Python lives in
+4. `PATH`; what is found there may be a shell script: `nvcc --dryrun` tells the real toolkit
+5. `/usr/local/cuda`, then `/usr/local/cuda-*`, newest first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .. import env, paths
+from . import gpu, memo
+from .host_compiler import find_host_compiler
+from .tool import Candidate, Tool, UnfitError, on_path, run
+
+SYSTEM_PREFIX = Path("/usr/local")
+OLDEST = (11, 8)  # the first that knows sm_90
+PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take what is left out from anywhere
+TRIED = "13.0.2"
+
+# What every kernel is compiled with. -use_fast_math is not wanted: masks are infinities, and the
+# exponential is ours already. Hidden symbols keep many units apart in one process. 20014: CUTLASS's
+# host-device helpers called from our device functions are meant to be.
+HOST_FLAGS = ("-fPIC", "-fvisibility=hidden")
+FLAGS = (
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014"),
+    *(word for flag in HOST_FLAGS for word in ("-Xcompiler", flag)),
+)
+# The static runtime: one library serves every torch, and needs no libcudart.so.
+LINK_FLAGS = ("-cudart", "static", "-Xlinker", "--exclude-libs=ALL")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All toolkits of this machine; just the one that the user named, if it is fit."""
+
+    fit: tuple[Tool, ...]  # best first
+    unfit: tuple[Tool, ...]
+    passed_over: tuple[
+        str, ...
+    ]  # places that somebody named or that hold unfit ones, each with why
+
+
+def wheels() -> str:
+    """The command that installs a toolkit: of the release that PyTorch's own parts are of, where
+    there are any, since pip would take those away for another.
+    """
+    version = TRIED
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed = metadata.version("cuda-toolkit")
+        version = installed if _numbers(installed) >= _numbers(TRIED) else TRIED
+    return f'pip install "{PARTS}=={version}"'
+
+
+def install() -> str:
+    """What to do where there is no toolkit that serves."""
+    return f"{wheels()}, or set CUDA_HOME to a CUDA toolkit's folder"
+
+
+def survey() -> Survey:
+    """Which toolkits are here, as far as files and their own words tell."""
+    fit: dict[Path | None, Tool] = {}
+    unfit: list[Tool] = []
+    passed_over: list[str] = []
+    for candidate in _candidates():
+        if not os.path.isfile(candidate.path):
+            if candidate.named:
+                passed_over.append(f"{candidate.where}: there is no {candidate.path}")
+            continue
+        tool = _examine(candidate)
+        if not tool.ok:
+            unfit.append(tool)
+            passed_over.append(f"{candidate.where}: {tool.reason}")
+        elif candidate.named:
+            return Survey((tool,), tuple(unfit), tuple(passed_over))
+        else:
+            fit.setdefault(tool.root, tool)
+    return Survey(_best_first(fit.values()), tuple(unfit), tuple(passed_over))
+
+
+def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Newest first, behind all others those of a CUDA that the driver does not serve."""
+    newest = sorted(tools, key=lambda tool: _numbers(tool.version), reverse=True)
+    if len({two(tool.version)[0] for tool in newest}) < 2:
+        return tuple(newest)
+    served = gpu.detect().driver[0] or sys.maxsize  # asking takes milliseconds
+    return tuple(sorted(newest, key=lambda tool: two(tool.version)[0] > served))
+
+
+def cudart_folder(nvcc: Tool) -> Path | None:
+    """The folder of libcudart_static.a, which every kernel links; None when it is missing."""
+    return _first(_roots(nvcc.root, "lib64", "lib"), "libcudart_static.a")
+
+
+def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
+    """What names folders of this machine: the host compiler, and the runtime's libraries, for which
+    the nvcc of the wheels of CUDA 13.0 and 13.1 looks in lib64, while the wheels have lib.
+    """
+    folder = cudart_folder(nvcc)
+    return ("-ccbin", str(host.path), *([f"-L{folder}"] if folder else []))
+
+
+def include_folders(nvcc: Tool) -> list[Path]:
+    """Where its headers may be: conda and the system's packages keep them below `targets`."""
+    return _roots(nvcc.root, "include")
+
+
+def _candidates() -> Iterable[Candidate]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := env.text(variable):
+            yield Candidate(variable, paths.absolute(folder) / "bin" / "nvcc", named=True)
+    for folder_ in _wheel_folders():
+        yield Candidate("PyPI wheel", folder_ / "bin" / "nvcc")
+    for prefix in filter(None, (env.text("CONDA_PREFIX"), sys.prefix)):
+        if os.path.isdir(Path(prefix) / "conda-meta"):
+            yield Candidate("conda environment", Path(prefix) / "bin" / "nvcc")
+    yield from on_path("nvcc")
+    versions = _newest_first(paths.matching(SYSTEM_PREFIX, "cuda-*"))
+    for folder_ in (SYSTEM_PREFIX / "cuda", *versions):
+        yield Candidate(str(folder_), folder_ / "bin" / "nvcc")
+
+
+def _wheel_folders() -> Iterable[Path]:
+    """`nvidia` is a namespace package of many wheels; looking it up runs no code of theirs."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        yield from _newest_first(paths.matching(Path(place), "cu[0-9]*"))
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    return sorted(folders, key=lambda folder: _numbers(folder.name), reverse=True)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def two(version: str) -> tuple[int, int]:
+    numbers = _numbers(version)
+    return (numbers[0], numbers[1]) if len(numbers) > 1 else (0, 0)
+
+
+def _examine(candidate: Candidate) -> Tool:
+    path = candidate.path
+    try:
+        if _is_script(path):
+            path = _behind(path, memo.file_stamp(path))
+        stamp = memo.file_stamp(path)
+        said = memo.known("nvcc-1", stamp) or _ask(str(path))
+        if said["top"]:  # without it the answer is a poorer one, of a machine that lacks something
+            memo.remember("nvcc-1", stamp, lambda: said)
+        version: str = said["version"]
+        if two(version) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise UnfitError(f"{path} is of CUDA {version}; {oldest} is the oldest that serves")
+        root = Path(os.path.realpath(said["top"] or path.parent.parent))
+        _require_whole(root, version)
+    except UnfitError as unfit:
+        return Tool("nvcc", path, where_found=candidate.where, reason=str(unfit), remedy=install())
+    identity: str = said["identity"]
+    return Tool("nvcc", path, version, candidate.where, ok=True, identity=identity, root=root)
+
+
+def _is_script(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _ask(path: str) -> dict[str, str]:
+    spoken = run([path, "--version"])
+    if spoken.problem:
+        raise UnfitError(spoken.problem)
+    match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.output)
+    if match is None:
+        raise UnfitError(f"{path} does not tell its version")
+    return {
+        "version": match[1],
+        "identity": " ".join(spoken.output.split()),
+        "top": _top(path),
+    }
+
+
+def _top(path: str) -> str:
+    """The toolkit's folder as nvcc.profile has it; empty when it does not say."""
+    # /dev/null is a source that every machine has. Even a rehearsal runs the host compiler, which
+    # need not be the gcc on PATH that nvcc would take.
+    host = find_host_compiler()
+    ccbin = ["-ccbin", str(host.path)] if host.ok else []
+    rehearsed = run([path, "--dryrun", *ccbin, "-c", "-x", "cu", os.devnull]).output
+    match = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _behind(script: Path, _stamp: str) -> Path:
+    """The nvcc that a script runs, asked once in each process and never kept on disk.
+
+    The script's own file, and so its stamp, says nothing of a change in what is behind it.
+    """
+    top = _top(str(script))
+    real = Path(os.path.realpath(top)) / "bin" / "nvcc"
+    return real if top and os.path.isfile(real) else script
+
+
+def _require_whole(root: Path, version: str) -> None:
+    """Raises UnfitError for a part that is missing or of another version: wheels come in parts."""
+    include = _roots(root, "include")
+    libraries = _roots(root, "lib64", "lib")
+    parts = {
+        "the device compiler (nvidia-nvvm)": _first([root], "nvvm/bin/cicc"),
+        "the CUDA runtime headers (nvidia-cuda-runtime)": _first(include, "cuda_runtime_api.h"),
+        "the compiler's own headers (nvidia-cuda-crt)": _first(include, "crt/host_config.h"),
+        "the static CUDA runtime (nvidia-cuda-runtime)": _first(libraries, "libcudart_static.a"),
+        "libcu++ (nvidia-cuda-cccl)": _first(include, "cccl/cuda/std/version")
+        or _first(include, "cuda/std/version"),
+    }
+    for part, place in parts.items():
+        if place is None:
+            raise UnfitError(f"the toolkit in {root} lacks {part}")
+    headers = _runtime_version(include)
+    if headers and headers != two(version):
+        of = ".".join(map(str, headers))
+        raise UnfitError(
+            f"nvcc is of CUDA {version} but the headers in {root} are of {of}: mixed versions"
+        )
+
+
+def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
+    folder = _first(include, "cuda_runtime_api.h")
+    if folder is None:
+        return None
+    try:
+        with (folder / "cuda_runtime_api.h").open(errors="replace") as stream:
+            text = stream.read(1 << 16)  # of 600 KB; it stands in line 139
+    except OSError:
+        return None
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
+
+
+def _roots(root: Path | None, *folders: str) -> list[Path]:
+    if root is None:
+        return []
+    targets_ = paths.matching(root / "targets", "*")
+    return [base / folder for base in (root, *targets_) for folder in folders]
+
+
+def _first(folders: Iterable[Path], file: str) -> Path | None:
+    return next((folder for folder in folders if os.path.isfile(folder / file)), None)

@@ -1,0 +1,139 @@
+"""What is known of a program we need: its place and version, or why there is none and the remedy.
+
+Finding never raises and never prints: an unfit or missing program is a `Tool` whose `ok` is False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .. import env, paths
+from ..errors import ToolchainError
+from ..system import ending
+
+TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the report
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str  # "nvcc", "host compiler", "ninja"
+    path: Path | None = None  # the program itself, behind any wrapper we could see through
+    version: str = ""  # "13.0.88"
+    where_found: str = ""  # "CUDA_HOME", "PATH", ...
+    ok: bool = False
+    reason: str = ""  # when not ok: why
+    remedy: str = ""  # when not ok: the command or setting that mends it
+    identity: str = ""  # its own words about itself, build number included: for the cache key
+    root: Path | None = None  # nvcc only: the toolkit's folder
+    passed_over: tuple[str, ...] = ()  # places looked at before, each with why it would not do
+
+    def require(self) -> Path:
+        """The path; raises ToolchainError with reason and remedy when the tool is unfit."""
+        if not self.ok or self.path is None:
+            raise ToolchainError(f"{self.name}: {self.reason}; {self.remedy}")
+        return self.path
+
+
+class UnfitError(Exception):
+    """Why a candidate will not do: an exception, so that no memo keeps what may be mended."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    where: str
+    path: Path
+    named: bool = False  # the user named this place: worth a word when there is nothing there
+
+
+def first_fit(
+    name: str,
+    candidates: Iterable[Candidate],
+    examine: Callable[[Candidate], Tool],
+    *,
+    missing: str,
+    remedy: str,
+) -> Tool:
+    """The first fit candidate; without one the first that is there; without one `missing`."""
+    passed_over: list[str] = []
+    unfit: Tool | None = None
+    for candidate in candidates:
+        if not os.path.isfile(candidate.path):
+            if candidate.named:
+                passed_over.append(f"{candidate.where}: there is no {candidate.path}")
+            continue
+        tool = examine(candidate)
+        if tool.ok:
+            return replace(tool, passed_over=tuple(passed_over))
+        passed_over.append(f"{candidate.where}: {tool.reason}")
+        unfit = unfit or tool
+    if unfit is not None:
+        return replace(unfit, passed_over=tuple(passed_over))
+    return Tool(name, reason=missing, remedy=remedy, passed_over=tuple(passed_over))
+
+
+def on_path(*programs: str) -> Iterable[Candidate]:
+    """Every executable of these names on PATH, all places of the first name first."""
+    for program in programs:
+        for folder in (env.text("PATH") or "").split(os.pathsep):
+            path = paths.absolute(folder) / program
+            if folder and os.path.isfile(path) and os.access(path, os.X_OK):
+                yield Candidate("PATH", path)
+
+
+_TELLING_SHELL = ("/bin/sh", "-c", '"$@"; printf "\\n%d" "$?"', "sh")
+
+
+@dataclass(frozen=True)
+class Ran:
+    output: str  # stdout and stderr
+    problem: str = ""  # empty: it ran and exited with 0
+
+
+def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
+    """Run a program that should answer at once; whatever goes wrong is told in `problem`."""
+    untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # nobody hears how a child ended
+    try:
+        with ending.slow_section():
+            output, code = _run([*_TELLING_SHELL, *command] if untold else command, stdin, cwd)
+        if untold:
+            output, _, told = output.rpartition("\n")
+            code = int(told)
+    except subprocess.TimeoutExpired:
+        return Ran("", f"{command[0]} did not answer within {TIMEOUT_S:.0f} s")
+    except (OSError, ValueError) as error:
+        return Ran("", f"{command[0]} cannot be run: {getattr(error, 'strerror', None) or error}")
+    if code != 0:
+        words = [line.strip() for line in output.splitlines() if line.strip()]
+        telling = (line for line in words if re.search("error|cannot find", line, re.IGNORECASE))
+        first = next(telling, words[0] if words else "")
+        return Ran(output, f"{command[0]} ended with {code}: {first or 'no word'}")
+    return Ran(output)
+
+
+def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
+    """What it writes and its exit code; whatever ends our waiting ends all that it started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env.for_compiler(),
+        cwd=cwd,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(stdin, timeout=TIMEOUT_S)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return output, process.returncode

@@ -1,0 +1,74 @@
+"""op_builder's rooms import downwards only, as docs/architecture.md says."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "op_builder"
+
+# A room imports from itself and from those behind it. "": the modules beside the rooms.
+ROOMS = ("ops", "build", "cache", "toolchain", "", "system")
+BESIDE = ("env", "errors", "paths")
+
+
+def modules() -> dict[str, Path]:
+    """Every module but the package's own, which hands out public names of all rooms."""
+    files = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    return {".".join(name.parts): file for name, file in files.items() if str(name) != "__init__"}
+
+
+def room(name: str) -> str:
+    """ "ops" for "ops.builder.OpBuilder", "" for "env", and the top one for a public name."""
+    first = name.partition(".")[0]
+    if first in BESIDE:
+        return ""
+    return first if first in ROOMS else "ops"
+
+
+def imports(module: str, source: str) -> list[str]:
+    """What a module of op_builder imports of op_builder, wherever in the file."""
+    package = ["op_builder", *module.split(".")[:-1]]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = [*base, node.module] if node.module else base
+            found += [".".join([*base, name.name]) for name in node.names]
+    return [name.removeprefix("op_builder.") for name in found if name.startswith("op_builder.")]
+
+
+def upward(module: str, source: str) -> list[str]:
+    floor = ROOMS.index(room(module))
+    return [name for name in imports(module, source) if ROOMS.index(room(name)) < floor]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_nothing_is_imported_from_a_room_above(module):
+    assert upward(module, modules()[module].read_text()) == []
+
+
+def test_every_module_stands_in_a_room():
+    beside = {name for name in modules() if "." not in name}
+    assert beside == set(BESIDE)
+    assert {name.partition(".")[0] for name in modules()} - beside == set(ROOMS) - {""}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cache.search", "from ..build import jit"),
+        ("cache.search", "from ..build.jit import load"),
+        ("toolchain.nvcc", "def later():\n    from ..cache import key"),
+        ("toolchain.nvcc", "import op_builder.cache.key"),
+        ("build.jit", "if TYPE_CHECKING:\n    from op_builder.ops.builder import OpBuilder"),
+        ("build.jit", "from .. import ALL_OPS"),
+        ("env", "from .toolchain import arch"),
+        ("system.files", "from .. import env"),
+    ],
+)
+def test_an_import_from_above_is_noticed(module, source):
+    assert len(upward(module, source)) == 1
+    assert upward("ops.builder", source) == []
