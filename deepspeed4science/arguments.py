@@ -147,7 +147,7 @@ def _without_rows(bias2: Tensor | None, q: Tensor) -> Tensor | None:
     if bias2 is None or bias2.dim() != 5 or _is_known(bias2.shape[1] == 1):
         return bias2
     if _is_known(bias2.stride(1) == 0) and _is_known(bias2.shape[1] == q.shape[1]):
-        return bias2[:, :1]
+        return bias2.narrow(1, 0, 1)  # a slice of an unknown size is of another unknown size
     return bias2
 
 
