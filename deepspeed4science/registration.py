@@ -17,6 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 _NAMESPACE = "deepspeed4science"
 _STATE = "_registered"  # an attribute of torch.ops.deepspeed4science, which nothing imports again
@@ -119,7 +124,7 @@ def _bind(library: torch.library.Library, table: Functions, operator: Operator, 
     qualified = f"{_NAMESPACE}::{operator.name}"
 
     def latest(role: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: table[operator.name][role](*args, **kwargs)
+        return _untraced(lambda *args, **kwargs: table[operator.name][role](*args, **kwargs))
 
     if role in operator.kernels:
         library.impl(operator.name, latest(role), role)
@@ -127,6 +132,15 @@ def _bind(library: torch.library.Library, table: Functions, operator: Operator, 
         torch.library.register_fake(qualified, latest(role), lib=library)
     elif role == "vmap":
         torch.library.register_vmap(qualified, latest(role), lib=library)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch.compile neither compiles nor anything that it calls: where a frame
+    that calls an operator could not be compiled, its own Python would be next.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame; those it calls
+    set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def _overload(operator: Operator) -> Any:

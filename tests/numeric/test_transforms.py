@@ -4,6 +4,7 @@ torch.func give what the definition gives, forward mode raises, FLOP are counted
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp
 from torch.utils.flop_counter import FlopCounterMode
@@ -214,6 +215,27 @@ def test_forward_mode_raises(as_operator, ask, device):
 
     with pytest.raises(ForwardModeError, match="vjp or jacrev"):
         ask(function, q)
+
+
+def test_operators_are_not_compiled_themselves(device, monkeypatch):
+    """A frame that torch.compile gives up is run as it is, and then what it calls is compiled."""
+    callbacks = []
+    functions = torch.ops.deepspeed4science._registered.functions["evoformer_attn"]
+    kernel = functions["CompositeExplicitAutograd"]
+
+    def watched(*arguments):
+        callbacks.append(get_eval_frame_callback())
+        return kernel(*arguments)
+
+    monkeypatch.setitem(functions, "CompositeExplicitAutograd", watched)
+    def given_up(*arguments):
+        for _ in range(1):  # a loop that breaks a graph
+            torch._dynamo.graph_break()
+            o = torch.ops.deepspeed4science.evoformer_attn(*arguments, True)[0]
+        return o
+
+    torch.compile(given_up, backend="eager")(*tensors(device))
+    assert callbacks == [None]
 
 
 def test_a_tangent_of_zero_is_noticed(device):
