@@ -228,6 +228,7 @@ def test_operators_are_not_compiled_themselves(device, monkeypatch):
         return kernel(*arguments)
 
     monkeypatch.setitem(functions, "CompositeExplicitAutograd", watched)
+
     def given_up(*arguments):
         for _ in range(1):  # a loop that breaks a graph
             torch._dynamo.graph_break()
