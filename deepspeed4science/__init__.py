@@ -7,18 +7,31 @@ The names below arrive on first use, so that the report works on a machine whose
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
+    from deepspeed4science.triangle import triangle_attention, triangle_multiplicative_update
 
-__all__ = ["DS4Sci_EvoformerAttention", "EvoformerFusedAttention", "__version__"]
+__all__ = [
+    "DS4Sci_EvoformerAttention",
+    "EvoformerFusedAttention",
+    "__version__",
+    "triangle_attention",
+    "triangle_multiplicative_update",
+]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "DS4Sci_EvoformerAttention": "evoformer_attn",
+    "EvoformerFusedAttention": "evoformer_attn",
+    "triangle_attention": "triangle",
+    "triangle_multiplicative_update": "triangle",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DS4Sci_EvoformerAttention", "EvoformerFusedAttention"):
-        from deepspeed4science import evoformer_attn
-
-        return getattr(evoformer_attn, name)
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

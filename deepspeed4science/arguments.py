@@ -94,6 +94,15 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
     return (q * 0.0, 1.0) if scale == 0 else (-q, -float(scale))
 
 
+def largest_finite(bias1: Tensor) -> Tensor:
+    """The largest finite number of each row of `bias1` (docs/math.md, 1a), `[..., 1]`; 0 where it
+    has none.
+    """
+    bias1 = bias1.detach()
+    largest = bias1.masked_fill(~bias1.isfinite(), -math.inf).amax(dim=-1, keepdim=True)
+    return largest.masked_fill(largest == -math.inf, 0.0)
+
+
 def canonicalise_row_mask(row_mask: Tensor, q: Tensor) -> Tensor:
     """A mask broadcastable to the leading dimensions of `q`, as `[B|1, N|1]`."""
     if not isinstance(row_mask, Tensor):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +15,36 @@ from deepspeed4science.arguments import (
     canonicalise,
     canonicalise_row_mask,
     canonicalise_scale,
+    largest_finite,
     split_biases,
 )
 from deepspeed4science.operators import forward_op, recorded_attention
+
+
+@overload
+def DS4Sci_EvoformerAttention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    biases: Sequence[Tensor | None] = ...,
+    *,
+    scale: float | None = ...,
+    row_mask: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def DS4Sci_EvoformerAttention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    biases: Sequence[Tensor | None] = ...,
+    *,
+    scale: float | None = ...,
+    row_mask: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
@@ -27,7 +55,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     *,
     scale: float | None = None,
     row_mask: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Biased attention of AlphaFold-type models, `softmax(scale Q K^T + bias1 + bias2) V`, with its
     gradients.
 
@@ -47,11 +76,15 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         scale: any finite number. Default: 1 / sqrt(D).
         row_mask: bool, broadcastable to `[B, N]` (to `[*]`): a row n that is False is 0 with zero
             gradients, whatever it holds, and costs nothing. Default: all are computed.
+        return_lse: give `(O, lse)`. Default: O alone.
 
     Returns:
         `[B, N, Lq, H, Dv]` in the dtype and on the device of Q. A row whose keys are all `-inf` is
         0 and has zero gradients. Each input that requires a gradient gets one in its own dtype;
         bias gradients are summed in float32.
+        lse, where asked for: `[B, N, H, Lq]` (`[*, H, Lq]`), float32, the natural logarithm of the
+        sum over keys of the exponentials of the scores; `-inf` where a query sees no key. It has
+        no gradient.
 
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit; the message says what was expected.
@@ -76,14 +109,19 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         or (bias2 is not None and bias2.requires_grad)
     )
     if torch.compiler.is_compiling():
-        o, _ = forward_op(q, k, v, bias1, bias2, recorded, row_mask, scale)
+        with_lse = recorded or return_lse
+        o, lse = forward_op(q, k, v, bias1, bias2, with_lse, row_mask, scale)
     elif recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        o = recorded_attention(q, k, v, bias1, bias2, row_mask, scale)
+        o, lse = recorded_attention(q, k, v, bias1, bias2, row_mask, scale)
     else:  # autograd has nothing to record: 4 us less
         with torch._C._AutoDispatchBelowAutograd():
-            o, _ = forward_op(q, k, v, bias1, bias2, False, row_mask, scale)
+            o, lse = forward_op(q, k, v, bias1, bias2, return_lse, row_mask, scale)
     result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
-    return result
+    if not return_lse:
+        return result
+    if bias1 is not None:  # kernels return that of scores from which this is taken
+        lse = lse + largest_finite(bias1)[..., 0].float()
+    return result, lse.reshape(*Q.shape[:-3], Q.shape[-2], Q.shape[-3])
 
 
 class EvoformerFusedAttention:

@@ -122,14 +122,14 @@ def recorded_attention(
     bias2: Tensor | None,
     row_mask: Tensor | None,
     scale: float | None,
-) -> Tensor:
-    """O, differentiable by autograd and at every level of torch.func that is active."""
+) -> tuple[Tensor, Tensor]:
+    """O, differentiable by autograd and at every level of torch.func that is active, and lse."""
     device_type = q.device.type
     if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         q, k, v = _in_autocast_dtype(device_type, q, k, v)  # where autograd sees it
     function = forward_op if _is_functionalized() else Attention.apply
-    o: Tensor = function(q, k, v, bias1, bias2, True, row_mask, scale)[0]
-    return o
+    o, lse = function(q, k, v, bias1, bias2, True, row_mask, scale)
+    return o, lse
 
 
 def _is_functionalized() -> bool:

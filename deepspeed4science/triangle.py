@@ -1,0 +1,209 @@
+"""Triangle attention and multiplication as cuEquivariance's users call them: heads before lengths,
+boolean masks, weights as arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+from deepspeed4science.problem import shape_of
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_aux: Literal[False] = ...,
+    *,
+    kv_lengths: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = ...,
+    scale: float | None = ...,
+    *,
+    return_aux: Literal[True],
+    kv_lengths: Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+    *,
+    kv_lengths: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`DS4Sci_EvoformerAttention` with the signature and the layouts of cuEquivariance's function
+    of this name. Nothing is copied: q, k and v go in and o comes out as transposed views.
+
+    Args:
+        q: `[B, N, H, Q, D]`. Tensors of four dimensions are a batch of 1, here and below.
+        k: `[B, N, H, K, D]`.
+        v: `[B, N, H, K, D]`.
+        bias: `[B, 1, H, Q, K]`, the pair bias; may need a gradient.
+        mask: `[B, N, 1, 1, K]`; True (or not 0) is a key that is seen. Default: all are.
+        scale: any finite number. Default: 1 / sqrt(D).
+        return_aux: give `(o, lse, max)`. Default: o alone.
+        kv_lengths: integers `[B, N, 1, 1, 1]`, in place of `mask`: the first so many keys are seen.
+
+    Returns:
+        o: `[B, N, H, Q, D]` in q's dtype, of five dimensions always. A row n that sees no key is 0
+            with zero gradients; cuEquivariance gives the mean of v there.
+        lse, max: `[B, N, H, Q]`, float32, without gradients: logarithm of the sum of exponentials
+            and largest of the scores; `-inf` in a row that sees no key. max is a second pass over
+            the scores, in plain PyTorch.
+
+    Raises:
+        InvalidInputError: both masks, a mask of another shape, or what the op itself refuses.
+    """
+    q, k, v, bias = (_five(tensor) for tensor in (q, k, v, bias))
+    visible = _visible_keys(mask, kv_lengths, k.shape[3])
+    q, k, v = q.transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3)
+    if not return_aux:
+        return DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale).transpose(2, 3)
+    o, lse = DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale, return_lse=True)
+    return o.transpose(2, 3), lse, _largest_scores(q, k, bias, visible, scale)
+
+
+def triangle_multiplicative_update(
+    x: Tensor,
+    direction: str = "outgoing",
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor | None = None,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor | None = None,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor | None = None,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    precision: Any = None,
+) -> Tensor:
+    """Triangle multiplication, with the signature of cuEquivariance's function, in plain PyTorch:
+    models turn both functions on by one switch.
+
+        a, b = mask * sigmoid(g_in(norm_in(x))) * p_in(norm_in(x)),  halves of the channels
+        p_out(norm_out(sum_k a_ik b_jk)) * sigmoid(g_out(norm_in(x)))         outgoing
+                       sum_k a_ki b_kj                                        incoming
+
+    Args:
+        x: `[*, L, L, C]`.
+        direction: "outgoing" or "incoming".
+        mask: `[*, L, L]`, multiplied into a and b. Default: ones.
+        norm_in_weight, norm_in_bias: `[C]`. Default: 1 and 0; biases throughout: 0.
+        p_in_weight, g_in_weight: `[2 D, C]`; the first D rows are those of a.
+        norm_out_weight, norm_out_bias: `[D]`.
+        p_out_weight: `[C, D]`.
+        g_out_weight: `[C, C]`.
+        eps: of both norms.
+        precision: None and whatever else only lowers float32's: products are PyTorch's, TF32 where
+            torch.backends.cuda.matmul.allow_tf32 says so. "bfloat16" rounds all inputs first.
+
+    Returns:
+        `[*, L, L, C]`.
+
+    Raises:
+        InvalidInputError: another direction, or no weight for one of the four projections.
+
+    Source: Jumper et al. 2021, supplementary algorithms 11 and 12.
+    """
+    if direction not in ("outgoing", "incoming"):
+        raise InvalidInputError(
+            f'direction: expected "outgoing" or "incoming"; got {direction!r}. Choose one.'
+        )
+    if p_in_weight is None or g_in_weight is None or p_out_weight is None or g_out_weight is None:
+        raise InvalidInputError(
+            "triangle_multiplicative_update: expected p_in_weight, g_in_weight, p_out_weight and "
+            "g_out_weight; got None for at least one. Pass the weights of the layer."
+        )
+    if str(precision).lower() in ("bfloat16", "bf16"):
+        given = locals().items()
+        rounded = {name: value.bfloat16() for name, value in given if isinstance(value, Tensor)}
+        return triangle_multiplicative_update(**rounded, direction=direction, eps=eps)
+    x = _layer_norm(x, norm_in_weight, norm_in_bias, eps)
+    ab = _linear(x, p_in_weight, p_in_bias) * _linear(x, g_in_weight, g_in_bias).sigmoid()
+    if mask is not None:
+        ab = ab * mask.unsqueeze(-1).to(ab.dtype)
+    a, b = ab.chunk(2, dim=-1)
+    equation = "...ikd,...jkd->...ijd" if direction == "outgoing" else "...kid,...kjd->...ijd"
+    product = _layer_norm(torch.einsum(equation, a, b), norm_out_weight, norm_out_bias, eps)
+    gate = _linear(x, g_out_weight, g_out_bias).sigmoid()
+    return _linear(product, p_out_weight, p_out_bias) * gate
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """In float32, as autocast has it; PyTorch's takes no weights of another dtype on a GPU."""
+    weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _five(tensor: Tensor) -> Tensor:
+    return tensor[(None,) * (5 - tensor.dim())] if tensor.dim() < 5 else tensor
+
+
+def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Tensor | None:
+    """`[B, N, 1, 1, K]`, bool; None where all are seen."""
+    if mask is not None and kv_lengths is not None:
+        raise InvalidInputError(
+            "triangle_attention: expected mask or kv_lengths; got both. Pass the mask alone."
+        )
+    given = mask if mask is not None else kv_lengths
+    if given is None:
+        return None
+    given = _five(given)
+    if given.dim() != 5 or given.shape[2] != 1 or given.shape[3] != 1:
+        name, last = ("mask", "K") if mask is not None else ("kv_lengths", "1")
+        raise InvalidInputError(
+            f"{name}: expected [B, N, 1, 1, {last}]; got {shape_of(given)}. A term for each query "
+            "belongs to bias."
+        )
+    if mask is not None:
+        return given if given.dtype == torch.bool else given != 0
+    return torch.arange(Lk, device=given.device) < given
+
+
+@torch.no_grad()
+def _largest_scores(
+    q: Tensor, k: Tensor, bias: Tensor, visible: Tensor | None, scale: float | None
+) -> Tensor:
+    """`[B, N, H, Lq]`, one row n after the other: its scores are all that is in memory at once."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    largest = []
+    for n in range(q.shape[1]):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
+        scores += bias[:, 0].float()
+        if visible is not None:
+            scores.masked_fill_(~visible[:, min(n, visible.shape[1] - 1)], -math.inf)
+        largest.append(scores.amax(dim=-1))
+    return torch.stack(largest, dim=1)

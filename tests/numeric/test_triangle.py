@@ -1,0 +1,181 @@
+"""cuEquivariance's signatures: layouts, masks and auxiliary results against the definition."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import deepspeed4science
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.reference import evoformer_attention
+from deepspeed4science.triangle import triangle_attention, triangle_multiplicative_update
+from tests.numeric import law
+from tests.numeric.cases import DEVICES
+
+pytestmark = pytest.mark.usefixtures("seed")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+B, N, H, Q, K, D = 2, 5, 2, 7, 11, 8
+
+
+def inputs(dtype=torch.float32, device="cpu"):
+    """Leaves in cuEquivariance's layout, and a ragged mask of which row n = 1 sees nothing."""
+    q, k, v, bias = (
+        torch.randn(*shape, device=device).to(dtype)
+        for shape in ((B, N, H, Q, D), (B, N, H, K, D), (B, N, H, K, D), (B, 1, H, Q, K))
+    )
+    mask = torch.rand(B, N, 1, 1, K, device=device) < 0.6
+    mask[..., 0] = True
+    mask[:, 1] = False
+    return q, k, v, bias, mask
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@DTYPES
+def test_keeps_the_error_law(device, dtype):
+    q, k, v, bias, mask = inputs(dtype, device)
+
+    def ours(q, k, v, bias1, bias2):
+        heads_first = (tensor.transpose(2, 3) for tensor in (q, k, v))
+        return triangle_attention(*heads_first, bias2, mask=bias1).transpose(2, 3)
+
+    lengths_first = (tensor.transpose(2, 3) for tensor in (q, k, v))
+    law.check(law.Inputs(*lengths_first, mask, bias), ours)
+
+
+def test_signature_is_cuequivariances():
+    names = list(inspect.signature(triangle_attention).parameters)
+    assert names == ["q", "k", "v", "bias", "mask", "scale", "return_aux", "kv_lengths"]
+    parameters = inspect.signature(triangle_multiplicative_update).parameters
+    weights = [f"{x}_{y}" for x in ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out")
+               for y in ("weight", "bias")]  # fmt: skip
+    assert list(parameters) == ["x", "direction", "mask", *weights, "eps", "precision"]
+    assert deepspeed4science.triangle_attention is triangle_attention
+
+
+def test_a_row_that_sees_nothing_is_zero_and_the_result_is_a_view():
+    q, k, v, bias, mask = inputs()
+    o = triangle_attention(q, k, v, bias, mask=mask)
+    assert o.shape == (B, N, H, Q, D) and o.transpose(2, 3).is_contiguous()
+    assert (o[:, 1] == 0).all() and o[:, 0].abs().min() > 0
+
+
+def test_masks_of_numbers_and_lengths_and_four_dimensions():
+    q, k, v, bias, mask = inputs()
+    lengths = torch.randint(0, K + 3, (B, N, 1, 1, 1), dtype=torch.int32)
+    prefix = torch.arange(K) < lengths
+    expected = triangle_attention(q, k, v, bias, prefix, 0.5)
+    torch.testing.assert_close(
+        triangle_attention(q, k, v, bias, scale=0.5, kv_lengths=lengths), expected
+    )
+    numbers = mask.float()  # no additive bias: 1 is seen, 0 is not
+    torch.testing.assert_close(
+        triangle_attention(q, k, v, bias, numbers), triangle_attention(q, k, v, bias, mask)
+    )
+    o, lse, largest = triangle_attention(q[0], k[0], v[0], bias[0], mask[0], return_aux=True)
+    assert o.shape == (1, N, H, Q, D) and lse.shape == largest.shape == (1, N, H, Q)
+    torch.testing.assert_close(o[0], triangle_attention(q, k, v, bias, mask)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_auxiliary_results(device, masked):
+    q, k, v, bias, mask = inputs(device=device)
+    mask = mask if masked else None
+    q.requires_grad_()
+    o, lse, largest = triangle_attention(q, k, v, bias, mask, return_aux=True)
+    scores = torch.einsum("bnhqd,bnhkd->bnhqk", q.double(), k.double()) / math.sqrt(D) + bias
+    if masked:
+        scores = scores.masked_fill(~mask, -math.inf)
+    for result, expected in ((lse, scores.logsumexp(-1)), (largest, scores.amax(-1))):
+        assert result.dtype == torch.float32 and not result.requires_grad
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    assert o.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lengths": torch.ones(B, N, 1, 1, 1, dtype=torch.int32)}, "mask or kv_lengths"),
+        ({"mask": torch.ones(B, N, 1, Q, K)}, r"mask: expected \[B, N, 1, 1, K\]; got"),
+        ({"mask": None, "kv_lengths": torch.ones(B, N, 1, 2, 1)}, "kv_lengths: expected"),
+    ],
+)
+def test_wrong_masks_are_told(change, message):
+    q, k, v, bias, mask = inputs()
+    with pytest.raises(InvalidInputError, match=message):
+        triangle_attention(q, k, v, bias, **{"mask": mask, **change})
+
+
+C, HIDDEN, L = 12, 6, 5
+
+
+def weights(dtype=torch.float64):
+    shapes = {
+        "norm_in_weight": (C,), "norm_in_bias": (C,), "p_in_weight": (2 * HIDDEN, C),
+        "p_in_bias": (2 * HIDDEN,), "g_in_weight": (2 * HIDDEN, C), "g_in_bias": (2 * HIDDEN,),
+        "norm_out_weight": (HIDDEN,), "norm_out_bias": (HIDDEN,), "p_out_weight": (C, HIDDEN),
+        "p_out_bias": (C,), "g_out_weight": (C, C), "g_out_bias": (C,),
+    }  # fmt: skip
+    return {name: torch.randn(*shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def by_loops(x, direction, mask, w, eps=1e-5):
+    """Algorithms 11 and 12, one pair (i, j) after the other."""
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + eps).sqrt()
+        return x * w[f"{name}_weight"] + w[f"{name}_bias"]
+
+    def linear(x, name):
+        return x @ w[f"{name}_weight"].T + w[f"{name}_bias"]
+
+    x = norm(x, "norm_in")
+    ab = mask[..., None] * linear(x, "g_in").sigmoid() * linear(x, "p_in")
+    a, b = ab[..., :HIDDEN], ab[..., HIDDEN:]
+    out = torch.zeros(*x.shape[:-1], HIDDEN, dtype=x.dtype)
+    for i in range(L):
+        for j in range(L):
+            if direction == "outgoing":
+                out[:, i, j] = (a[:, i] * b[:, j]).sum(1)
+            else:
+                out[:, i, j] = (a[:, :, i] * b[:, :, j]).sum(1)
+    return linear(norm(out, "norm_out"), "p_out") * linear(x, "g_out").sigmoid()
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_multiplication_is_algorithms_11_and_12(direction):
+    x, w = torch.randn(2, L, L, C), weights(torch.float32)
+    mask = (torch.rand(2, L, L) < 0.7).float()
+    wide = {name: tensor.double() for name, tensor in w.items()}
+    expected = by_loops(x.double(), direction, mask.double(), wide).float()
+    torch.testing.assert_close(triangle_multiplicative_update(x, direction, mask, **w), expected)
+    one = triangle_multiplicative_update(x[0], direction, mask[0].bool(), **w)
+    torch.testing.assert_close(one, expected[0])
+    rounded = triangle_multiplicative_update(x, direction, mask, **w, precision="bfloat16")
+    narrow = triangle_multiplicative_update(x.bfloat16(), direction, mask, **w)
+    assert rounded.dtype == narrow.dtype == torch.bfloat16
+    assert law.relative_error(rounded, expected) < 0.05 > law.relative_error(narrow, expected)
+    other = "incoming" if direction == "outgoing" else "outgoing"
+    assert law.relative_error(triangle_multiplicative_update(x, other, mask, **w), expected) > 0.1
+
+
+def test_multiplication_tells_what_is_wrong():
+    x, w = torch.randn(L, L, C), weights(torch.float32)
+    with pytest.raises(InvalidInputError, match="direction: expected"):
+        triangle_multiplicative_update(x, "up", **w)
+    with pytest.raises(InvalidInputError, match="p_in_weight"):
+        triangle_multiplicative_update(x)
+
+
+def test_both_compile_whole():
+    q, k, v, bias, mask = inputs()
+    compiled = torch.compile(triangle_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(q, k, v, bias, mask), triangle_attention(q, k, v, bias, mask)
+    )
+    expected = evoformer_attention(*(t.transpose(2, 3) for t in (q, k, v)), mask, bias)
+    torch.testing.assert_close(compiled(q, k, v, bias, mask).transpose(2, 3), expected)
+    x, w = torch.randn(L, L, C), weights(torch.float32)
+    compiled = torch.compile(triangle_multiplicative_update, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, **w), triangle_multiplicative_update(x, **w))
