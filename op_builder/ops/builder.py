@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -44,6 +45,26 @@ class LoadedOp(Generic[KernelT]):
     def kernel(self, kernel: KernelT) -> LoadedKernel:
         """Raises KeyError for a kernel that the `load` was not asked for."""
         return self._kernels[kernel]
+
+    @property
+    def attention(self) -> Callable[..., None]:
+        """`attention(q, k, v, bias1, bias2, o, lse)`, as on what DeepSpeed's `load` returns. With
+        any kernel that the tensors need, not only the loaded ones.
+        """
+        return _of_deepspeed("attention")
+
+    @property
+    def attention_bwd(self) -> Callable[..., None]:
+        """`attention_bwd(go, q, k, v, o, lse, delta, bias1, bias2, gq, gk, gv, gb1, gb2)`."""
+        return _of_deepspeed("attention_bwd")
+
+
+def _of_deepspeed(name: str) -> Callable[..., None]:
+    """By name: this package imports nothing that knows tensors."""
+    function: Callable[..., None] = getattr(
+        importlib.import_module("deepspeed4science.drop_in.binding"), name
+    )
+    return function
 
 
 class OpBuilder(ABC, Generic[KernelT]):
