@@ -18,6 +18,7 @@ COMMANDS = {
     "report": Command("deepspeed4science.report", "what runs here, and what mends the rest"),
     "cache": Command("deepspeed4science.cache_command", "list, explain, clear compiled kernels"),
     "build": Command("deepspeed4science.build_command", "compile kernels before they are needed"),
+    "run": Command("deepspeed4science.run_command", "a model's own command line on this op"),
     "demo": Command("deepspeed4science.demo", "a real protein family through all four attentions"),
 }
 

@@ -5,6 +5,7 @@ EvoformerError
 ├── NoBackendError (NotImplementedError)    no kernel takes this call: the reasons of every backend
 ├── DoubleBackwardError (NotImplementedError)  the gradient was differentiated again
 ├── ForwardModeError (NotImplementedError)  forward-mode derivatives (jvp, dual tensors) were asked
+├── DropInError (RuntimeError)              a model or library is not as its drop-in expects it
 ├── KernelError (RuntimeError)              a kernel was launched and reported a failure
 └── BuildError (RuntimeError)               a kernel could not be made ready
     ├── ToolchainError                      a compiler, ninja or CUTLASS is missing or unfit
@@ -20,6 +21,7 @@ __all__ = [
     "BuildError",
     "CompileError",
     "DoubleBackwardError",
+    "DropInError",
     "EvoformerError",
     "ForwardModeError",
     "InvalidInputError",
@@ -43,6 +45,10 @@ class DoubleBackwardError(EvoformerError, NotImplementedError):
 
 class ForwardModeError(EvoformerError, NotImplementedError):
     """Forward-mode derivatives were asked for; only reverse-mode ones exist."""
+
+
+class DropInError(EvoformerError, RuntimeError):
+    """A model in whose code this op is to run is missing, of another version or has changed."""
 
 
 class KernelError(EvoformerError, RuntimeError):

@@ -1,0 +1,216 @@
+"""Models whose own functions are changed when they are imported: which, and in which versions.
+
+The functions are those around other kernels' calls, so that neither those kernels nor the casts
+that they need take part.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deepspeed4science.drop_in.import_hook import Switch
+from deepspeed4science.errors import DropInError
+
+LAUNCHERS = Path(__file__).with_name("launch")
+
+
+@dataclass(frozen=True)
+class Client:
+    """One model's package."""
+
+    name: str  # of the distribution
+    versions: tuple[str, str]  # from the first, before the second
+    command: str  # its console script, and the function behind it
+    entry_point: str
+    # By module and name of a function, where its replacement is: "module:function".
+    functions: Mapping[str, Mapping[str, str]]
+    # The same, where cuEquivariance's kernels, which have this function too, are not installed.
+    without_cuequivariance: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # By module, names that are True in it from then on: "these kernels are here".
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # By module and name, a script of LAUNCHERS in place of one that the client starts processes of.
+    scripts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    hint: str = ""  # how to make it take this path, where it does not by itself
+
+
+_FUNCTIONS = "deepspeed4science.drop_in.functions"
+_BOLTZ = f"{_FUNCTIONS}:triangle_attention_of_boltz"
+_HEADS_FIRST = f"{_FUNCTIONS}:heads_first_attention"
+_TRIANGLE_ATTENTION = "deepspeed4science.triangle:triangle_attention"
+_MULTIPLICATION = "deepspeed4science.triangle:triangle_multiplicative_update"
+
+CLIENTS = {
+    client.name: client
+    for client in (
+        Client(
+            "boltz",
+            ("2.2", "2.3"),
+            command="boltz",
+            entry_point="boltz.main:cli",
+            functions={
+                "boltz.model.layers.triangular_attention.primitives": {
+                    "kernel_triangular_attn": _BOLTZ
+                }
+            },
+            without_cuequivariance={
+                "boltz.model.layers.triangular_mult": {"kernel_triangular_mult": _MULTIPLICATION}
+            },
+            hint="not with --no_kernels, nor below compute capability 8.0",
+        ),
+        Client(
+            "boltzgen",
+            ("0.3", "0.4"),
+            command="boltzgen",
+            entry_point="boltzgen.cli.boltzgen:main",
+            functions={
+                "boltzgen.model.layers.triangular_attention.primitives": {
+                    "kernel_triangular_attn": _BOLTZ
+                }
+            },
+            without_cuequivariance={
+                "boltzgen.model.layers.triangular": {"_kernel_triangular_mult": _MULTIPLICATION}
+            },
+            scripts={"boltzgen.cli.boltzgen": {"main_script": "run_boltzgen_step.py"}},
+            hint="with --use_kernels true, or auto from compute capability 8.0",
+        ),
+        Client(
+            "protenix",
+            ("2.0", "2.1"),
+            command="protenix",
+            entry_point="runner.batch_inference:protenix_cli",
+            functions={
+                "protenix.model.triangular.layers": {
+                    "cuequivariance_triangular_attn": _TRIANGLE_ATTENTION,
+                    "_deepspeed_evo_attn": _HEADS_FIRST,
+                }
+            },
+            without_cuequivariance={
+                "protenix.model.triangular.triangular": {"kernel_triangular_mult": _MULTIPLICATION}
+            },
+            hint="with triangle_attention cuequivariance (the default) or deepspeed",
+        ),
+        Client(
+            "openfold3",
+            ("0.5", "0.6"),
+            command="run_openfold",
+            entry_point="openfold3.run_openfold:cli",
+            functions={
+                "openfold3.core.model.primitives.attention": {
+                    "_deepspeed_evo_attn": _HEADS_FIRST,
+                    "_triton_evo_attn": _HEADS_FIRST,
+                    "_cueq_triangle_attn": _HEADS_FIRST,
+                }
+            },
+            flags={
+                "openfold3.core.model.primitives.attention": (
+                    "TRITON_AVAILABLE",
+                    "TritonEvoformer",
+                )
+            },
+            hint="with use_triton_triangle_kernels (its default in evaluation) or "
+            "use_deepspeed_evo_attention",
+        ),
+    )
+}
+
+
+def switch(client: str, *, any_version: bool = False) -> Switch:
+    """Make a model run on this op, from Python: before or after it is imported.
+
+    Args:
+        client: boltz, boltzgen, protenix or openfold3.
+        any_version: also of versions that this has not been tried with.
+
+    Returns:
+        The switch, on: `with switch("boltz"): ...` or `.back()` turns it off.
+
+    Raises:
+        DropInError: no such client, or not of these versions. Later, when a module of it is
+            imported: it does not have the function any more.
+    """
+    chosen = find(client)
+    _check_version(chosen, any_version)
+    return Switch(changed=changes(chosen), served={})
+
+
+def find(name: str) -> Client:
+    if name in CLIENTS:
+        return CLIENTS[name]
+    raise DropInError(
+        f"client: expected one of {', '.join(CLIENTS)}; got {name!r}. Models that call DeepSpeed "
+        "or cuEquivariance themselves take use_as_deepspeed() or use_as_cuequivariance()."
+    )
+
+
+def version(client: Client) -> str | None:
+    """None where it is not installed as a distribution: a clone on sys.path may be."""
+    try:
+        return importlib.metadata.version(client.name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def functions(client: Client) -> list[tuple[str, str, str]]:
+    """(module, name, replacement) of what is changed here."""
+    kernels = ("cuequivariance_torch", "cuequivariance_ops_torch")
+    alone = any(importlib.util.find_spec(package) is None for package in kernels)
+    tables = (client.functions, client.without_cuequivariance if alone else {})
+    return [
+        (module, name, replacement)
+        for table in tables
+        for module, names in table.items()
+        for name, replacement in names.items()
+    ]
+
+
+def changes(client: Client) -> dict[str, Callable[[ModuleType], Mapping[str, Any]]]:
+    modules = [module for module, _, _ in functions(client)]
+    return {module: partial(_attributes, client) for module in [*modules, *client.scripts]}
+
+
+def _attributes(client: Client, module: ModuleType) -> Mapping[str, Any]:
+    own = [(name, where) for name_, name, where in functions(client) if name_ == module.__name__]
+    found: dict[str, Any] = {name: _replacement(where) for name, where in own}
+    for name, script in client.scripts.get(module.__name__, {}).items():
+        found[name] = LAUNCHERS / script
+    for name in (*found, *client.flags.get(module.__name__, ())):
+        if not hasattr(module, name):
+            raise DropInError(
+                f"{module.__name__}: expected {name}, as in {client.name} "
+                f"{client.versions[0]}; {client.name} {version(client)} does not have it. Install "
+                f'"{client.name}>={client.versions[0]},<{client.versions[1]}".'
+            )
+    for name in client.flags.get(module.__name__, ()):
+        if not getattr(module, name):
+            found[name] = True
+    return found
+
+
+def _replacement(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _check_version(client: Client, any_version: bool) -> None:
+    installed, (first, end) = version(client), client.versions
+    if any_version or installed is None or _key(first) <= _key(installed) < _key(end):
+        return
+    raise DropInError(
+        f"{client.name}: expected version {first} or later, before {end}; got {installed}. Install "
+        f'"{client.name}>={first},<{end}", or try it: any_version=True, on the command line '
+        "--any-version."
+    )
+
+
+def _key(version: str) -> tuple[int, ...]:
+    """Of the leading numbers: a pre-release counts as its release."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()

@@ -1,0 +1,113 @@
+"""Changing modules when they are imported, and serving modules that do not exist; both end."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any
+
+# Attributes that a module gets; called with it, after its import.
+Attributes = Callable[[ModuleType], Mapping[str, Any]]
+_ABSENT = object()
+
+
+class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules changed and served from now on until `back()`, or to the end of a `with`.
+
+    What others have imported by then they keep: a function is switched for those who import it, or
+    look it up in its module, while this is on.
+
+    Args:
+        changed: by name of the module, attributes that it gets as soon as it is imported; now,
+            where it is.
+        served: by name, attributes of a module that does not exist. Its packages are to be served
+            beside it.
+    """
+
+    def __init__(
+        self, *, changed: Mapping[str, Attributes], served: Mapping[str, Attributes]
+    ) -> None:
+        self._changed, self._served = changed, served
+        self._before: list[tuple[ModuleType, str, Any]] = []
+        for name in changed:
+            if name in sys.modules:
+                self.change(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def __enter__(self) -> Switch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.back()
+
+    def back(self) -> None:
+        """A second time it does nothing."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        for name in self._served:
+            if getattr(sys.modules.get(name), "__loader__", None) is self:
+                del sys.modules[name]
+
+    def change(self, module: ModuleType) -> None:
+        for name, value in self._changed[module.__name__](module).items():
+            before = getattr(module, name, _ABSENT)
+            if before is value:  # imported from a module that has been changed already
+                same = (old for _, other, old in self._before if other == name)
+                before = next(same, before)
+            self._before.append((module, name, before))
+            setattr(module, name, value)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in self._served:
+            is_package = bool(self._children(fullname))
+            return ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
+        if fullname not in self._changed:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderThen(spec.loader, self.change)  # type: ignore[assignment]
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        for child in self._children(module.__name__):
+            importlib.import_module(child)  # users of a package read its modules as attributes
+        vars(module).update(self._served[module.__name__](module))
+
+    def _children(self, package: str) -> list[str]:
+        return [name for name in self._served if name.rpartition(".")[0] == package]
+
+
+class _LoaderThen:
+    """The loader of a module, which calls `then(module)` when it is through."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then(module)

@@ -1,0 +1,52 @@
+"""Starting a model's command line so that every process of it runs on this op.
+
+A script of `launch/` is `__main__`, and sys.argv is what the model expects behind it. So processes
+that are started again by path and arguments (Lightning's launcher, one for each rank) switch, too,
+and so do those that multiprocessing spawns, which import the script of the parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed4science import __version__
+from deepspeed4science.drop_in import clients
+from deepspeed4science.drop_in.import_hook import Switch
+
+
+def start(client: str, arguments: Sequence[str]) -> None:
+    """Become the command line of `client`; ends as it ends, mostly by SystemExit."""
+    script = str(clients.LAUNCHERS / f"run_{client}.py")
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def switch_and_tell(client: str) -> Switch:
+    """For a process that is the model's: whoever started it has checked the version."""
+    print(line(client), file=sys.stderr)
+    return clients.switch(client, any_version=True)
+
+
+def line(client: str) -> str:
+    """What is switched."""
+    chosen = clients.find(client)
+    names = [f"{module}.{name}" for module, name, _ in clients.functions(chosen)]
+    return (
+        f"deepspeed4science {__version__} in {client} {clients.version(chosen) or '(a clone)'}: "
+        f"{', '.join(names)} ({chosen.hint})"
+    )
+
+
+def run(client: str) -> None:
+    """The model's console script, in this process."""
+    chosen = clients.find(client)
+    scripts = importlib.metadata.entry_points(group="console_scripts", name=chosen.command)
+    entry = next((script.value for script in scripts), chosen.entry_point)
+    module, _, name = entry.partition(":")
+    function: Any = getattr(importlib.import_module(module), name)
+    sys.exit(function())

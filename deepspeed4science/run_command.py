@@ -1,0 +1,62 @@
+"""`python -m deepspeed4science run CLIENT ARGS...`: a model's command line on this op."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from deepspeed4science.drop_in import clients, launching
+from deepspeed4science.errors import DropInError
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        switched = clients.switch(options.client, any_version=options.any_version)
+        if options.dry_run:
+            with switched:
+                return _dry_run(options.client)
+        switched.back()  # the launcher does it where processes that are started again do it, too
+    except DropInError as error:
+        print(error, file=sys.stderr)
+        return 1
+    launching.start(options.client, options.arguments)
+    return 0
+
+
+def _dry_run(client: str) -> int:
+    print(launching.line(client))
+    for module, name, replacement in clients.functions(clients.find(client)):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            print(f"{module} cannot be imported: {error}. Install {client} whole.", file=sys.stderr)
+            return 1
+        print(f"  {module}.{name} -> {replacement.replace(':', '.')}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed4science run",
+        description="Run a model's own command line with this op in place of the kernels it calls.",
+        epilog="Example: python -m deepspeed4science run boltz predict input.yaml",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what would be switched, and check that it is there",
+    )
+    parser.add_argument(
+        "--any-version", action="store_true", help="also of versions that this was not tried with"
+    )
+    parser.add_argument(
+        "client",
+        choices=sorted(clients.CLIENTS),
+        metavar="CLIENT",
+        help=", ".join(sorted(clients.CLIENTS)),
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    return parser

@@ -1,0 +1,274 @@
+"""Drop-ins: other libraries' import paths and other models' functions, switched and switched back.
+
+Models are imitated here by packages of a few lines; tests/clients has the real ones.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import deepspeed4science
+from deepspeed4science import drop_in
+from deepspeed4science.drop_in import clients
+from deepspeed4science.errors import DropInError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages; what was imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("deepspeed", "boltz", "boltzgen", "cuequivariance_torch"):
+            del sys.modules[name]
+
+
+def write(site, files):
+    for name, text in files.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for package in path.relative_to(site).parents:
+            if str(package) != "." and not package.name.endswith("dist-info"):
+                (site / package / "__init__.py").touch()
+        path.write_text(textwrap.dedent(text))
+
+
+BOLTZ = {
+    "boltz/model/layers/triangular_attention/primitives.py": """
+        def kernel_triangular_attn(q, k, v, tri_bias, mask, scale):
+            return "its own"
+    """,
+    "boltz/model/layers/triangular_mult.py": """
+        def kernel_triangular_mult(x, direction, mask, **weights):
+            return "its own"
+    """,
+    "boltz-2.2.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: boltz\nVersion: 2.2.1\n",
+    "boltz-2.2.1.dist-info/entry_points.txt": "[console_scripts]\nboltz = boltz.main:cli\n",
+}
+ATTENTION = "boltz.model.layers.triangular_attention.primitives"
+
+
+def test_deepspeed_where_it_is_not_installed():
+    assert importlib.util.find_spec("deepspeed") is None
+    switched = drop_in.use_as_deepspeed()
+    try:
+        for name in ("deepspeed", "deepspeed.ops.deepspeed4science", "deepspeed.comm.comm"):
+            assert importlib.util.find_spec(name).name == name  # before its import
+        import deepspeed
+        from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
+        from deepspeed.ops.deepspeed4science.evoformer_attn import EvoformerFusedAttention
+        from deepspeed.ops.op_builder import EvoformerAttnBuilder
+
+        assert importlib.util.find_spec("deepspeed").name == "deepspeed"  # after it
+        assert DS4Sci_EvoformerAttention is deepspeed4science.DS4Sci_EvoformerAttention
+        assert EvoformerFusedAttention is deepspeed4science.EvoformerFusedAttention
+        assert EvoformerAttnBuilder.NAME == "evoformer_attn"
+        assert deepspeed.comm.comm.is_initialized() is False
+        assert deepspeed.checkpointing.is_configured() is False
+        with pytest.raises(importlib.metadata.PackageNotFoundError):  # Lightning's question
+            importlib.metadata.version("deepspeed")
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("deepspeed.runtime")
+    finally:
+        switched.back()
+    assert importlib.util.find_spec("deepspeed") is None
+    assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
+    switched.back()  # harmless
+
+
+def test_deepspeed_where_it_is_installed(site):
+    write(
+        site,
+        {
+            "deepspeed/runtime/engine.py": "",
+            "deepspeed/ops/deepspeed4science/evoformer_attn.py": """
+                def DS4Sci_EvoformerAttention(): ...
+                class EvoformerFusedAttention: ...
+            """,
+        },
+    )
+    own = "from .evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention"
+    (site / "deepspeed/ops/deepspeed4science/__init__.py").write_text(own)
+    with drop_in.use_as_deepspeed():
+        module = importlib.import_module("deepspeed.ops.deepspeed4science")
+        assert module.DS4Sci_EvoformerAttention is deepspeed4science.DS4Sci_EvoformerAttention
+        assert Path(module.__file__).parent == site / "deepspeed/ops/deepspeed4science"
+        assert type(module.__loader__) is type(module.__spec__.loader)
+        assert module.__loader__.get_source(module.__name__) == own
+        importlib.import_module("deepspeed.runtime.engine")
+    assert module.DS4Sci_EvoformerAttention.__module__ == f"{module.__name__}.evoformer_attn"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_cuequivariance(site, installed):
+    if installed:
+        own = "def triangle_attention(): ...\ndef triangle_multiplicative_update(): ...\n"
+        write(site, {"cuequivariance_torch/primitives/triangle.py": own})
+        (site / "cuequivariance_torch/__init__.py").write_text(f"{own}other = 1\n")
+    with drop_in.use_as_cuequivariance():
+        import cuequivariance_torch
+        from cuequivariance_torch.primitives import triangle
+
+        for module in (cuequivariance_torch, triangle):
+            for name in ("triangle_attention", "triangle_multiplicative_update"):
+                assert getattr(module, name) is getattr(deepspeed4science, name)
+        assert not installed or cuequivariance_torch.other == 1
+    assert (importlib.util.find_spec("cuequivariance_torch") is not None) == installed
+    if installed:
+        assert triangle.triangle_attention is not deepspeed4science.triangle_attention
+
+
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_a_model_is_switched_and_switched_back(site, imported_before):
+    write(site, BOLTZ)
+    if imported_before:
+        importlib.import_module(ATTENTION)
+    with drop_in.switch("boltz"):
+        module = importlib.import_module(ATTENTION)
+        function = module.kernel_triangular_attn
+        multiplication = importlib.import_module("boltz.model.layers.triangular_mult")
+        assert function.__module__ == "deepspeed4science.drop_in.functions"
+        ours = deepspeed4science.triangle_multiplicative_update
+        assert multiplication.kernel_triangular_mult is ours
+    assert module.kernel_triangular_attn(1, 2, 3, 4, 5, 6) == "its own"
+    assert multiplication.kernel_triangular_mult(1, 2, 3) == "its own"
+
+
+def test_cuequivariances_multiplication_is_left_where_its_kernels_are(site):
+    write(site, {**BOLTZ, "cuequivariance_torch/x.py": "", "cuequivariance_ops_torch/x.py": ""})
+    with drop_in.switch("boltz"):
+        module = importlib.import_module("boltz.model.layers.triangular_mult")
+        assert module.kernel_triangular_mult(1, 2, 3) == "its own"
+
+
+def test_a_function_that_is_gone_is_told(site):
+    write(site, {**BOLTZ, "boltz/model/layers/triangular_attention/primitives.py": "new = 1"})
+    message = r"expected kernel_triangular_attn, as in boltz 2.2; boltz 2.2.1 does not have it"
+    with drop_in.switch("boltz"), pytest.raises(DropInError, match=message):
+        importlib.import_module(ATTENTION)
+
+
+def test_versions(site):
+    files = {"boltz-2.3.0rc1.dist-info/METADATA": "Name: boltz\nVersion: 2.3.0rc1\n"}
+    write(site, files)
+    with pytest.raises(
+        DropInError, match=r"expected version 2\.2 or later, before 2\.3; got 2\.3\.0rc1"
+    ):
+        drop_in.switch("boltz")
+    drop_in.switch("boltz", any_version=True).back()
+    with pytest.raises(DropInError, match="expected one of boltz, boltzgen"):
+        drop_in.switch("openfold")
+
+
+def run(site, *arguments, check=True):
+    environment = {"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_command_line_survives_every_way_of_starting_processes_again(site):
+    """Lightning starts a rank by `__main__.__spec__` if there is one, else by path; both with
+    sys.argv[1:]. multiprocessing imports the script of the parent. The arguments are the model's.
+    """
+    cli = f"""
+        import multiprocessing, os, subprocess, sys, __main__
+
+        def where():
+            import {ATTENTION} as module
+            return module.kernel_triangular_attn.__module__
+
+        def cli():
+            print(os.getenv("RANK", "0"), where(), sys.argv[1:], flush=True)
+            if "RANK" in os.environ:
+                return 0
+            if __main__.__spec__ is None:
+                again = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+            else:
+                again = [sys.executable, "-m", __main__.__spec__.name, *sys.argv[1:]]
+            environment = {{**os.environ, "RANK": "1", "PYTHONPATH": {str(site)!r}}}
+            subprocess.run(again, env=environment, check=True)
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print("spawned", pool.apply(where))
+            return 3
+    """
+    write(site, {**BOLTZ, "boltz/main.py": cli})
+    arguments = ("run", "boltz", "predict", "--dry-run", "a b")
+    done = run(site, "-m", "deepspeed4science", *arguments, check=False)
+    ours = "deepspeed4science.drop_in.functions"
+    assert done.stdout.splitlines() == [
+        f"0 {ours} ['predict', '--dry-run', 'a b']",
+        f"1 {ours} ['predict', '--dry-run', 'a b']",
+        f"spawned {ours}",
+    ], done.stderr
+    assert done.returncode == 3
+    told = [line for line in done.stderr.splitlines() if line.startswith("deepspeed4science ")]
+    assert len(told) == 3 and all(f"{ATTENTION}.kernel_triangular_attn" in line for line in told)
+
+
+def test_steps_of_boltzgen_are_switched(site):
+    """Its command line starts a process of its own script for each step."""
+    place = "boltzgen.model.layers.triangular_attention.primitives"
+    write(
+        site,
+        {
+            f"{place.replace('.', '/')}.py": "def kernel_triangular_attn(): ...",
+            "boltzgen/resources/main.py": f"""
+                def main(config, overrides):
+                    import {place} as module
+                    print(config, overrides, module.kernel_triangular_attn.__module__)
+            """,
+            "boltzgen/cli/boltzgen.py": """
+                import subprocess, sys
+                main_script = "resources/main.py"
+                def main():
+                    subprocess.check_call([sys.executable, str(main_script), "x.yaml", "a=1"])
+            """,
+            "boltzgen-0.3.2.dist-info/METADATA": "Name: boltzgen\nVersion: 0.3.2\n",
+        },
+    )
+    done = run(site, "-m", "deepspeed4science", "run", "boltzgen", "run", "design.yaml")
+    assert done.stdout.split("\n")[0] == "x.yaml ['a=1'] deepspeed4science.drop_in.functions"
+
+
+def test_dry_run_says_what_would_be_switched_and_what_is_gone(site):
+    write(site, BOLTZ)
+    done = run(site, "-m", "deepspeed4science", "run", "--dry-run", "boltz", "predict")
+    assert "boltz 2.2.1" in done.stdout
+    assert f"{ATTENTION}.kernel_triangular_attn -> deepspeed4science." in done.stdout
+    (site / f"{ATTENTION.replace('.', '/')}.py").write_text("")
+    done = run(site, "-m", "deepspeed4science", "run", "--dry-run", "boltz", check=False)
+    assert done.returncode == 1 and "expected kernel_triangular_attn" in done.stderr
+
+
+def test_every_client_has_its_launcher_and_its_replacements():
+    for client in clients.CLIENTS.values():
+        launcher = clients.LAUNCHERS / f"run_{client.name}.py"
+        assert f'run("{client.name}")' in launcher.read_text()
+        for _, _, where in clients.functions(client):
+            module, _, name = where.partition(":")
+            assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_import_loads_none_of_this():
+    code = (
+        "import sys, deepspeed4science; deepspeed4science.DS4Sci_EvoformerAttention; "
+        "print([m for m in sys.modules if m.startswith('deepspeed4science.')])"
+    )
+    loaded = run(ROOT, "-c", code).stdout
+    for name in ("drop_in", "triangle", "nn"):
+        assert f"'deepspeed4science.{name}" not in loaded
+    code = "import sys, deepspeed4science; print('torch' in sys.modules)"
+    assert run(ROOT, "-c", code).stdout.strip() == "False"
