@@ -9,10 +9,10 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+from deepspeed4science.mixed_precision import layer_norm, linear
 from deepspeed4science.problem import shape_of
 
 
@@ -147,25 +147,15 @@ def triangle_multiplicative_update(
         given = locals().items()
         rounded = {name: value.bfloat16() for name, value in given if isinstance(value, Tensor)}
         return triangle_multiplicative_update(**rounded, direction=direction, eps=eps)
-    x = _layer_norm(x, norm_in_weight, norm_in_bias, eps)
-    ab = _linear(x, p_in_weight, p_in_bias) * _linear(x, g_in_weight, g_in_bias).sigmoid()
+    x = layer_norm(x, norm_in_weight, norm_in_bias, eps)
+    ab = linear(x, p_in_weight, p_in_bias) * linear(x, g_in_weight, g_in_bias).sigmoid()
     if mask is not None:
         ab = ab * mask.unsqueeze(-1).to(ab.dtype)
     a, b = ab.chunk(2, dim=-1)
     equation = "...ikd,...jkd->...ijd" if direction == "outgoing" else "...kid,...kjd->...ijd"
-    product = _layer_norm(torch.einsum(equation, a, b), norm_out_weight, norm_out_bias, eps)
-    gate = _linear(x, g_out_weight, g_out_bias).sigmoid()
-    return _linear(product, p_out_weight, p_out_bias) * gate
-
-
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """In float32, as autocast has it; PyTorch's takes no weights of another dtype on a GPU."""
-    weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
-    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    product = layer_norm(torch.einsum(equation, a, b), norm_out_weight, norm_out_bias, eps)
+    gate = linear(x, g_out_weight, g_out_bias).sigmoid()
+    return linear(product, p_out_weight, p_out_bias) * gate
 
 
 def _five(tensor: Tensor) -> Tensor:

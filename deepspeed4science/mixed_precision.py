@@ -1,0 +1,19 @@
+"""Layer norm and linear maps whose parameters may have another dtype than what they meet: float32
+weights, and activations in 16 bits with or without autocast.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """In float32, as autocast has it; PyTorch's takes no weights of another dtype on a GPU."""
+    weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In the dtype of `x`, or autocast's."""
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

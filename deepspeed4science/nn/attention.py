@@ -1,0 +1,93 @@
+"""Gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+from deepspeed4science.nn.parameters import Linear, project
+
+
+class EvoformerAttention(nn.Module):
+    """Attention of several heads with up to two biases, gated by its queries: what is inside MSA
+    row and column attention and triangle attention.
+
+    Parameters: linear_q, linear_k, linear_v, linear_g (with gating), linear_o. None but those
+    asked for have a bias.
+
+    Args:
+        c_q, c_k, c_v: channels of what queries, keys and values are made from; c_q also of the
+            result.
+        c_hidden: channels of a head.
+        no_heads: number of heads.
+        gating: multiply the result of each head by sigmoid(linear_g(q_x)).
+        bias: of linear_g and linear_o, as in AlphaFold 2; AlphaFold 3 and Boltz have none.
+        bias_q: of linear_q, as in AlphaFold 3's attention with pair bias.
+        init: of the three projections: "glorot" (AlphaFold 2) or "default" (AlphaFold 3).
+    """
+
+    def __init__(
+        self,
+        c_q: int,
+        c_k: int,
+        c_v: int,
+        c_hidden: int,
+        no_heads: int,
+        gating: bool = True,
+        *,
+        bias: bool = True,
+        bias_q: bool = False,
+        init: str = "glorot",
+    ) -> None:
+        super().__init__()
+        self.no_heads = no_heads
+        width = no_heads * c_hidden
+        self.linear_q = Linear(c_q, width, init, bias=0.0 if bias_q else None)
+        self.linear_k = Linear(c_k, width, init)
+        self.linear_v = Linear(c_v, width, init)
+        self.linear_g = Linear(c_q, width, "zero", bias=1.0 if bias else None) if gating else None
+        self.linear_o = Linear(width, c_q, "zero", bias=0.0 if bias else None)
+
+    def forward(
+        self, q_x: Tensor, kv_x: Tensor | None = None, biases: Sequence[Tensor | None] = ()
+    ) -> Tensor:
+        """
+        Args:
+            q_x: `[*, Lq, c_q]`.
+            kv_x: `[*, Lk, c_k]`. Default: q_x.
+            biases: those of `DS4Sci_EvoformerAttention`.
+
+        Returns:
+            `[*, Lq, c_q]`.
+        """
+        if kv_x is None or kv_x is q_x:
+            q, k, v, *g = project(q_x, self.projections())
+        else:
+            q, *g = project(q_x, [self.linear_q, *self.gates()])
+            k, v = project(kv_x, [self.linear_k, self.linear_v])
+        return self.attend(q, k, v, g, biases)
+
+    def gates(self) -> list[Linear]:
+        return [] if self.linear_g is None else [self.linear_g]
+
+    def projections(self) -> list[Linear]:
+        """What is applied to one input: q, k, v and the gate, as `attend` wants them."""
+        return [self.linear_q, self.linear_k, self.linear_v, *self.gates()]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        """From what has been projected, `[*, L, H * D]` each."""
+        q, k, v = (tensor.unflatten(-1, (self.no_heads, -1)) for tensor in (q, k, v))
+        o = DS4Sci_EvoformerAttention(q, k, v, biases).flatten(-2)
+        for gate in gates:
+            o = o * gate.sigmoid()
+        result: Tensor = self.linear_o(o)
+        return result

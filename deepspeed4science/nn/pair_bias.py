@@ -1,0 +1,99 @@
+"""Attention of tokens with a bias from pairs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deepspeed4science.nn.attention import EvoformerAttention
+from deepspeed4science.nn.names import PAIR_BIAS, accept
+from deepspeed4science.nn.parameters import LayerNorm, Linear
+
+
+class AdaptiveLayerNorm(nn.Module):
+    """sigmoid(linear_g(s)) * norm(a) + linear_s(s), s normed, too (AlphaFold 3, algorithm 26)."""
+
+    def __init__(self, c_a: int, c_s: int) -> None:
+        super().__init__()
+        self.layer_norm_a = LayerNorm(c_a, elementwise_affine=False)
+        self.layer_norm_s = LayerNorm(c_s, bias=False)
+        self.linear_g = Linear(c_s, c_a, "zero", bias=0.0)
+        self.linear_s = Linear(c_s, c_a, "zero")
+
+    def forward(self, a: Tensor, s: Tensor) -> Tensor:
+        s = self.layer_norm_s(s)
+        adapted: Tensor = self.linear_g(s).sigmoid() * self.layer_norm_a(a) + self.linear_s(s)
+        return adapted
+
+
+class AttentionPairBias(nn.Module):
+    """Gated attention of tokens, with a bias from pairs of them (AlphaFold 3, algorithm 24), in the
+    dtype of its inputs or autocast's.
+
+    Parameters: layer_norm_a, layer_norm_z, linear_z, mha (an EvoformerAttention); with c_s
+    layer_norm_a is adaptive, and there is linear_ada_out.
+
+    Args:
+        c_a: channels of a token.
+        c_z: channels of a pair.
+        c_hidden: channels of a head.
+        no_heads: number of heads.
+        c_s: channels of what adapts the norm and gates the result. Default: neither is done.
+        norm_a: norm tokens here; Boltz 2 does it before.
+        norm_z: norm pairs here; OpenFold 3's diffusion transformer does it before.
+    """
+
+    def __init__(
+        self,
+        c_a: int,
+        c_z: int,
+        c_hidden: int,
+        no_heads: int,
+        *,
+        c_s: int | None = None,
+        norm_a: bool = True,
+        norm_z: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layer_norm_a: nn.Module | None = LayerNorm(c_a) if norm_a else None
+        self.linear_ada_out = None
+        if c_s is not None:
+            self.layer_norm_a = AdaptiveLayerNorm(c_a, c_s)
+            self.linear_ada_out = Linear(c_s, c_a, "zero", bias=-2.0)
+        self.layer_norm_z = LayerNorm(c_z) if norm_z else None
+        self.linear_z = Linear(c_z, no_heads, "default")
+        self.mha = EvoformerAttention(
+            c_a, c_a, c_a, c_hidden, no_heads, bias=False, bias_q=True, init="default"
+        )
+        if c_s is not None:  # where its result is gated, the last map does not begin at 0
+            self.mha.linear_o = Linear(no_heads * c_hidden, c_a, "default")
+        accept(self, PAIR_BIAS)
+
+    def forward(
+        self, a: Tensor, z: Tensor, s: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """
+        Args:
+            a: `[*, L, c_a]`.
+            z: `[*, L, L, c_z]`. Of size 1 in the last dimension of `*` it is shared by all of a's
+                there (samples of a diffusion), and is read once.
+            s: `[*, L, c_s]`, for layers with c_s.
+            mask: `[*, L]`; tokens that are 0 or False are seen by nobody. Default: all are seen.
+
+        Returns:
+            `[*, L, c_a]`.
+        """
+        if self.layer_norm_a is not None:
+            a = self.layer_norm_a(a) if s is None else self.layer_norm_a(a, s)
+        if self.layer_norm_z is not None:
+            z = self.layer_norm_z(z)
+        bias = self.linear_z(z).movedim(-1, -3)
+        seen = None if mask is None else (mask != 0)[..., None, None, :]
+        if a.dim() > 3 and bias.shape[-4] == 1:
+            o = self.mha(a, biases=(seen, bias))
+        else:  # each has pairs of its own, and is a batch
+            seen = None if seen is None else seen.unsqueeze(-4)
+            o = self.mha(a.unsqueeze(-3), biases=(seen, bias.unsqueeze(-4))).squeeze(-3)
+        if self.linear_ada_out is not None:
+            o = o * self.linear_ada_out(s).sigmoid()
+        result: Tensor = o
+        return result

@@ -1,0 +1,73 @@
+"""Linear maps and norms with OpenFold's initialisations (AlphaFold 2, section 1.11.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed4science import mixed_precision
+
+# 32 bytes of a 16-bit dtype: what each row of a projection is a multiple of, so that every part of
+# it begins at a sector of memory.
+_ROW = 16
+_STD_OF_TRUNCATED = 0.8796256610342398  # of a standard normal distribution cut at -2 and 2
+
+
+class Linear(nn.Linear):
+    """A linear map that meets activations of any dtype.
+
+    Args:
+        init: of the weight. "default" (truncated normal of variance 1 / fan_in), "glorot",
+            "normal" (of that variance) or "zero".
+        bias: what it is filled with, None for none.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, init: str, bias: float | None = None
+    ) -> None:
+        self._init, self._fill = init, bias
+        super().__init__(in_features, out_features, bias=bias is not None)
+
+    def reset_parameters(self) -> None:
+        std = math.sqrt(1.0 / self.in_features)
+        if self._init == "glorot":
+            nn.init.xavier_uniform_(self.weight)
+        elif self._init == "normal":
+            nn.init.normal_(self.weight, std=std)
+        elif self._init == "default":
+            std /= _STD_OF_TRUNCATED
+            nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
+        else:
+            nn.init.zeros_(self.weight)
+        if self._fill is not None:
+            nn.init.constant_(self.bias, self._fill)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_precision.linear(input, self.weight, self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """In float32, whatever the dtype of activations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_precision.layer_norm(input, self.weight, self.bias, self.eps)
+
+
+def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
+    """`map(x)` for each, as views of one product: x is read once."""
+    sizes = [one.out_features for one in maps]
+    rest = -sum(sizes) % _ROW
+    weights = [one.weight for one in maps]
+    if rest:
+        weights.append(weights[0].new_zeros(rest, x.shape[-1]))
+    bias = None
+    if any(one.bias is not None for one in maps):
+        zeros = weights[0].new_zeros
+        biases = [zeros(one.out_features) if one.bias is None else one.bias for one in maps]
+        bias = torch.cat([*biases, zeros(rest)])
+    product = mixed_precision.linear(x, torch.cat(weights), bias)
+    parts: Sequence[Tensor] = product.split([*sizes, rest], dim=-1)
+    return parts[: len(maps)]

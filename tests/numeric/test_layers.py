@@ -1,0 +1,278 @@
+"""Layers against the algorithms of the papers, written down here in plain PyTorch: the error law
+for the result, the gradient of the input and that of every parameter.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from deepspeed4science import nn
+from tests.numeric import law
+from tests.numeric.cases import DEVICES
+
+pytestmark = pytest.mark.usefixtures("seed")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+C, D, H, L, CS = 12, 8, 2, 9, 10
+
+
+def norm(x, w, name):
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+    x = x * w[f"{name}.weight"] if f"{name}.weight" in w else x
+    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+
+
+def linear(x, w, name):
+    x = x @ w[f"{name}.weight"].T
+    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+
+
+def attention(x, w, mha, bias, seen):
+    """x [..., L, C], bias [..., H, L, L], seen [..., L]"""
+    q, k, v = (
+        linear(x, w, f"{mha}linear_{part}").unflatten(-1, (H, D)).transpose(-2, -3)
+        for part in "qkv"
+    )
+    scores = q @ k.transpose(-1, -2) / math.sqrt(D) + bias
+    scores = scores.masked_fill(~seen[..., None, None, :], -math.inf)
+    weights = scores.softmax(-1).masked_fill(~seen.any(-1)[..., None, None, None], 0.0)
+    o = (weights @ v).transpose(-2, -3).flatten(-2)
+    return linear(o * linear(x, w, f"{mha}linear_g").sigmoid(), w, f"{mha}linear_o")
+
+
+def triangle(x, w, seen, ending):
+    """Algorithms 13 and 14, the pairs (i, .) or (., j) one after the other."""
+    x = norm(x, w, "layer_norm")
+    z = linear(x, w, "linear_z")
+    out = [None] * L
+    for n in range(L):
+        if ending:
+            bias = z.permute(0, 3, 2, 1)  # b_ki
+            out[n] = attention(x[:, :, n], w, "mha.", bias, seen[:, :, n])
+        else:
+            bias = z.permute(0, 3, 1, 2)  # b_jk
+            out[n] = attention(x[:, n], w, "mha.", bias, seen[:, n])
+    return torch.stack(out, dim=2 if ending else 1)
+
+
+def pair_bias(a, z, s, w, seen):
+    """Algorithm 24, with and without s; 26."""
+    if "layer_norm_a.linear_g.weight" in w:
+        s_ = norm(s, w, "layer_norm_a.layer_norm_s")
+        scale = linear(s_, w, "layer_norm_a.linear_g").sigmoid()
+        a = scale * norm(a, {}, "") + linear(s_, w, "layer_norm_a.linear_s")
+    else:
+        a = norm(a, w, "layer_norm_a")
+    bias = linear(norm(z, w, "layer_norm_z"), w, "linear_z").movedim(-1, -3)
+    o = attention(a, w, "mha.", bias, seen)
+    if "linear_ada_out.weight" in w:
+        o = o * linear(s, w, "linear_ada_out").sigmoid()
+    return o
+
+
+def randomised(layer):
+    """With no parameter at 0, where a wrong one would not show."""
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def check(layer, reference, inputs, seen, dtype, device):
+    """`layer(*inputs, mask=seen)` against `reference(*inputs, weights, seen)`."""
+    layer = layer.to(device=device)
+    inputs = [x.to(device, dtype) for x in inputs]
+    seen = seen.to(device)
+    do_ = torch.randn(*inputs[0].shape, device=device)
+
+    def run(function, dtype):
+        weights = {
+            name: x.detach().to(dtype).requires_grad_() for name, x in layer.named_parameters()
+        }
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        o = function(leaves, weights)
+        used = [*leaves, *weights.values()]
+        return [o.detach(), *torch.autograd.grad(o, used, do_.to(o.dtype), allow_unused=True)]
+
+    def ours(leaves, weights):
+        return torch.func.functional_call(layer, weights, tuple(leaves), {"mask": seen})
+
+    result = run(ours, dtype)
+    allowed = run(lambda leaves, weights: reference(*leaves, weights, seen), dtype)
+    expected = run(lambda leaves, weights: reference(*leaves, weights, seen), torch.float64)
+    names = ["O", *(f"d{n}" for n in range(len(inputs))), *dict(layer.named_parameters())]
+    broken = []
+    for name, x, e, ref in zip(names, result, allowed, expected, strict=True):
+        assert (x is None) == (ref is None), name
+        if x is None:
+            continue
+        assert x.dtype == dtype and x.shape == ref.shape and law.same_non_finite(x, ref), name
+        error = law.relative_error(x, ref)
+        limit = 1.25 * law.relative_error(e, ref) + torch.finfo(dtype).eps
+        # The gradient of what adds the same to all scores of a query is 0, but for rounding.
+        if error > limit and ref.norm() > 1e-9:
+            broken.append(f"{name}: {error:.3g} > {limit:.3g}")
+    assert not broken, "; ".join(broken)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@DTYPES
+@pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
+@pytest.mark.parametrize("bias", [True, False], ids=["alphafold2", "alphafold3"])
+def test_triangle_attention(device, dtype, ending, bias):
+    kind = nn.TriangleAttentionEndingNode if ending else nn.TriangleAttentionStartingNode
+    layer = randomised(kind(C, D, H, bias=bias))
+    seen = torch.rand(2, L, L) < 0.7
+    seen[0, :, 6:] = False  # padded, both ways
+    seen[0, 6:] = False
+    seen[1, torch.arange(L), torch.arange(L)] = True
+
+    def reference(x, w, seen):
+        return triangle(x, w, seen, ending)
+
+    check(layer, reference, [torch.randn(2, L, L, C)], seen, dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@DTYPES
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_attention_with_pair_bias(device, dtype, adaptive):
+    layer = randomised(nn.AttentionPairBias(C, 6, D, H, c_s=CS if adaptive else None))
+    seen = torch.rand(3, L) < 0.7
+    seen[:, 0] = True
+    inputs = [torch.randn(3, L, C), torch.randn(3, L, L, 6)]
+    inputs += [torch.randn(3, L, CS)] if adaptive else []
+
+    def reference(a, z, *rest):
+        *s, w, seen = rest
+        return pair_bias(a, z, s[0] if s else None, w, seen)
+
+    check(layer, reference, inputs, seen, dtype, device)
+
+
+def test_pairs_shared_by_samples():
+    layer = randomised(nn.AttentionPairBias(C, 6, D, H))
+    a, z, seen = torch.randn(2, 4, L, C), torch.randn(2, 1, L, L, 6), torch.rand(2, 1, L) < 0.7
+    seen[..., 0] = True
+    w = dict(layer.named_parameters())
+    expected = pair_bias(a, z, None, w, seen.expand(2, 4, L))
+    torch.testing.assert_close(layer(a, z, mask=seen), expected, rtol=1e-4, atol=1e-5)
+    expanded = layer(a, z.expand(2, 4, L, L, 6), mask=seen.expand(2, 4, L))
+    torch.testing.assert_close(expanded, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_other_keys():
+    layer = randomised(nn.EvoformerAttention(C, 7, 7, D, H, gating=False))
+    q_x, kv_x = torch.randn(3, 5, C), torch.randn(3, L, 7)
+    w = dict(layer.named_parameters())
+    heads = (
+        x.unflatten(-1, (H, D)).transpose(1, 2)
+        for x in (
+            linear(q_x, w, "linear_q"),
+            linear(kv_x, w, "linear_k"),
+            linear(kv_x, w, "linear_v"),
+        )
+    )
+    q, k, v = heads
+    o = (q @ k.mT / math.sqrt(D)).softmax(-1) @ v
+    expected = linear(o.transpose(1, 2).flatten(-2), w, "linear_o")
+    torch.testing.assert_close(layer(q_x, kv_x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["starting", "ending", "pair_bias"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compile_whole(kind, autocast):
+    if kind == "pair_bias":
+        layer, inputs = (
+            nn.AttentionPairBias(C, 6, D, H, c_s=CS),
+            [torch.randn(2, L, C), torch.randn(2, L, L, 6), torch.randn(2, L, CS)],
+        )
+    else:
+        node = {
+            "starting": nn.TriangleAttentionStartingNode,
+            "ending": nn.TriangleAttentionEndingNode,
+        }
+        layer, inputs = node[kind](C, D, H), [torch.randn(1, L, L, C)]
+    randomised(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        o, expected = compiled(*inputs), layer(*inputs)
+    torch.testing.assert_close(o, expected)
+    leaves = list(layer.parameters())
+    ours = torch.autograd.grad(o.float().sin().sum(), leaves)
+    for x, e in zip(ours, torch.autograd.grad(expected.float().sin().sum(), leaves), strict=True):
+        torch.testing.assert_close(x, e, rtol=1e-4 if not autocast else 2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_half_precision_with_either_weights(weights):
+    layer = randomised(nn.TriangleAttentionStartingNode(C, D, H))
+    x = torch.randn(1, L, L, C)
+    expected = layer(x)
+    o = layer.to(weights)(x.bfloat16())
+    assert o.dtype == torch.bfloat16 and law.relative_error(o, expected) < 0.05
+
+
+def test_initialisation():
+    layer = nn.TriangleAttentionStartingNode(64, 16, 4)
+    assert (layer(torch.randn(1, 5, 5, 64)) == 0).all()  # a residual begins as the identity
+    mha = layer.mha
+    assert (mha.linear_g.weight == 0).all() and (mha.linear_g.bias == 1).all()
+    bound = math.sqrt(6 / (64 + 64))
+    assert 0.95 * bound < mha.linear_q.weight.abs().max() <= bound
+    assert 0.8 < layer.linear_z.weight.std() * 8 < 1.2
+    pairs = nn.AttentionPairBias(64, 256, 16, 4, c_s=8)
+    assert (pairs.linear_ada_out.bias == -2).all() and (pairs.linear_ada_out.weight == 0).all()
+    assert 0.9 < pairs.linear_z.weight.std() * 16 < 1.1
+    assert pairs.linear_z.weight.abs().max() <= 2 / (16 * 0.8796) + 1e-6
+    assert (pairs.mha.linear_o.weight != 0).any() and (pairs.mha.linear_q.bias == 0).all()
+
+
+def test_names_of_other_packages():
+    triangle_layer = nn.TriangleAttentionEndingNode(C, D, H)
+    state = triangle_layer.state_dict()
+    theirs = {
+        name.replace("linear_z.", "linear."): torch.randn_like(x) for name, x in state.items()
+    }
+    assert "linear.weight" in theirs
+    triangle_layer.load_state_dict(theirs)
+    torch.testing.assert_close(triangle_layer.linear_z.weight, theirs["linear.weight"])
+    layer = nn.AttentionPairBias(16, 6, 8, 2)
+    shapes = {
+        "norm_s.weight": (16,),
+        "norm_s.bias": (16,),
+        "proj_q.weight": (16, 16),
+        "proj_q.bias": (16,),
+        "proj_k.weight": (16, 16),
+        "proj_v.weight": (16, 16),
+        "proj_g.weight": (16, 16),
+        "proj_z.0.weight": (6,),
+        "proj_z.0.bias": (6,),
+        "proj_z.1.weight": (2, 6),
+        "proj_o.weight": (16, 16),
+    }
+    boltz = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    torch.nn.ModuleDict({"model": layer}).load_state_dict(boltz)
+    torch.testing.assert_close(layer.mha.linear_k.weight, boltz["model.proj_k.weight"])
+    torch.testing.assert_close(layer.linear_z.weight, boltz["model.proj_z.1.weight"])
+    layer.load_state_dict(layer.state_dict())
+    again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    again.load_state_dict({name.removeprefix("model."): x for name, x in boltz.items()})
+
+
+def test_projections_are_one_product_and_no_copies(monkeypatch):
+    """q, k and v go to the op as views of one tensor, of the ending node, too."""
+    from deepspeed4science.nn import attention as module
+
+    seen = {}
+    real = module.DS4Sci_EvoformerAttention
+
+    def note(q, k, v, biases):
+        seen.update(storages={x.untyped_storage().data_ptr() for x in (q, k, v, biases[1])})
+        return real(q, k, v, biases)
+
+    monkeypatch.setattr(module, "DS4Sci_EvoformerAttention", note)
+    for kind in (nn.TriangleAttentionStartingNode, nn.TriangleAttentionEndingNode):
+        kind(C, D, H)(torch.randn(1, L, L, C))
+        assert len(seen["storages"]) == 1
