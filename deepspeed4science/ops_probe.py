@@ -77,10 +77,10 @@ _NO_REASON = (Why("its builder gives no reason", ""),)
 def _nowhere_to_load_from() -> tuple[Why, ...]:
     """What is compiled is loaded from the cache, or else from where it was compiled."""
     from op_builder import paths
-    from op_builder.system import lacks
+    from op_builder.system import shortages
 
     folders = (paths.cache_root(), paths.build_root())
-    if any(lacks.runs_programs(_existing(folder)) for folder in folders):
+    if any(shortages.runs_programs(_existing(folder)) for folder in folders):
         return ()
     reason = f"nothing can be loaded from {folders[0]} nor from {folders[1]}: mounted noexec"
     return (Why(reason, "set DS4S_CACHE_DIR to a folder on a file system without noexec"),)

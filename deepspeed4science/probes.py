@@ -118,7 +118,7 @@ def _cpu() -> CpuRow:
 def _cache(probes: Probes) -> CacheRow:
     from op_builder import paths
     from op_builder.cache import search
-    from op_builder.system import lacks
+    from op_builder.system import shortages
 
     root = paths.cache_root()
     size, kernels = 0, 0
@@ -137,7 +137,7 @@ def _cache(probes: Probes) -> CacheRow:
         probes.warn(
             f"the cache {root} cannot be written; set DS4S_CACHE_DIR to a folder that can be"
         )
-    elif not lacks.runs_programs(existing):
+    elif not shortages.runs_programs(existing):
         note = "nothing can be loaded from it (mounted noexec): every process compiles again"
         probes.warn(
             f"the cache {root} is mounted noexec; set DS4S_CACHE_DIR to a folder that is not"

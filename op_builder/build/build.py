@@ -17,7 +17,7 @@ from ..cache.lock import UnitLock
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError, CompileError, ToolchainError
-from ..system import ending, lacks, tell
+from ..system import ending, shortages, tell
 from . import workdir
 from .compile_error import explain, is_lasting
 from .deliver import deliver
@@ -234,7 +234,7 @@ class Build:
                     held.write({"failed": str(error), "of": _places(failed.job), "at": time.time()})
                 self._finish(by_ident[failed.job.ident], error)
         except OSError as error:
-            remedy = lacks.remedy(str(error)) or "free some space there or set TMPDIR"
+            remedy = shortages.remedy(str(error)) or "free some space there or set TMPDIR"
             raise BuildError(f"compiling in {folder} failed: {error}; {remedy}") from error
         finally:
             self._ninja_run = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import paths
 from ..errors import CompileError
-from ..system import files, lacks, trust
+from ..system import files, shortages, trust
 from .ninja_run import Failed
 
 _LINES_AROUND = 5
@@ -67,10 +67,10 @@ def is_lasting(failed: Failed) -> bool:
 
 def _lack(failed: Failed) -> str:
     """What to do about what the machine lacks for the moment; empty when that is not it."""
-    told = lacks.remedy(failed.log)
+    told = shortages.remedy(failed.log)
     if told or failed.folder is None or failed.free_bytes is None:
         return told
-    return lacks.disk_remedy(failed.folder, failed.free_bytes)
+    return shortages.disk_remedy(failed.folder, failed.free_bytes)
 
 
 def explain(failed: Failed, logs: Path) -> CompileError:

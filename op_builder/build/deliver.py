@@ -9,7 +9,7 @@ from ..cache.loaded import EXPORTS, LoadedKernel
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError
-from ..system import lacks, tell
+from ..system import shortages, tell
 from ..toolchain import elf
 
 
@@ -31,7 +31,7 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
                 f"{name} was compiled but cannot be written to {root.path} ({reason}): free "
                 "some space there, or name a folder that can be written"
             ) from error
-        remedy = lacks.remedy(reason) or "set DS4S_CACHE_DIR to a folder that can be written"
+        remedy = shortages.remedy(reason) or "set DS4S_CACHE_DIR to a folder that can be written"
         private = (
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
             f"this process uses a private copy and the next one compiles again: {remedy}"
@@ -43,7 +43,7 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
     except (OSError, ValueError) as error:
         raise BuildError(
             f"{name} was compiled but cannot be loaded: {error}; "
-            f"{lacks.remedy(str(error)) or 'name another compiler in CXX, or report it'}"
+            f"{shortages.remedy(str(error)) or 'name another compiler in CXX, or report it'}"
         ) from error
     if private:
         tell.warn_once(private)

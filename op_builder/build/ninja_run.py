@@ -22,7 +22,7 @@ from pathlib import Path
 from .. import env
 from ..cache.key import CompileJob, Header, headers_from_depfile
 from ..cache.publish import Built
-from ..system import compiler_log, lacks
+from ..system import compiler_log, shortages
 from . import resources
 from .supervised import Supervised
 
@@ -152,7 +152,7 @@ class NinjaRun:
         log = compiler_log.read(folder / "log") or "\n".join(self._said)
         compiled = os.path.exists(folder / f"{job.name}.o")
         command = shlex.join(commands(job)[1 if compiled else 0])
-        return Failed(job, log, command, lacks.free_space(self._folder), self._folder)
+        return Failed(job, log, command, shortages.free_space(self._folder), self._folder)
 
     def _seconds(self, job: CompileJob) -> float:
         """From the first command's beginning to the last one's end; ninja's log comes too late."""

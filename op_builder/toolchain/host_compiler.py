@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import env, paths
-from ..system import lacks
+from ..system import shortages
 from . import elf, memo
 from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
 
@@ -96,7 +96,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
         key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
         identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
     except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
-        remedy = lacks.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
+        remedy = shortages.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
@@ -104,7 +104,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
 
 def _full_disk() -> str:
     try:
-        return lacks.disk_remedy(paths.build_root())
+        return shortages.disk_remedy(paths.build_root())
     except OSError:
         return "set TMPDIR to a folder that can be written"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env, paths
-from ..system import lacks
+from ..system import shortages
 from . import memo
 from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
 from .tool import Tool, run
@@ -82,7 +82,7 @@ def _try(command: list[str]) -> str:
     except OSError as error:
         raise _UnprovenError from error
     words = f"{ran.problem}\n{ran.output}"
-    if ran.problem and (full or lacks.remedy(words) or _UNANSWERED.search(words)):
+    if ran.problem and (full or shortages.remedy(words) or _UNANSWERED.search(words)):
         raise _UnprovenError
     return words if ran.problem else ""
 

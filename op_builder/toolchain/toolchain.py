@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import UnfitToolkitError
-from ..system import lacks
+from ..system import shortages
 from . import nvcc, smoke
 from .host_compiler import find_host_compiler
 from .nvcc import cudart_folder
@@ -155,6 +155,6 @@ def _examine_ninja(candidate: Candidate) -> Tool:
         candidate.where,
         ok=bool(version),
         reason=spoken.problem or ("" if version else f"{path} does not tell its version"),
-        remedy="" if version else lacks.remedy(spoken.problem) or _INSTALL_NINJA,
+        remedy="" if version else shortages.remedy(spoken.problem) or _INSTALL_NINJA,
         identity=spoken.output.strip() if version else "",
     )

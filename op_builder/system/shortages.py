@@ -20,7 +20,7 @@ _NOEXEC = (
     "DS4S_CACHE_DIR if need be, to a folder on one that does"
 )
 # (what the programs say, what to do)
-_LACKS: tuple[tuple[str, str], ...] = (
+_SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         r"\bKilled\b|exit status 137|died due to signal 9|ended with (-9|137)\b|out of memory"
         r"|cannot allocate memory|virtual memory exhausted|Memory allocation failure",
@@ -44,14 +44,14 @@ _LACKS: tuple[tuple[str, str], ...] = (
         _NOEXEC,
     ),
 )
-_ANY = re.compile("|".join(pattern for pattern, _ in _LACKS), re.IGNORECASE)
+_ANY = re.compile("|".join(pattern for pattern, _ in _SHORTAGES), re.IGNORECASE)
 
 
 def remedy(words: str) -> str:
     """What to do about the lack that `words` tell of; empty when they tell of none."""
     if _ANY.search(words) is None:
         return ""
-    return next(what for pattern, what in _LACKS if re.search(pattern, words, re.IGNORECASE))
+    return next(what for pattern, what in _SHORTAGES if re.search(pattern, words, re.IGNORECASE))
 
 
 def disk_remedy(folder: Path, free_bytes: int | None = None) -> str:
