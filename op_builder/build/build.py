@@ -17,7 +17,7 @@ from ..cache.lock import UnitLock
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError, CompileError, ToolchainError
-from ..system import ending, shortages, tell
+from ..system import ending, log, shortages
 from . import workdir
 from .compile_error import explain, is_lasting
 from .deliver import deliver
@@ -149,7 +149,7 @@ class Build:
             try:
                 evict.make_room(root.path)
             except BuildError as error:
-                tell.warn_once(str(error))
+                log.warn_once(str(error))
 
     def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
         """The unit's lock is ours, or there are no locks here, or its holder took too long."""
@@ -185,7 +185,7 @@ class Build:
         patience = max(_PATIENCE_S, _PATIENCE_TIMES * usual)
         if time.monotonic() - began < patience:
             return False
-        tell.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
+        log.warn_once(f"{held.path} was held for {patience:.0f} s; compiling without it")
         return True
 
     def _make(self, units: list[Unit]) -> None:
@@ -201,7 +201,7 @@ class Build:
         if not units:
             return
         if self._roots[-1].origin == "cache" and (note := paths.cache_note()):
-            tell.warn_once(note)
+            log.warn_once(note)
         folder = workdir.create()
         by_ident = {unit.job.ident: unit for unit in units}
         private: list[Path] = []

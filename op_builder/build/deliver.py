@@ -9,7 +9,7 @@ from ..cache.loaded import EXPORTS, LoadedKernel
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError
-from ..system import shortages, tell
+from ..system import log, shortages
 from ..toolchain import elf
 
 
@@ -46,7 +46,7 @@ def deliver(built: Built, root: Root) -> LoadedKernel:
             f"{shortages.remedy(str(error)) or 'name another compiler in CXX, or report it'}"
         ) from error
     if private:
-        tell.warn_once(private)
+        log.warn_once(private)
     return kernel
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import paths
-from ..system import compiler_log, files, tell, trust
+from ..system import compiler_log, files, log, trust
 from ..toolchain import elf
 from . import cache, passing
 from .cache import Entry
@@ -134,11 +134,11 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
         return True  # another process has just done it
     except OSError as error:
         if passing.remove(folder):
-            tell.warn(f"{folder} cannot be used ({why}); removed, compiled again")
+            log.warn(f"{folder} cannot be used ({why}); removed, compiled again")
             return True
-        tell.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")
+        log.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")
         return False
-    tell.warn(f"{folder} cannot be used ({why}); moved to {aside}, compiled again")
+    log.warn(f"{folder} cannot be used ({why}); moved to {aside}, compiled again")
     return True
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import paths
-from ..system import tell, trust
+from ..system import log, trust
 from . import cache
 from .cache import Entry
 from .key import CompileJob, Hashes
@@ -39,24 +39,24 @@ def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> L
     """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
     for root in where:
         if doubt := distrust(root):
-            tell.warn_once(f"compiled kernels in {root.path} are passed over: {doubt}")
+            log.warn_once(f"compiled kernels in {root.path} are passed over: {doubt}")
             continue
         for entry in fitting(root, job, hashes):
             if doubt := distrust(root, entry):
-                tell.warn_once(f"{entry.folder} is passed over: {doubt}")
+                log.warn_once(f"{entry.folder} is passed over: {doubt}")
                 continue
             damage = entry.damage()
             if damage is None:
                 try:
                     kernel = LoadedKernel(entry.library, job.name, root.origin)
                 except (OSError, ValueError) as error:
-                    tell.warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
+                    log.warn_once(f"{entry.folder} cannot be loaded ({error}); passed over")
                     continue
                 if root.origin == "cache" and not root.shared:
                     cache.note_use(entry.folder)
                 return kernel
             if root.shared:
-                tell.warn_once(f"{entry.folder} is damaged ({damage}); passed over")
+                log.warn_once(f"{entry.folder} is damaged ({damage}); passed over")
     return None
 
 
@@ -80,12 +80,12 @@ def distrust(root: Root, entry: Entry | None = None) -> str:
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
     """Say, once in a process, that and why what an install compiled does not serve `job`."""
     for root in where:
-        if root.origin != "prebuilt" or tell.was_told(root.path):
+        if root.origin != "prebuilt" or log.seen(root.path):
             continue
         entries = cache.entries(root.path)
-        if entries and tell.first_time(root.path):
+        if entries and log.first_time(root.path):
             named = [entry for entry in entries if entry.meta["name"] == job.name]
-            tell.warn_once(
+            log.warn_once(
                 f"{job.title} is not among the {len(entries)} kernels compiled while installing "
                 f"({_why_not(job, named)}); it is compiled now and kept in {where[-1].path}"
             )

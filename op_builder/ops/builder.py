@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 from ..cache.key import CompileJob
 from ..cache.loaded import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
-from ..system import ending, tell
+from ..system import ending, log
 from . import status
 from .status import OpStatus
 
@@ -117,7 +117,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         obstacles = self.obstacles()
         if verbose:
             for obstacle in obstacles:
-                tell.warn(f"{self.NAME}: {obstacle}")
+                log.warn(f"{self.NAME}: {obstacle}")
         return not obstacles
 
     def status(self) -> OpStatus:

@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from op_builder.cache import cache, search
-from op_builder.system import tell
+from op_builder.system import log
 
 
 @pytest.fixture
 def told(monkeypatch):
     messages: list[str] = []
-    monkeypatch.setattr(tell, "_told", {})
-    monkeypatch.setattr(tell, "warn", messages.append)
+    monkeypatch.setattr(log, "_seen", {})
+    monkeypatch.setattr(log, "warn", messages.append)
     return messages
 
 
@@ -42,7 +42,7 @@ def test_uncovered_kernels_found_by_two_threads(workshop, monkeypatch, told):
 
 
 def test_the_same_warning_of_many_threads(told):
-    threads = [threading.Thread(target=tell.warn_once, args=("lost",)) for _ in range(20)]
+    threads = [threading.Thread(target=log.warn_once, args=("lost",)) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,5 +1,5 @@
-"""Warnings, told once in a process. What happens to them never decides over a call: a full disk
-behind stderr, a closed pipe or a handler that raises costs the words alone.
+"""Warnings that cannot fail a call: a full disk behind stderr, a closed pipe or a handler that
+raises costs the words alone.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import contextlib
 import logging
 from collections.abc import Hashable
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("op_builder")
 
-_told: dict[Hashable, object] = {}
+_seen: dict[Hashable, object] = {}
 
 
 def warn(message: str) -> None:
@@ -26,8 +26,8 @@ def warn_once(message: str) -> None:
 def first_time(what: Hashable) -> bool:
     """True once for each `what`, for whichever thread asks first."""
     mine = object()
-    return _told.setdefault(what, mine) is mine
+    return _seen.setdefault(what, mine) is mine
 
 
-def was_told(what: Hashable) -> bool:
-    return what in _told
+def seen(what: Hashable) -> bool:
+    return what in _seen
