@@ -17,7 +17,7 @@ from ..cache.lock import UnitLock
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError, CompileError, ToolchainError
-from ..system import ending, log, shortages
+from ..system import log, process_exit, shortages
 from . import workdir
 from .compile_error import explain, is_lasting
 from .deliver import deliver
@@ -103,7 +103,7 @@ class Build:
         return True
 
     def _run(self) -> None:
-        with ending.exempt():  # the loader cancels it
+        with process_exit.exempt():  # the loader cancels it
             self._target(self)
 
     def run_here(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..system import ending
+from ..system import process_exit
 from . import progress
 from .build import GivenUpError, Unit
 
@@ -31,7 +31,7 @@ def follow(units: Sequence[Unit], display: progress.Silent) -> None:
             display.end()
             return
         waiting.done.wait(display.interval_s)
-        ending.stop_if_ending()
+        process_exit.stop_if_ending()
         if waiting.is_abandoned():
             raise GivenUpError
         display.tick()

@@ -18,7 +18,7 @@ from ..cache import search
 from ..cache.key import CompileJob, Hashes
 from ..cache.loaded import LoadedKernel
 from ..cache.search import Root
-from ..system import ending
+from ..system import process_exit
 from . import progress
 from .build import Build, GivenUpError, Order, Unit
 from .follow import follow
@@ -49,7 +49,7 @@ class Loader:
         except KeyError:
             pass
         display = progress.display(_wants_messages(verbose))
-        with ending.slow_section():
+        with process_exit.slow_section():
             while True:
                 try:
                     self._load(jobs, Order(skip_prebuilt=skip_prebuilt), display)
@@ -100,7 +100,7 @@ class Loader:
     def stop(self) -> None:
         """Stop what runs in the background, and wait for it shortly."""
         self._ending = True
-        ending.begin()
+        process_exit.begin()
         with self._guard:
             builds = list(self._builds)
         for build in builds:

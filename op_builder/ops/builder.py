@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 from ..cache.key import CompileJob
 from ..cache.loaded import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
-from ..system import ending, log
+from ..system import log, process_exit
 from . import status
 from .status import OpStatus
 
@@ -179,7 +179,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         """Make `kernels` ready in the background; a later `load` waits and raises errors."""
         from ..build import jit
 
-        with ending.slow_section():
+        with process_exit.slow_section():
             jit.start(self.jobs(kernels))
 
     def _load(
@@ -192,7 +192,7 @@ class OpBuilder(ABC, Generic[KernelT]):
 
             load = functools.partial(jit.load, verbose=verbose, skip_prebuilt=skip_prebuilt)
             loaded: list[LoadedKernel] = []
-            with ending.slow_section():
+            with process_exit.slow_section():
                 for _ in range(_MOST_UNFIT_TOOLKITS):
                     with contextlib.suppress(UnfitToolkitError):  # known now, and passed over
                         loaded = load(self.jobs(missing))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from .. import env
 from ..cache import search
-from ..system import ending
+from ..system import process_exit
 from ..toolchain import cpu_isa
 from . import calls
 from .calls import Call
@@ -26,7 +26,7 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
 
         Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
         """
-        with ending.slow_section():
+        with process_exit.slow_section():
             best = CpuKernel(direction, dtype, cpu_isa.best(dtype))
             if cpu_isa.detect().compiler.ok or env.text("DS4S_CPU_ISA"):
                 return best

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import env, paths
 from ..errors import ToolchainError
-from ..system import ending
+from ..system import process_exit
 
 TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the report
 
@@ -100,7 +100,7 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
     """Run a program that should answer at once; whatever goes wrong is told in `problem`."""
     untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # nobody hears how a child ended
     try:
-        with ending.slow_section():
+        with process_exit.slow_section():
             output, code = _run([*_TELLING_SHELL, *command] if untold else command, stdin, cwd)
         if untold:
             output, _, told = output.rpartition("\n")
