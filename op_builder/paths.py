@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import env
 from .errors import BuildError
-from .system import files, trust
+from .system import files, ownership
 
 _HERE = Path(os.path.realpath(__file__)).parent
 _OP = Path("deepspeed4science") / "evoformer_attn"
@@ -72,7 +72,7 @@ def cache_root() -> Path:
     asked = _asked_cache()
     if asked is None:
         return _temporary_cache()
-    return asked / _own_name() if trust.of_root(asked) else asked
+    return asked / _own_name() if ownership.doubt_about(asked) else asked
 
 
 def make_root(root: Path) -> None:
@@ -86,7 +86,7 @@ def cache_note() -> str:
     """Why the cache is not where it was asked for, and what to do; empty when it is."""
     asked = _asked_cache()
     if asked is not None:
-        doubt = trust.of_root(asked)
+        doubt = ownership.doubt_about(asked)
         own = f"this user's are kept in {asked / _own_name()}"
         return f"compiled kernels in {asked} are passed over, {own}: {doubt}" if doubt else ""
     home = _home_cache()

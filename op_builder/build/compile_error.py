@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import paths
 from ..errors import CompileError
-from ..system import files, shortages, trust
+from ..system import files, ownership, shortages
 from .ninja_run import Failed
 
 _LINES_AROUND = 5
@@ -110,7 +110,7 @@ def _keep(failed: Failed, logs: Path) -> str:
     text = f"$ {failed.command}\n{failed.log}"
     with contextlib.suppress(OSError):
         paths.make_root(logs.parent)
-        if not trust.of_root(logs.parent):
+        if not ownership.doubt_about(logs.parent):
             path = files.make_part(logs.parent, logs.name) / f"{failed.job.ident}.log"
             files.replace(path, text.encode())
             return str(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import paths
-from ..system import files, trust
+from ..system import files, ownership
 
 _held: set[int] = set()  # file descriptors, so that a forked child can let go of its copies
 
@@ -58,13 +58,15 @@ class UnitLock:
         return True
 
     def _open(self) -> int:
-        """A regular file of this user's (or of a group's, see trust.py): nobody else can hold it.
+        """A regular file of this user's, or of a group's (ownership.py): nobody else can hold it.
 
         Raises OSError.
         """
         paths.make_root(self._root)
         folder = files.make_part(self._root, "locks")
-        if doubt := trust.of_root(self._root) or trust.of_parts(self._root, folder):
+        if doubt := ownership.doubt_about(self._root) or ownership.doubt_about_parts(
+            self._root, folder
+        ):
             raise PermissionError(doubt)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         mode = 0o660 if os.stat(folder).st_mode & stat.S_ISGID else 0o600

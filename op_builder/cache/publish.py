@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import paths
-from ..system import compiler_log, files, log, trust
+from ..system import compiler_log, files, log, ownership
 from ..toolchain import elf
 from . import cache, passing
 from .cache import Entry
@@ -62,7 +62,7 @@ def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
     raises.
     """
     paths.make_root(root)
-    if doubt := trust.of_root(root):
+    if doubt := ownership.doubt_about(root):
         raise PermissionError(doubt)
     units = files.make_part(root, "units")
     passing.sweep(units)
@@ -115,7 +115,7 @@ def _rename(
 
 def _damage(root: Path, entry: Entry, load: Callable[[Path], object]) -> str:
     """Why an entry is of no use here; empty when it is."""
-    if damage := trust.of_parts(root, entry.folder, entry.library) or entry.damage():
+    if damage := ownership.doubt_about_parts(root, entry.folder, entry.library) or entry.damage():
         return damage
     try:
         load(entry.library)

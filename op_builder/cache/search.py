@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import paths
-from ..system import log, trust
+from ..system import log, ownership
 from . import cache
 from .cache import Entry
 from .key import CompileJob, Hashes
@@ -73,8 +73,8 @@ def distrust(root: Root, entry: Entry | None = None) -> str:
     if root.path == paths.prebuilt_root():
         return ""
     if entry is None:
-        return trust.of_root(root.path)
-    return trust.of_parts(root.path, entry.folder, entry.library)
+        return ownership.doubt_about(root.path)
+    return ownership.doubt_about_parts(root.path, entry.folder, entry.library)
 
 
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:

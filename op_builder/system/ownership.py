@@ -16,12 +16,12 @@ import stat
 from pathlib import Path
 
 
-def of_root(root: Path) -> str:
+def doubt_about(root: Path) -> str:
     """Why nothing below a folder of kernels may be loaded; empty when it may, or is not there."""
     return _first(root, [root, root / "units"])
 
 
-def of_parts(root: Path, *parts: Path) -> str:
+def doubt_about_parts(root: Path, *parts: Path) -> str:
     """The same of files and folders below `root`."""
     return _first(root, list(parts))
 
