@@ -15,7 +15,7 @@ from deepspeed4science import params
 from deepspeed4science.errors import KernelError
 from deepspeed4science.params import pointer
 from deepspeed4science.problem import Problem
-from op_builder.cache.loaded import LoadedKernel
+from op_builder.cache.loaded_kernel import LoadedKernel
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

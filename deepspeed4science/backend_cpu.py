@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed4science.backend import DTYPE_NAMES, Backend
 from deepspeed4science.problem import Problem
 from op_builder import EvoformerAttnCPUBuilder
-from op_builder.cache.loaded import LoadedKernel
+from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.ops.instantiations import CpuKernel
 from op_builder.toolchain import openmp
 

@@ -18,7 +18,7 @@ from deepspeed4science import params
 from deepspeed4science.backend import DTYPE_NAMES, Backend, Gradients
 from deepspeed4science.problem import Problem
 from op_builder import EvoformerAttnBuilder, env
-from op_builder.cache.loaded import LoadedKernel
+from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.errors import BuildError
 from op_builder.ops.instantiations import HEAD_DIM_TIERS, CudaKernel, has_row, serving_dtype
 

@@ -21,7 +21,7 @@ from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, paths
 from op_builder.build import jit
 from op_builder.cache import search
 from op_builder.cache.key import CompileJob
-from op_builder.cache.loaded import LoadedKernel
+from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.errors import BuildError
 from op_builder.ops import calls
 from op_builder.ops.calls import Call, Row

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from op_builder import paths
-from op_builder.cache import cache, evict, explain, passing, search
+from op_builder.cache import cache, evict, key_difference, search, staging
 from op_builder.cache.cache import Entry
 from op_builder.errors import BuildError
 
@@ -160,11 +160,11 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _tell(before: Entry, after: Entry) -> None:
     print(f"{before.folder.name}\n{after.folder.name}")
-    found = explain.differences(before, after)
+    found = key_difference.differences(before, after)
     for one in found:
         print(f"  {one.component}: {one.before} -> {one.after}")
         if one.component == "source":
-            print("\n".join(f"    {line}" for line in explain.source_changes(before, after)))
+            print("\n".join(f"    {line}" for line in key_difference.source_changes(before, after)))
     if not found:
         print("  nothing: one was copied from the other, or replaced a damaged one")
 
@@ -181,10 +181,10 @@ def _clear(options: argparse.Namespace) -> int:
     if options.unused_days is not None:
         oldest = time.time() - 86400.0 * options.unused_days
         chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
-    removed = [row for folder, row in chosen.items() if passing.remove(folder)]
+    removed = [row for folder, row in chosen.items() if staging.remove(folder)]
     if not options.entry and options.unused_days is None:
         for room in evict.rooms(root, "units"):  # what is no entry any more
-            passing.remove(room.folder)
+            staging.remove(room.folder)
         for part in ("aside", "failed", "memo"):
             shutil.rmtree(root / part, ignore_errors=True)
     size = sum(row.size_bytes for row in removed) / 2**20

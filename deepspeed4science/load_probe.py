@@ -21,7 +21,7 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 from op_builder.errors import BuildError
-from op_builder.cache.loaded import LoadedKernel
+from op_builder.cache.loaded_kernel import LoadedKernel
 for path, name in json.loads(sys.argv[2]):
     said = ""
     try:

@@ -12,7 +12,7 @@ from .. import paths
 from ..cache import evict, lock, search
 from ..cache.cache import last_seconds
 from ..cache.key import CompileJob, Hashes
-from ..cache.loaded import LoadedKernel
+from ..cache.loaded_kernel import LoadedKernel
 from ..cache.lock import UnitLock
 from ..cache.publish import Built
 from ..cache.search import Root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..cache import publish, search
-from ..cache.loaded import EXPORTS, LoadedKernel
+from ..cache.loaded_kernel import EXPORTS, LoadedKernel
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError

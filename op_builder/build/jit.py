@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..cache import lock, search
 from ..cache.key import CompileJob
-from ..cache.loaded import LoadedKernel
+from ..cache.loaded_kernel import LoadedKernel
 from . import supervised, workdir
 from .loader import Loader
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from .. import env
 from ..cache import search
 from ..cache.key import CompileJob, Hashes
-from ..cache.loaded import LoadedKernel
+from ..cache.loaded_kernel import LoadedKernel
 from ..cache.search import Root
 from ..system import process_exit
 from . import progress

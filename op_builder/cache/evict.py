@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
-from . import cache, loaded, passing
+from . import cache, loaded_kernel, staging
 
 DEFAULT_MAX_MB = 2048
 
@@ -49,7 +49,7 @@ def make_room(root: Path) -> list[Path]:
         return []
     damaged, entries = list(rooms(root, "aside")), list(rooms(root, "units"))
     excess = sum(room.size for room in (*damaged, *entries)) - limit
-    in_use = {path.parent for path in loaded.in_use()}
+    in_use = {path.parent for path in loaded_kernel.in_use()}
     newest = time.time() - cache.USE_GRAIN_S
     candidates = [
         *damaged,
@@ -61,7 +61,7 @@ def make_room(root: Path) -> list[Path]:
             break
         if room.folder.parent.name == "units" and cache.used(room.folder) > newest:
             continue
-        if passing.remove(room.folder):
+        if staging.remove(room.folder):
             removed.append(room.folder)
         excess -= room.size
     return removed

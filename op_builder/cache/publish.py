@@ -23,7 +23,7 @@ from typing import Any
 from .. import paths
 from ..system import compiler_log, files, log, ownership
 from ..toolchain import elf
-from . import cache, passing
+from . import cache, staging
 from .cache import Entry
 from .key import LAYOUT, CompileJob, Header, content_key
 
@@ -65,8 +65,8 @@ def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
     if doubt := ownership.doubt_about(root):
         raise PermissionError(doubt)
     units = files.make_part(root, "units")
-    passing.sweep(units)
-    temporary = passing.new_folder(units)
+    staging.sweep(units)
+    temporary = staging.new_folder(units)
     try:
         with contextlib.suppress(OSError):
             os.chmod(temporary, files.bits(units))  # mkdtemp's 0700 is for nobody else to read
@@ -133,7 +133,7 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
     except FileNotFoundError:
         return True  # another process has just done it
     except OSError as error:
-        if passing.remove(folder):
+        if staging.remove(folder):
             log.warn(f"{folder} cannot be used ({why}); removed, compiled again")
             return True
         log.warn(f"{folder} cannot be used ({why}) nor moved away ({error.strerror})")

@@ -11,7 +11,7 @@ from ..system import log, ownership
 from . import cache
 from .cache import Entry
 from .key import CompileJob, Hashes
-from .loaded import LoadedKernel
+from .loaded_kernel import LoadedKernel
 
 
 @dataclass(frozen=True)

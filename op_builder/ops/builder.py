@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from ..cache.key import CompileJob
-from ..cache.loaded import LoadedKernel
+from ..cache.loaded_kernel import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
 from ..system import log, process_exit
 from . import status

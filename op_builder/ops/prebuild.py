@@ -14,7 +14,7 @@ from typing import Any
 from .. import env
 from ..build.loader import Loader
 from ..cache.key import CompileJob
-from ..cache.loaded import LoadedKernel
+from ..cache.loaded_kernel import LoadedKernel
 from ..cache.search import Root
 from ..errors import BuildError
 from .all_ops import ALL_OPS

@@ -185,9 +185,9 @@ def test_killed_while_removing(big):
 import signal
 def die(path, **more):
     os.kill(os.getpid(), signal.SIGKILL)
-from op_builder.cache import passing
-passing.shutil = type(sys)("shutil")
-passing.shutil.rmtree = die
+from op_builder.cache import staging
+staging.shutil = type(sys)("shutil")
+staging.shutil.rmtree = die
 load("c")
 sys.stdin.readline()
 """

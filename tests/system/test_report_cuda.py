@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.cache.loaded import ABI_VERSION
+from op_builder.cache.loaded_kernel import ABI_VERSION
 from op_builder.toolchain import nvcc, toolchain
 from tests import fakes
 

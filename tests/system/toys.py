@@ -124,7 +124,7 @@ class Workshop:
         return len(path.read_text().split()) if path.exists() else 0
 
     def source(self, name: str = "toy") -> str:
-        from op_builder.cache.loaded import ABI_VERSION
+        from op_builder.cache.loaded_kernel import ABI_VERSION
 
         fields = {"name": name, "abi": ABI_VERSION}
         if self.language == "C++":

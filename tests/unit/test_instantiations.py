@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.cache.loaded import ABI_VERSION, EXPORTS
+from op_builder.cache.loaded_kernel import ABI_VERSION, EXPORTS
 from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
 from op_builder.paths import csrc_root
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.cache.loaded import ABI_VERSION as ABI
+from op_builder.cache.loaded_kernel import ABI_VERSION as ABI
 
 pytestmark = pytest.mark.parametrize("workshop", ["C++", "CUDA"], indirect=True)
 

@@ -1,4 +1,4 @@
-"""Passing folders beside a cache's entries: what is in one is no entry yet, or none any more."""
+"""Staging folders beside a cache's entries: what is in one is no entry yet, or none any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def new_folder(units: Path) -> Path:
-    """A passing folder of this process's, which `sweep` removes if we are killed."""
+    """A staging folder of this process's, which `sweep` removes if we are killed."""
     prefix = f".unfinished-{socket.gethostname()}-{os.getpid()}-"
     return Path(tempfile.mkdtemp(dir=units, prefix=prefix))
 
@@ -49,19 +49,19 @@ def remove(folder: Path) -> bool:
     if not os.path.lexists(folder):
         return False
     try:
-        passing = new_folder(folder.parent)
+        staging = new_folder(folder.parent)
     except OSError:
         return False
     try:
-        os.rename(folder, passing / folder.name)
+        os.rename(folder, staging / folder.name)
     except OSError as error:
         if error.errno == errno.EXDEV:
             with contextlib.suppress(OSError):
                 os.unlink(folder / "meta.json")
             shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(passing, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         with contextlib.suppress(OSError):  # what was no folder
-            os.unlink(passing / folder.name)
-            os.rmdir(passing)
+            os.unlink(staging / folder.name)
+            os.rmdir(staging)
     return not os.path.lexists(folder)
