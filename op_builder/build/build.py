@@ -20,8 +20,8 @@ from ..errors import BuildError, CompileError, ToolchainError
 from ..system import log, process_exit, shortages
 from . import workdir
 from .compile_error import explain, is_lasting
-from .deliver import deliver
 from .ninja_run import NinjaRun
+from .verify import verify_and_publish
 
 # How often to try a lock that another process holds. Less and less often: hundreds of processes
 # may be waiting on one file server.
@@ -211,7 +211,7 @@ class Build:
             unit = by_ident[built.job.ident]
             try:
                 unit.seconds = built.seconds
-                kernel = deliver(built, self._roots[-1])
+                kernel = verify_and_publish(built, self._roots[-1])
                 if kernel.path == built.library:
                     private.append(kernel.path)
                 self._finish(unit, kernel)

@@ -13,7 +13,7 @@ from ..system import log, shortages
 from ..toolchain import elf
 
 
-def deliver(built: Built, root: Root) -> LoadedKernel:
+def verify_and_publish(built: Built, root: Root) -> LoadedKernel:
     """Verify, load, publish; from the private folder where publishing is not possible."""
     _verify(built)
     name = built.job.name
