@@ -21,7 +21,7 @@ from ..cache.search import Root
 from ..system import process_exit
 from . import progress
 from .build import Build, GivenUpError, Order, Unit
-from .follow import follow
+from .wait import wait_for
 
 # Stopped compilers are gone in well under a second, but publishing on a slow disk takes longer.
 _LAST_WAIT_S = 5.0
@@ -71,7 +71,7 @@ class Loader:
                 build = self._build(missing, search_first=False)
                 if not build.start():
                     build.run_here()
-            follow(units, display)
+            wait_for(units, display)
         except BaseException:  # Ctrl-C: nobody else wants what this call began
             self._give_up(mine, build)
             raise

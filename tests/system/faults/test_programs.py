@@ -7,7 +7,7 @@ from ..test_concurrency import alive
 from ..toys import finish, read_until, until
 
 FAILS = "\ntry:\n    load()\nexcept {error} as error:\n    report(error=str(error))\n"
-IMPATIENT = "from op_builder.build import follow\nfollow._SILENCE_OF_UNKNOWN_S = 0.5\n"
+IMPATIENT = "from op_builder.build import wait\nwait._SILENCE_OF_UNKNOWN_S = 0.5\n"
 # Ignores requests to end, and has a child that does.
 STUBBORN = "trap '' TERM INT HUP; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; wait; wait"
 
@@ -31,7 +31,7 @@ def test_hanging_compiler_is_compared_with_what_is_usual(workshop):
     workshop.write_header(50)
     workshop.set_compiler("sleep 60")
     process = workshop.spawn(
-        "from op_builder.build import follow\nfollow._SILENCE_S = 0.1\nload()", stderr=-1
+        "from op_builder.build import wait\nwait._SILENCE_S = 0.1\nload()", stderr=-1
     )
     said = read_until(process.stderr, "still compiling")
     assert "(usual: 0." in said or "(usual: 1." in said

@@ -14,17 +14,17 @@ _SILENCE_S, _SILENCE_TIMES = 60.0, 3.0
 _SILENCE_OF_UNKNOWN_S = 180.0
 
 
-def follow(units: Sequence[Unit], display: progress.Silent) -> None:
+def wait_for(units: Sequence[Unit], display: progress.Silent) -> None:
     """Returns once all units are done; raises GivenUpError when nobody makes one any more."""
-    followed = [_Followed(unit, display) for unit in units]
+    watched = [_Watched(unit, display) for unit in units]
     while True:
         waiting = next((unit for unit in units if not unit.done.is_set()), None)
-        for one in followed:
+        for one in watched:
             one.tell_messages()
-        fresh = [one.begin() for one in followed if one.unit.compiling and one.begun is None]
+        fresh = [one.begin() for one in watched if one.unit.compiling and one.begun is None]
         if fresh:
             display.begin(fresh)
-        for one in followed:
+        for one in watched:
             one.tell_end()
             one.tell_delay()
         if waiting is None:
@@ -37,7 +37,7 @@ def follow(units: Sequence[Unit], display: progress.Silent) -> None:
         display.tick()
 
 
-class _Followed:
+class _Watched:
     """One unit and what has been said of it."""
 
     def __init__(self, unit: Unit, display: progress.Silent) -> None:
