@@ -23,8 +23,7 @@ from op_builder.cache import search
 from op_builder.cache.key import CompileJob
 from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.errors import BuildError
-from op_builder.ops import calls
-from op_builder.ops.calls import Call, Row
+from op_builder.ops import presets
 from op_builder.ops.instantiations import (
     CUDA_BIASES,
     CUDA_DTYPES,
@@ -33,6 +32,7 @@ from op_builder.ops.instantiations import (
     HEAD_DIM_TIERS,
 )
 from op_builder.ops.prebuild import build_into, require_kept
+from op_builder.ops.presets import Call, Row
 from op_builder.toolchain import arch, memo
 
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile kernels into the cache, or into a folder for DS4S_CACHE_PATH.",
         epilog="Lists are separated by commas, architectures as in TORCH_CUDA_ARCH_LIST.",
     )
-    parser.add_argument("--preset", choices=calls.PRESETS, help="what a kind of model calls")
+    parser.add_argument("--preset", choices=presets.PRESETS, help="what a kind of model calls")
     parser.add_argument("--dtype", type=_list(CUDA_DTYPES), help="of fp32, tf32, fp16, bf16 (bf16)")
     parser.add_argument("--head-dim", type=_head_dims, help="channels per head, 1 to 128 (32)")
     parser.add_argument("--bias", type=_list(CUDA_BIASES), help="of none, bias1, bias2, both")
@@ -116,17 +116,17 @@ def _calls(options: argparse.Namespace) -> tuple[Call, ...]:
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     chosen = options.dtype or options.head_dim or options.bias
     if not chosen and not options.preset:
-        table = calls.INSTALL_CPU if options.cpu else calls.INSTALL
+        table = presets.INSTALL_CPU if options.cpu else presets.INSTALL
         return tuple(call for call in table if call.direction in directions)
     if options.preset:
-        rows = calls.PRESETS[options.preset]
+        rows = presets.PRESETS[options.preset]
     else:
         pairs = itertools.product(options.head_dim or [32], options.bias or ["both"])
         rows = tuple(Row("", head_dim, bias) for head_dim, bias in pairs)
     dtypes = options.dtype or ["bf16"]
     if options.cpu and not set(dtypes) <= set(DTYPES):
         raise BuildError(f"--dtype: expected some of {', '.join(DTYPES)} with --cpu, got tf32")
-    return calls.calls(rows, dtypes=dtypes, directions=directions)
+    return presets.calls(rows, dtypes=dtypes, directions=directions)
 
 
 def _build(out: Path | None, jobs: list[CompileJob], *, verbose: bool) -> list[LoadedKernel]:

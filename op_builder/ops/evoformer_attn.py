@@ -12,8 +12,7 @@ from ..cache import search
 from ..errors import ToolchainError
 from ..toolchain import arch, toolchain
 from ..toolchain.arch import Arch
-from . import calls
-from .calls import Call
+from . import presets
 from .cuda_builder import CUDAOpBuilder
 from .instantiations import (
     CUDA_FAMILIES,
@@ -23,6 +22,7 @@ from .instantiations import (
     head_dim_tier,
     serving_dtype,
 )
+from .presets import Call
 
 
 class EvoformerAttnBuilder(CUDAOpBuilder):
@@ -138,11 +138,11 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         ]
 
     def prebuilt_kernels(self) -> list[CudaKernel]:
-        """`calls.INSTALL`, for every architecture that an install compiles for."""
-        return self.kernels_for(calls.INSTALL, self.target_archs())
+        """`presets.INSTALL`, for every architecture that an install compiles for."""
+        return self.kernels_for(presets.INSTALL, self.target_archs())
 
     def kernels_here(self) -> list[CudaKernel]:
-        return self.kernels_for(calls.INSTALL, self.archs_here())
+        return self.kernels_for(presets.INSTALL, self.archs_here())
 
     def refusal(self, device: tuple[int, int]) -> str:
         try:

@@ -8,10 +8,10 @@ from .. import env
 from ..cache import search
 from ..system import process_exit
 from ..toolchain import cpu_isa
-from . import calls
-from .calls import Call
+from . import presets
 from .cpu_builder import CPUOpBuilder
 from .instantiations import DIRECTIONS, CpuKernel
+from .presets import Call
 
 
 class EvoformerAttnCPUBuilder(CPUOpBuilder):
@@ -36,8 +36,8 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder):
         return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
 
     def prebuilt_kernels(self) -> list[CpuKernel]:
-        """`calls.INSTALL_CPU`, for the processor that installs."""
-        return self.kernels_for(calls.INSTALL_CPU)
+        """`presets.INSTALL_CPU`, for the processor that installs."""
+        return self.kernels_for(presets.INSTALL_CPU)
 
     def kernels_for(self, wanted: Iterable[Call]) -> list[CpuKernel]:
         """The kernels that these calls would choose here, each once: one serves all biases and

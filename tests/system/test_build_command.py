@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed4science import build_command
 from op_builder import EvoformerAttnBuilder
-from op_builder.ops import calls
+from op_builder.ops import presets
 from op_builder.ops.instantiations import HEAD_DIM_TIERS
 from op_builder.toolchain.toolchain import find_nvcc
 from tests import fakes
@@ -167,11 +167,11 @@ def chosen(monkeypatch, *options):
     return seen
 
 
-@pytest.mark.parametrize("preset", calls.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_a_preset_is_what_its_models_call(preset, monkeypatch, capsys):
     """Every row of the table, in both directions and each dtype."""
     kernels = chosen(monkeypatch, "--preset", preset, "--dtype", "bf16,fp32")
-    for row in calls.PRESETS[preset]:
+    for row in presets.PRESETS[preset]:
         tier = next(tier for tier in HEAD_DIM_TIERS if row.head_dim <= tier)
         forward = [
             k for k in kernels if (k.direction, k.head_dim, k.bias) == ("fwd", tier, row.bias)
@@ -198,4 +198,4 @@ def test_lists_and_unaligned(monkeypatch, capsys):
 def test_without_options_it_is_what_an_install_compiles(monkeypatch, capsys):
     kernels = chosen(monkeypatch)
     assert len(kernels) == 12
-    assert {k.dtype for k in kernels} == set(calls.INSTALL_DTYPES)
+    assert {k.dtype for k in kernels} == set(presets.INSTALL_DTYPES)

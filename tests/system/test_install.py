@@ -51,7 +51,7 @@ except op_builder.errors.ToolchainError as error:
 def tree(tmp_path_factory):
     """A copy of what git knows, cut to one kernel for each op."""
     copy = trees.clone(tmp_path_factory.mktemp("install") / "tree", without=("tests", "benchmarks"))
-    with (copy / "op_builder" / "ops" / "calls.py").open("a") as table:
+    with (copy / "op_builder" / "ops" / "presets.py").open("a") as table:
         table.write('\nINSTALL = (Call("fwd", "bf16", 32, "both"),)\n')
         table.write('INSTALL_CPU = (Call("fwd", "fp32", 32, "both"),)\n')
     return copy

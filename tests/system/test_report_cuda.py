@@ -25,13 +25,13 @@ A100, V100 = ("NVIDIA A100", (8, 0)), ("Tesla V100", (7, 0))
 # Toys under the names and keys of real kernels: the report finds them and sees whether they load.
 PLANT = """\
 from op_builder import EvoformerAttnBuilder, paths
-from op_builder.ops import calls
+from op_builder.ops import presets
 from op_builder.toolchain import arch, elf
 from op_builder.cache.key import Header
 from op_builder.cache.publish import Built, publish
 def plant(root, architecture, count=2):
     builder = EvoformerAttnBuilder()
-    kernels = builder.kernels_for(calls.INSTALL, arch.parse(architecture))[:count]
+    kernels = builder.kernels_for(presets.INSTALL, arch.parse(architecture))[:count]
     for job in builder.jobs(kernels):
         name = job.name.encode().ljust(64, b"\\0")
         library = Path({toy!r}).with_name(job.name)

@@ -16,7 +16,7 @@ from deepspeed4science.backend_cuda import CudaBackend  # noqa: E402
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder  # noqa: E402
-from op_builder.ops import calls  # noqa: E402
+from op_builder.ops import presets  # noqa: E402
 from op_builder.toolchain.arch import Arch  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
 from tests.numeric.law import check  # noqa: E402
@@ -79,11 +79,11 @@ def test_what_float32_does_not_take(capability):
 @pytest.mark.parametrize("target", ["7.0", "7.5"])
 def test_what_is_compiled_beforehand(target):
     """A wheel for such a GPU has the kernels that bfloat16 will ask for."""
-    wanted = calls.calls(calls.INSTALL_ROWS, dtypes=("bf16", "fp32"))
+    wanted = presets.calls(presets.INSTALL_ROWS, dtypes=("bf16", "fp32"))
     arch = Arch(*(int(part) for part in target.split(".")))
     kernels = EvoformerAttnBuilder().kernels_for(wanted, (arch,))
     assert {kernel.dtype for kernel in kernels} == {"fp32"}
-    assert len(kernels) == len(calls.INSTALL_ROWS) * 2
+    assert len(kernels) == len(presets.INSTALL_ROWS) * 2
 
 
 class OnTheCpu(CudaBackend):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from op_builder import env
-from op_builder.ops import calls
+from op_builder.ops import presets
 from op_builder.ops.status import STATES
 from op_builder.toolchain import arch, cutlass, nvcc
 from op_builder.toolchain.cpu_isa import CPU_ISAS
@@ -67,7 +67,7 @@ def test_each_state_and_instruction_set_has_its_row(word: str) -> None:
 
 def test_the_calls_that_are_compiled_beforehand() -> None:
     """Each list's rows, and no others."""
-    lists = {"install": calls.INSTALL_ROWS, **calls.PRESETS}
+    lists = {"install": presets.INSTALL_ROWS, **presets.PRESETS}
     section = TEXT.partition("\n## Compiling beforehand\n")[2].partition("\n## ")[0]
     told = [line for line in section.splitlines() if line.startswith(("| install", "| `"))]
     for name, wanted in lists.items():

@@ -8,8 +8,7 @@ import pytest
 
 from op_builder import ALL_OPS, EvoformerAttnBuilder, paths
 from op_builder.errors import BuildError, ToolchainError
-from op_builder.ops import calls
-from op_builder.ops.calls import Row
+from op_builder.ops import presets
 from op_builder.ops.cuda_builder import CUDAOpBuilder
 from op_builder.ops.instantiations import (
     CUDA_BIASES,
@@ -21,6 +20,7 @@ from op_builder.ops.instantiations import (
     has_row,
     head_dim_tier,
 )
+from op_builder.ops.presets import Row
 from op_builder.toolchain import arch, gpu, toolchain
 from op_builder.toolchain.nvcc_targets import Targets
 from op_builder.toolchain.tool import Tool
@@ -218,7 +218,7 @@ def test_an_install_compiles_for_all_that_is_asked_for_or_says_why_not(no_gpu, n
 
 def test_kernels_of_a_list_of_calls(nvcc):
     """Each once; before 8.0 bfloat16 is float32's; a suffix changes no kernel."""
-    wanted = calls.calls(
+    wanted = presets.calls(
         [Row("one", 24, "both"), Row("two", 32, "both"), Row("three", 32, "bias2")],
         dtypes=("bf16", "fp16"),
     )
