@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ..cache import lock, search
 from ..cache.key import CompileJob
 from ..cache.loaded_kernel import LoadedKernel
-from . import supervised, workdir
+from . import supervised_process, workdir
 from .loader import Loader
 
 __all__ = ["CompileJob", "LoadedKernel", "load", "loaded_kernels", "start"]
@@ -54,7 +54,7 @@ def _after_fork() -> None:
     _LOADER.forget_threads()
     lock.forget_after_fork()
     workdir.forget_after_fork()
-    supervised.forget_after_fork()
+    supervised_process.forget_after_fork()
 
 
 atexit.register(_LOADER.stop)

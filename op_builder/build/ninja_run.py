@@ -24,7 +24,7 @@ from ..cache.key import CompileJob, Header, headers_from_depfile
 from ..cache.publish import Built
 from ..system import compiler_log, shortages
 from . import resources
-from .supervised import Supervised
+from .supervised_process import SupervisedProcess
 
 _RULES = """\
 ninja_required_version = 1.5
@@ -61,7 +61,7 @@ class NinjaRun:
 
     def __init__(self, folder: Path, jobs: Sequence[CompileJob], ninja: Path) -> None:
         self._folder, self._jobs, self._ninja = folder, tuple(jobs), ninja
-        self._program: Supervised | None = None
+        self._program: SupervisedProcess | None = None
         self._cancelled = False
         self._began_ns = 0
         self._said: deque[str] = deque(maxlen=_MOST_SAID)
@@ -89,7 +89,7 @@ class NinjaRun:
             if self._program is not None:
                 self._program.cancel()
 
-    def _start(self) -> Supervised:
+    def _start(self) -> SupervisedProcess:
         limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
         command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
         # What a compiler that is killed leaves behind goes with the folder.
@@ -97,7 +97,7 @@ class NinjaRun:
         folder = "." if _AWKWARD.search(str(self._folder)) else str(self._folder)
         environment = env.for_compiler() | {"TMPDIR": folder}
         with self._guard:
-            self._program = Supervised(command, environment)
+            self._program = SupervisedProcess(command, environment)
             if self._cancelled:
                 self._program.cancel()
             return self._program

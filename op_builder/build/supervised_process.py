@@ -1,6 +1,6 @@
 """A program and all that it starts, ended together: when it is told to, or when this process dies.
 
-    program = Supervised([...], env)
+    program = SupervisedProcess([...], env)
     for line in program.lines(): ...      # what it says, as it comes
     program.cancel()                      # from any thread
 
@@ -36,7 +36,7 @@ exit "$code"
 _pipes: set[int] = set()  # our ends, so that a forked child can let go of its copies
 
 
-class Supervised:
+class SupervisedProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Raises OSError when it cannot be started."""
         theirs, self._pipe = os.pipe()
