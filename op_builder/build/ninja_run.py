@@ -22,7 +22,7 @@ from pathlib import Path
 from .. import env
 from ..cache.key import CompileJob, Header, headers_from_depfile
 from ..cache.publish import Built
-from ..system import compiler_log, shortages
+from ..system import files, shortages
 from . import resources
 from .supervised_process import SupervisedProcess
 
@@ -149,7 +149,7 @@ class NinjaRun:
 
     def _failure(self, job: CompileJob) -> Failed:
         folder = self._folder / job.ident
-        log = compiler_log.read(folder / "log") or "\n".join(self._said)
+        log = files.head_and_tail(folder / "log") or "\n".join(self._said)
         compiled = os.path.exists(folder / f"{job.name}.o")
         command = shlex.join(commands(job)[1 if compiled else 0])
         return Failed(job, log, command, shortages.free_space(self._folder), self._folder)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import paths
-from ..system import compiler_log, files, log, ownership
+from ..system import files, log, ownership
 from ..toolchain import elf
 from . import cache, staging
 from .cache import Entry
@@ -169,7 +169,7 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
     }
     files.write_new(folder / f"{job.name}.so", data, 0o755)
     files.write_new(folder / f"{job.name}{job.suffix}", job.source.encode(), 0o644)
-    files.write_new(folder / "log", compiler_log.read(built.log).encode(), 0o644)
+    files.write_new(folder / "log", files.head_and_tail(built.log).encode(), 0o644)
     files.write_new(folder / "meta.json", json.dumps(meta, indent=1).encode(), 0o644)
     return meta
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 # What a file system answers that does not know a call: no reason to keep nothing.
 _UNKNOWN_CALL = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EROFS)
+_MOST_BYTES = 1 << 20  # of a log's beginning, and of its end: a hundred megabytes are no rarity
 
 
 def read(path: str | Path) -> bytes:
@@ -22,6 +23,22 @@ def read(path: str | Path) -> bytes:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
         return stream.read()
+
+
+def head_and_tail(path: Path) -> str:
+    """As much of a log as anybody reads; empty when it cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            head = stream.read(_MOST_BYTES)
+            left_out = size - 2 * _MOST_BYTES
+            if left_out > 0:
+                stream.seek(-_MOST_BYTES, os.SEEK_END)
+            tail = stream.read()
+    except OSError:
+        return ""
+    gap = f"\n... {left_out / 2**20:.0f} MiB left out ...\n".encode() if left_out > 0 else b""
+    return (head + gap + tail).decode(errors="replace")
 
 
 def replace(path: Path, data: bytes) -> None:
