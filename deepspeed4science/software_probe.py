@@ -68,20 +68,20 @@ def cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
 
 
 def _nvcc(probes: Probes) -> SoftwareRow:
-    from op_builder.toolchain import toolchain
+    from op_builder.toolchain import toolkits
 
-    row = _tool_row(toolchain.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
+    row = _tool_row(toolkits.find_nvcc(prove=True), probes, absent=_ONLY_CUDA)
     return replace(row, note=_other_toolkits())
 
 
 def _other_toolkits() -> str:
     """Those behind the best one, each with what it alone compiles for."""
-    from op_builder.toolchain import toolchain
+    from op_builder.toolchain import nvcc_targets, toolkits
 
     notes = []
     known: set[str] = set()
-    for tool in toolchain.nvccs(prove=True):
-        own = [name for name in toolchain.targets(tool).real if name not in known]
+    for tool in toolkits.nvccs(prove=True):
+        own = [name for name in nvcc_targets.targets(tool).real if name not in known]
         known.update(own)
         serves = f", for {', '.join(own)}" if own else ""
         notes.append(f"{tool.version} in {tool.root}{serves}")
@@ -89,15 +89,15 @@ def _other_toolkits() -> str:
 
 
 def _host_compiler(probes: Probes) -> SoftwareRow:
-    from op_builder.toolchain import toolchain
+    from op_builder.toolchain import host_compiler
 
-    return _tool_row(toolchain.find_host_compiler(), probes)
+    return _tool_row(host_compiler.find_host_compiler(), probes)
 
 
 def _ninja(probes: Probes) -> SoftwareRow:
-    from op_builder.toolchain import toolchain
+    from op_builder.toolchain import ninja
 
-    return _tool_row(toolchain.find_ninja(), probes)
+    return _tool_row(ninja.find_ninja(), probes)
 
 
 def _tool_row(tool: Tool, probes: Probes, absent: str = "") -> SoftwareRow:

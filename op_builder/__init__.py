@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .ops.cuda_builder import CUDAOpBuilder
     from .ops.evoformer_attn import EvoformerAttnBuilder
     from .ops.evoformer_attn_cpu import EvoformerAttnCPUBuilder
-    from .toolchain.toolchain import command_exists, installed_cuda_version
+    from .toolchain.tool import command_exists
+    from .toolchain.toolkits import installed_cuda_version
 
 __all__ = [
     "ALL_OPS",
@@ -36,8 +37,8 @@ _HOME = {
     "EvoformerAttnBuilder": "ops.evoformer_attn",
     "EvoformerAttnCPUBuilder": "ops.evoformer_attn_cpu",
     "OpBuilder": "ops.builder",
-    "command_exists": "toolchain.toolchain",
-    "installed_cuda_version": "toolchain.toolchain",
+    "command_exists": "toolchain.tool",
+    "installed_cuda_version": "toolchain.toolkits",
 }
 
 

@@ -18,6 +18,7 @@ from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError, CompileError, ToolchainError
 from ..system import log, process_exit, shortages
+from ..toolchain import ninja
 from . import workdir
 from .compile_error import explain, is_lasting
 from .ninja_run import NinjaRun
@@ -268,9 +269,7 @@ def _places(job: CompileJob) -> list[str]:
 
 
 def _ninja() -> Path:
-    from ..toolchain.toolchain import find_ninja
-
-    ninja = find_ninja()
-    if not ninja.ok or ninja.path is None:
-        raise ToolchainError(f"{ninja.reason}; {ninja.remedy}")
-    return Path(ninja.path)
+    tool = ninja.find_ninja()
+    if not tool.ok or tool.path is None:
+        raise ToolchainError(f"{tool.reason}; {tool.remedy}")
+    return Path(tool.path)

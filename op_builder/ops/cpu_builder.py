@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .. import env, paths
 from ..cache.key import CompileJob
 from ..errors import BuildError
-from ..toolchain import cpu_isa, toolchain
+from ..toolchain import cpu_isa, host_compiler, ninja
 from .builder import Obstacle, OpBuilder
 from .instantiations import CpuKernel
 
@@ -45,7 +45,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
         return list(cpu_isa.flags(isa))
 
     def obstacles(self) -> list[Obstacle]:
-        tools = (toolchain.find_host_compiler(), toolchain.find_ninja())
+        tools = (host_compiler.find_host_compiler(), ninja.find_ninja())
         found = [
             Obstacle(f"{tool.name}: {tool.reason}", tool.remedy) for tool in tools if not tool.ok
         ]
@@ -57,7 +57,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
         return found
 
     def jobs(self, kernels: Sequence[CpuKernel]) -> list[CompileJob]:
-        compiler = toolchain.find_host_compiler()
+        compiler = host_compiler.find_host_compiler()
         return [
             CompileJob(
                 name=kernel.name,

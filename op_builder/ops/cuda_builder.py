@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from .. import env, paths
 from ..cache.key import CompileJob
 from ..errors import BuildError, ToolchainError
-from ..toolchain import arch, cutlass, gpu, nvcc, toolchain
+from ..toolchain import arch, cutlass, gpu, host_compiler, ninja, nvcc, nvcc_targets, toolkits
 from ..toolchain.arch import Arch
 from ..toolchain.cutlass import Cutlass
 from ..toolchain.gpu import Gpus
@@ -65,7 +65,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
 
     def supported_archs(self) -> tuple[str, ...]:
         """What the toolkits here compile for, "sm_80" and so on."""
-        real = (name for tool in toolchain.nvccs() for name in toolchain.targets(tool).real)
+        real = (name for tool in toolkits.nvccs() for name in nvcc_targets.targets(tool).real)
         return tuple(dict.fromkeys(real))
 
     def target_archs(self) -> tuple[Arch, ...]:
@@ -111,8 +111,8 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         """
         requested = self.requested_archs()
         supported: list[str] = []
-        for tool in toolchain.nvccs():
-            own = toolchain.targets(tool).real
+        for tool in toolkits.nvccs():
+            own = nvcc_targets.targets(tool).real
             try:
                 return arch.intersect(requested, device, own)[0]
             except ToolchainError:
@@ -172,9 +172,9 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
     def lacks(self) -> list[Obstacle]:
         """What compiling needs and this machine does not have, whatever it is compiled for."""
         tools = (
-            toolchain.find_nvcc(prove=True),
-            toolchain.find_host_compiler(),
-            toolchain.find_ninja(),
+            toolkits.find_nvcc(prove=True),
+            host_compiler.find_host_compiler(),
+            ninja.find_ninja(),
         )
         found = [
             Obstacle(f"{tool.name}: {tool.reason}", tool.remedy) for tool in tools if not tool.ok
@@ -189,9 +189,9 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         return found
 
     def jobs(self, kernels: Sequence[CudaKernel]) -> list[CompileJob]:
-        host, headers = toolchain.find_host_compiler(), cutlass.find_cutlass()
+        host, headers = host_compiler.find_host_compiler(), cutlass.find_cutlass()
         targets = [_target(kernel) for kernel in kernels]
-        compilers = {real: toolchain.find_nvcc(real) for real in {one.real for one in targets}}
+        compilers = {real: toolkits.find_nvcc(real) for real in {one.real for one in targets}}
         return [
             self._job(kernel, target, compilers[target.real], host, headers)
             for kernel, target in zip(kernels, targets, strict=True)
@@ -229,12 +229,12 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             stand_ins=tuple(
                 (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
             ),
-            prove=functools.partial(toolchain.prove, compiler, host),
+            prove=functools.partial(toolkits.prove, compiler, host),
         )
 
 
 def _versions() -> str:
-    return " and ".join(tool.version for tool in toolchain.nvccs())
+    return " and ".join(tool.version for tool in toolkits.nvccs())
 
 
 def _target(kernel: CudaKernel) -> Arch:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from .. import env
 from ..cache import search
 from ..errors import ToolchainError
-from ..toolchain import arch, toolchain
+from ..toolchain import arch, nvcc_targets, toolkits
 from ..toolchain.arch import Arch
 from . import presets
 from .cuda_builder import CUDAOpBuilder
@@ -64,11 +64,11 @@ class EvoformerAttnBuilder(CUDAOpBuilder):
         """Why the Sm90 templates cannot be compiled here for what is `requested` (None: by the
         environment); empty when they can.
         """
-        tool = toolchain.find_nvcc(arch.HOPPER.real)
+        tool = toolkits.find_nvcc(arch.HOPPER.real)
         if not tool.ok and requested is None and not search.holds("sm90_"):
             # PTX or code of Sm80's that somebody compiled beforehand still serves.
             return "there is no nvcc for sm_90a here, and nothing compiled for it"
-        supported = toolchain.targets(tool).real if tool.ok else None
+        supported = nvcc_targets.targets(tool).real if tool.ok else None
         return arch.hopper_obstacle(
             self.requested_archs() if requested is None else requested, supported
         )

@@ -24,8 +24,8 @@ from .. import env, paths
 from ..errors import ToolchainError
 from . import memo
 from .cpu_probe_sources import PROBES
+from .host_compiler import find_host_compiler
 from .tool import Tool, UnfitError, run
-from .toolchain import find_host_compiler
 
 CPU_ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 PROC_CPUINFO = Path("/proc/cpuinfo")

@@ -1,6 +1,6 @@
 """nvcc and its toolkit: where, which version, which architectures, or why not.
 
-Places, in the order in which they count where versions are equal (toolchain.py chooses):
+Places, in the order in which they count where versions are equal (toolkits.py chooses):
 
 1. `CUDA_HOME`, then `CUDA_PATH`
 2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them

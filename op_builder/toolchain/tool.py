@@ -87,6 +87,11 @@ def on_path(*programs: str) -> Iterable[Candidate]:
                 yield Candidate("PATH", path)
 
 
+def command_exists(command: str) -> bool:
+    """Whether a program is on PATH; alternatives are separated by `|`."""
+    return any(any(on_path(name.strip())) for name in command.split("|"))
+
+
 _TELLING_SHELL = ("/bin/sh", "-c", '"$@"; printf "\\n%d" "$?"', "sh")
 
 

@@ -13,7 +13,7 @@ from deepspeed4science import build_command
 from op_builder import EvoformerAttnBuilder
 from op_builder.ops import presets
 from op_builder.ops.instantiations import HEAD_DIM_TIERS
-from op_builder.toolchain.toolchain import find_nvcc
+from op_builder.toolchain.toolkits import find_nvcc
 from tests import fakes
 
 from .toys import REPOSITORY

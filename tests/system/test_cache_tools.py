@@ -152,7 +152,7 @@ def test_a_limit_that_is_no_number_costs_a_warning(workshop):
 def test_many_processes_build_load_and_evict_at_once(big):
     """Everybody always gets the right answer; in the end the cache is within its limit."""
     script = """
-from op_builder.cache import cache, loaded
+from op_builder.cache import cache, loaded_kernel
 from op_builder.build.loader import Loader
 cache.USE_GRAIN_S = -10.0  # nothing is safe for having been used just now
 answers = []
@@ -160,7 +160,7 @@ for name in 4 * ("a", "b", OWN, "c"):
     loader = Loader(jit.search.roots)  # as a new process would
     (kernel,) = loader.load([toy(name)], verbose=False)
     answers.append(kernel.run((2).to_bytes(4, sys.byteorder), 0))
-    loaded._in_use.clear()
+    loaded_kernel._in_use.clear()
 report(answers=answers)
 """
     processes = [

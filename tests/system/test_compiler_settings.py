@@ -13,7 +13,7 @@ import pytest
 
 from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, env
 from op_builder.ops.instantiations import CpuKernel
-from op_builder.toolchain import memo, nvcc, toolchain
+from op_builder.toolchain import host_compiler, memo, nvcc, nvcc_targets, toolkits
 from tests import fakes
 
 from .toys import REPOSITORY
@@ -85,7 +85,7 @@ print(json.dumps([found.origin, b"marked" in found.path.read_bytes()]))
 
 def test_a_kernel_made_under_other_settings_is_not_taken(folder):
     """A module of a cluster was loaded in one job and not in the other."""
-    if not toolchain.find_host_compiler().ok:
+    if not host_compiler.find_host_compiler().ok:
         pytest.skip("needs a compiler")
 
     def load(**changes):
@@ -106,13 +106,13 @@ def test_a_kernel_made_under_other_settings_is_not_taken(folder):
 def test_a_refusal_under_other_settings_is_not_remembered(folder, monkeypatch):
     """Flags that spoil every compilation, unset again: the toolkit is what it was."""
     monkeypatch.setenv("DS4S_CACHE_DIR", str(folder / "cache"))
-    real = toolchain.find_nvcc()
+    real = toolkits.find_nvcc()
     if not real.ok:
         pytest.skip(f"nvcc: {real.reason}; {real.remedy}")
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "--no-such-flag")
-    assert not toolchain.find_nvcc(prove=True).ok
+    assert not toolkits.find_nvcc(prove=True).ok
     monkeypatch.delenv("NVCC_APPEND_FLAGS")
-    assert toolchain.find_nvcc(prove=True).ok
+    assert toolkits.find_nvcc(prove=True).ok
 
 
 def test_a_poorer_answer_is_not_remembered(tmp_path, monkeypatch):
@@ -124,8 +124,8 @@ def test_a_poorer_answer_is_not_remembered(tmp_path, monkeypatch):
     script = '#!/bin/sh\n[ "$1" = --version ] || [ -e {0}/mended ] || exit 1\nexec {1}.whole "$@"\n'
     fakes.program(path, script.format(tmp_path, path))
     monkeypatch.setattr(nvcc, "_is_script", lambda _: False)
-    tool = toolchain.find_nvcc()
-    assert (tool.ok, toolchain.targets(tool)) == (True, toolchain.Targets())
+    tool = toolkits.find_nvcc()
+    assert (tool.ok, nvcc_targets.targets(tool)) == (True, nvcc_targets.Targets())
     (tmp_path / "mended").touch()
     memo._answers.clear()
-    assert "sm_80" in toolchain.targets(toolchain.find_nvcc()).real
+    assert "sm_80" in nvcc_targets.targets(toolkits.find_nvcc()).real

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from op_builder import paths
-from op_builder.toolchain import toolchain
+from op_builder.toolchain import host_compiler
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 NUM_KEYS = 96  # of a tile, as in cpu_tiles.cpp
@@ -19,7 +19,7 @@ THRESHOLD = {FLOAT32: 1e8, FLOAT16: 1e4}
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    host = toolchain.find_host_compiler()
+    host = host_compiler.find_host_compiler()
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
     path = tmp_path_factory.mktemp("host") / "cpu_tiles"

@@ -14,7 +14,7 @@ import pytest
 
 from op_builder import paths
 from op_builder.ops.instantiations import CudaKernel
-from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain import cutlass, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc import FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ UNITS = (
 
 @pytest.fixture(scope="module")
 def nvcc():
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     if not tool.ok:
         pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
     return tool
@@ -130,7 +130,7 @@ def wheel_folders(package):
 def disassembler():
     """nvdisasm from the wheel nvidia-cuda-nvdisasm or beside nvcc; None: PTX has to do."""
     folders = [folder / "bin" for folder in wheel_folders("cu13")]
-    if nvcc_path := toolchain.find_nvcc().path:
+    if nvcc_path := toolkits.find_nvcc().path:
         folders.append(nvcc_path.parent)
     return next((f / "nvdisasm" for f in folders if (f / "nvdisasm").is_file()), None)
 
@@ -206,7 +206,7 @@ def test_unit(unit, nvcc, includes, tmp_path):
     """
     arch = unit.kernel.arch.replace(".", "")
     target = f"sm_{arch}"
-    if target not in toolchain.targets(nvcc).real:
+    if target not in nvcc_targets.targets(nvcc).real:
         pytest.skip(f"nvcc {nvcc.version} does not compile for {target}")
     source = tmp_path / "unit.cu"
     source.write_text(unit.kernel.source())

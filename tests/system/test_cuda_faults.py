@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from op_builder.toolchain import toolchain
+from op_builder.toolchain import toolkits
 from tests import fakes
 
 from .toys import finish
@@ -31,7 +31,7 @@ extern "C" int cuInit(unsigned) { told("cuInit"); return 100; }
 @pytest.mark.parametrize("part", ["nvvm/bin/cicc", "bin/ptxas", "bin/cudafe++"])
 def test_a_part_of_nvcc_killed_for_memory_gets_the_hint(workshop, tmp_path, part):
     """The system kills what takes most, which is never nvcc itself."""
-    nvcc = toolchain.find_nvcc()
+    nvcc = toolkits.find_nvcc()
     damaged = fakes.changed_toolkit(nvcc.root, tmp_path / "toolkit", part, "kill -9 $$")
     script = f"""
 from pathlib import Path

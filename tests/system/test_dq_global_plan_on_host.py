@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from op_builder import paths
-from op_builder.toolchain import toolchain
+from op_builder.toolchain import host_compiler
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 H200 = 132
@@ -16,7 +16,7 @@ H200 = 132
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(wide, B, N, Lq, Lk, H, blocks) -> slots, elements of a slot, counters, adds_dbias2"""
-    host = toolchain.find_host_compiler()
+    host = host_compiler.find_host_compiler()
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
     path = tmp_path_factory.mktemp("host") / "dq_global_plan"

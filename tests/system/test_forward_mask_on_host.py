@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain import cutlass, host_compiler, toolkits
 from op_builder.toolchain.nvcc import include_folders
 
 from .stubs import with_stubs
@@ -17,7 +17,7 @@ HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
 
 def test_steps_that_a_tile_sees(tmp_path):
-    host, nvcc = toolchain.find_host_compiler(), toolchain.find_nvcc()
+    host, nvcc = host_compiler.find_host_compiler(), toolkits.find_nvcc()
     headers = cutlass.find_cutlass()
     for part in (host, nvcc, headers):
         if not part.ok:

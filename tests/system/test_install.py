@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain.toolchain import find_nvcc
+from op_builder.toolchain.toolkits import find_nvcc
 
 from . import trees
 from .trees import backend, environment, pip

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from op_builder.cache.loaded_kernel import ABI_VERSION
-from op_builder.toolchain import nvcc, toolchain
+from op_builder.toolchain import nvcc, toolkits
+from op_builder.toolchain.tool import Tool
 from tests import fakes
 
 from .test_report_situations import H200, Machine, Outcome, cuda_torch, report
@@ -42,7 +43,7 @@ def plant(root, architecture, count=2):
 
 @pytest.fixture(autouse=True)
 def real():
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     if not tool.ok:
         pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
     return tool
@@ -102,7 +103,7 @@ def test_no_cutlass(tmp_path: Path) -> None:
     assert "pip install --no-deps nvidia-cutlass" in seen.op(OP)["remedy"]
 
 
-def test_mixed_wheels(tmp_path: Path, real: toolchain.Tool) -> None:
+def test_mixed_wheels(tmp_path: Path, real: Tool) -> None:
     """They look whole; only compiling tells."""
     site = tmp_path / "site-packages"
     script = "echo \"Unsupported .version 9.5; current version is '9.0'\" >&2; exit 255"
@@ -123,7 +124,7 @@ def test_mixed_wheels(tmp_path: Path, real: toolchain.Tool) -> None:
     assert "passed over PyPI wheel: mixed wheels" in seen.json["warnings"][0]
 
 
-def test_several_toolkits_and_two_kinds_of_gpu(tmp_path: Path, real: toolchain.Tool) -> None:
+def test_several_toolkits_and_two_kinds_of_gpu(tmp_path: Path, real: Tool) -> None:
     """Each GPU is served by its own: Volta by an older one than the rest."""
     two = machine(tmp_path, A100, V100)
     fakes.toolkit(tmp_path / "usr-local" / "cuda-12.9", "12.9.86", ("70", "80", "90"))
@@ -280,7 +281,7 @@ def test_kernels_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert (seen.code, seen.op(OP)["state"]) == (1, "not")
 
 
-def test_a_toolkit_that_cannot_link(tmp_path: Path, real: toolchain.Tool) -> None:
+def test_a_toolkit_that_cannot_link(tmp_path: Path, real: Tool) -> None:
     """It compiles, and each first call would have failed at its end."""
     assert real.root is not None
     path = fakes.wheel_toolkit(real.root, tmp_path / "toolkit")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain import cutlass, host_compiler, toolkits
 from op_builder.toolchain.nvcc import include_folders
 
 from .stubs import with_stubs
@@ -17,8 +17,8 @@ HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     host, nvcc, headers = (
-        toolchain.find_host_compiler(),
-        toolchain.find_nvcc(),
+        host_compiler.find_host_compiler(),
+        toolkits.find_nvcc(),
         cutlass.find_cutlass(),
     )
     for part in (host, nvcc, headers):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from op_builder.toolchain import host_compiler, smoke, toolkits
 from op_builder.toolchain import nvcc as nvcc_module
-from op_builder.toolchain import smoke, toolchain
 from tests import fakes
 
 from .toys import Workshop
@@ -24,7 +24,7 @@ COUNTED = 'echo >> "$COUNT"; exec {real} "$@"'
 
 @pytest.fixture
 def real():
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     if not tool.ok:
         pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
     return tool
@@ -38,7 +38,7 @@ def own_cache(tmp_path, monkeypatch):
 def chosen(path, monkeypatch, where="CUDA_HOME"):
     """The toolkit of this nvcc, named by the user."""
     monkeypatch.setenv(where, str(path.parents[1]))
-    return toolchain.find_nvcc(prove=True)
+    return toolkits.find_nvcc(prove=True)
 
 
 def test_a_good_toolkit_is_tried_once_and_in_a_second(real, tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_good_toolkit_is_tried_once_and_in_a_second(real, tmp_path, monkeypatc
     path = fakes.changed_toolkit(
         real.root, tmp_path / "toolkit", "nvvm/bin/cicc", COUNTED.format(real=cicc)
     )
-    toolchain.find_host_compiler()
+    host_compiler.find_host_compiler()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     tool = chosen(path, monkeypatch)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -83,7 +83,7 @@ def test_parts_that_do_not_fit_together(how, wheels, real, tmp_path, monkeypatch
     for name in ("cuda_nvcc-13.0.88", "cuda_crt-13.0.88", "cuda_runtime-13.0.96", "nvvm-13.5.37"):
         fakes.file(site / f"nvidia_{name}.dist-info" / "METADATA")
     monkeypatch.setattr(nvcc_module, "_candidates", lambda: [candidate(path)])
-    tool = toolchain.find_nvcc(prove=True)
+    tool = toolkits.find_nvcc(prove=True)
     assert not tool.ok
     assert meaning in tool.reason
     if wheels:
@@ -122,7 +122,7 @@ def test_a_host_compiler_newer_than_nvcc(real, tmp_path, monkeypatch):
         'exec g++ "$@"\n',
     )
     monkeypatch.setenv("CXX", str(newer))
-    tool = toolchain.find_nvcc(prove=True)
+    tool = toolkits.find_nvcc(prove=True)
     assert not tool.ok
     assert f"nvcc {real.version} refuses the host compiler {newer}" in tool.reason
     assert "are not supported" in tool.reason
@@ -142,10 +142,10 @@ def test_believed_until_something_is_compiled(real, tmp_path, monkeypatch):
     """A job whose kernels are there already does not wait for a compiler to be tried."""
     path = fakes.changed_toolkit(real.root, tmp_path / "toolkit", "bin/ptxas", NEWER_PTX)
     monkeypatch.setenv("CUDA_HOME", str(path.parents[1]))
-    assert toolchain.find_nvcc().ok
-    host = toolchain.find_host_compiler()
-    assert smoke.problem(toolchain.find_nvcc(), host, prove=True) is not None
-    assert not toolchain.find_nvcc().ok, "known from now on"
+    assert toolkits.find_nvcc().ok
+    host = host_compiler.find_host_compiler()
+    assert smoke.problem(toolkits.find_nvcc(), host, prove=True) is not None
+    assert not toolkits.find_nvcc().ok, "known from now on"
 
 
 TOY_OP = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain import toolchain
+from op_builder.toolchain import host_compiler
 
 from .stubs import with_stubs
 
@@ -16,7 +16,7 @@ HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 
 
 def test_walks_over_what_is_visible(tmp_path):
-    host = toolchain.find_host_compiler()
+    host = host_compiler.find_host_compiler()
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
     path = tmp_path / "visible_keys"

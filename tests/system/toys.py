@@ -192,9 +192,9 @@ def _real_compiler(language: str) -> str:
         found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
         assert found, "these tests need a C++ compiler"
         return found
-    from op_builder.toolchain import toolchain
+    from op_builder.toolchain import toolkits
 
-    nvcc = toolchain.find_nvcc()
+    nvcc = toolkits.find_nvcc()
     if not nvcc.ok:
         import pytest
 

@@ -14,7 +14,7 @@ from deepspeed4science.backend_sm90 import Sm90Backend, tma_obstacle  # noqa: E4
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder  # noqa: E402
-from op_builder.toolchain import toolchain  # noqa: E402
+from op_builder.toolchain import nvcc_targets, toolkits  # noqa: E402
 from op_builder.toolchain.nvcc_targets import Targets  # noqa: E402
 from op_builder.toolchain.tool import Tool  # noqa: E402
 
@@ -44,8 +44,8 @@ def hopper(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend_cuda, "_capability", lambda device: (9, 0))
     tool = Tool("nvcc", ok=True)
-    monkeypatch.setattr(toolchain, "nvccs", lambda **_: iter((tool,)))
-    monkeypatch.setattr(toolchain, "targets", lambda tool: Targets(("sm_90", "sm_90a")))
+    monkeypatch.setattr(toolkits, "nvccs", lambda **_: iter((tool,)))
+    monkeypatch.setattr(nvcc_targets, "targets", lambda tool: Targets(("sm_90", "sm_90a")))
     sm80 = backend_cuda.CudaBackend("sm80")
     monkeypatch.setattr(backends, "BACKENDS", (Sm90Backend(), sm80))
 

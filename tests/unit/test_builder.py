@@ -10,8 +10,7 @@ from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder
 from op_builder.errors import BuildError
 from op_builder.ops import prebuild
 from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
-from op_builder.toolchain import cpu_isa
-from op_builder.toolchain import toolchain as toolchain_module
+from op_builder.toolchain import cpu_isa, host_compiler
 from op_builder.toolchain.tool import Tool
 
 NO_COMPILER = Tool("host compiler", reason="no c++ on PATH", remedy="apt-get install g++")
@@ -19,7 +18,7 @@ NO_COMPILER = Tool("host compiler", reason="no c++ on PATH", remedy="apt-get ins
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    monkeypatch.setattr(toolchain_module, "find_host_compiler", lambda: NO_COMPILER)
+    monkeypatch.setattr(host_compiler, "find_host_compiler", lambda: NO_COMPILER)
     monkeypatch.setattr(cpu_isa, "find_host_compiler", lambda: NO_COMPILER)
 
 

@@ -21,7 +21,7 @@ from op_builder.ops.instantiations import (
     head_dim_tier,
 )
 from op_builder.ops.presets import Row
-from op_builder.toolchain import arch, gpu, toolchain
+from op_builder.toolchain import arch, gpu, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc_targets import Targets
 from op_builder.toolchain.tool import Tool
 
@@ -43,8 +43,8 @@ def nvcc(monkeypatch):
 
 def set_nvcc(monkeypatch, *real):
     tool = Tool("nvcc", Path("/nvcc"), "13.0.88", ok=True)
-    monkeypatch.setattr(toolchain, "nvccs", lambda **_: iter((tool,)))
-    monkeypatch.setattr(toolchain, "targets", lambda tool: Targets(real))
+    monkeypatch.setattr(toolkits, "nvccs", lambda **_: iter((tool,)))
+    monkeypatch.setattr(nvcc_targets, "targets", lambda tool: Targets(real))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_without_sm_90a_sm80_serves_hopper_and_says_why(nvcc, monkeypatch):
 
 def test_without_nvcc_hopper_takes_what_was_compiled_beforehand(nvcc, monkeypatch, tmp_path):
     """A wheel for 8.0+PTX runs on 9.0; one that holds Sm90 kernels has them used."""
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda *rest, **more: Tool("nvcc", reason="none"))
-    monkeypatch.setattr(toolchain, "nvccs", lambda *rest, **more: [])
+    monkeypatch.setattr(toolkits, "find_nvcc", lambda *rest, **more: Tool("nvcc", reason="none"))
+    monkeypatch.setattr(toolkits, "nvccs", lambda *rest, **more: [])
     monkeypatch.setattr(paths, "prebuilt_root", lambda: tmp_path)
     monkeypatch.setenv("DS4S_CACHE_DIR", str(tmp_path / "own"))
     assert BUILDER.families((9, 0)) == ("sm80",)

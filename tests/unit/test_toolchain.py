@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from op_builder.errors import ToolchainError
-from op_builder.toolchain import gpu, nvcc, toolchain
+from op_builder.toolchain import gpu, host_compiler, ninja, nvcc, nvcc_targets, tool, toolkits
 from tests import fakes
 
 CONCERNED = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "CXX", "CC", "NVCC_PREPEND_FLAGS")
@@ -44,14 +44,14 @@ def real_compiler() -> str:
 
 
 def test_no_nvcc_says_so_and_what_to_install() -> None:
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert not tool.ok
     assert tool.path is None
     assert "no CUDA compiler" in tool.reason
     assert "cuda-toolkit[nvcc" in tool.remedy
     assert "CUDA_HOME" in tool.remedy
     with pytest.raises(ToolchainError, match="nvcc: no CUDA compiler was found; pip install"):
-        toolchain.installed_cuda_version()
+        toolkits.installed_cuda_version()
 
 
 def _cuda_home(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -100,10 +100,10 @@ def test_places_are_searched_in_the_documented_order(
 ) -> None:
     expected, *_ = [place(bare_machine, monkeypatch) for place in PLACES[first:]]
     importlib.invalidate_caches()
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert tool.ok, tool.reason
     assert tool.where_found == expected
-    assert toolchain.installed_cuda_version() == (12, 6)
+    assert toolkits.installed_cuda_version() == (12, 6)
     assert not tool.passed_over
 
 
@@ -117,7 +117,7 @@ def test_the_newest_of_all_places_is_taken(
     for name in ("9.2.148", "12.4.131"):  # the first is too old to serve
         fakes.toolkit(bare_machine / "usr-local" / f"cuda-{name[:-4]}", name)
     importlib.invalidate_caches()
-    assert toolchain.find_nvcc().where_found == expected
+    assert toolkits.find_nvcc().where_found == expected
 
 
 @pytest.mark.parametrize("place", [_cuda_home, _cuda_path])
@@ -129,25 +129,25 @@ def test_a_named_toolkit_rules_whatever_else_is_there(
     """Naming is an instruction: for an architecture that it cannot do, too."""
     expected = place(bare_machine, monkeypatch)
     fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88", ("75", "130"))
-    assert toolchain.find_nvcc("sm_130").where_found == expected
-    assert [tool.where_found for tool in toolchain.nvccs()] == [expected]
+    assert toolkits.find_nvcc("sm_130").where_found == expected
+    assert [tool.where_found for tool in toolkits.nvccs()] == [expected]
 
 
 def test_volta_gets_the_older_of_two_toolkits(bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda-12.9", "12.9.41", ("70", "75", "90"))
     fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88", ("75", "90", "110"))
-    assert toolchain.find_nvcc().version == "13.0.88"
-    assert toolchain.find_nvcc("sm_70").version == "12.9.41"
-    assert toolchain.find_nvcc("sm_90a").version == "13.0.88"
-    assert toolchain.find_nvcc("sm_110").version == "13.0.88"
-    assert toolchain.find_nvcc("sm_35").version == "13.0.88", "whose list a refusal then names"
+    assert toolkits.find_nvcc().version == "13.0.88"
+    assert toolkits.find_nvcc("sm_70").version == "12.9.41"
+    assert toolkits.find_nvcc("sm_90a").version == "13.0.88"
+    assert toolkits.find_nvcc("sm_110").version == "13.0.88"
+    assert toolkits.find_nvcc("sm_35").version == "13.0.88", "whose list a refusal then names"
 
 
 def test_one_toolkit_in_several_places_is_one(bare_machine: Path) -> None:
     nvcc_path = fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
     (bare_machine / "usr-local" / "cuda").symlink_to(bare_machine / "usr-local" / "cuda-13.0")
     fakes.wrapper(bare_machine / "bin" / "nvcc", nvcc_path)
-    assert [tool.where_found for tool in toolchain.nvccs()] == ["PATH"]
+    assert [tool.where_found for tool in toolkits.nvccs()] == ["PATH"]
 
 
 @pytest.mark.parametrize(
@@ -161,35 +161,35 @@ def test_what_the_driver_does_not_serve_comes_last(
 ) -> None:
     monkeypatch.setattr(gpu, "detect", lambda: gpu.Gpus(driver=driver))
     fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
-    assert toolchain.find_nvcc().version == "13.0.88", "better than none"
+    assert toolkits.find_nvcc().version == "13.0.88", "better than none"
     _system(bare_machine, monkeypatch)
-    assert toolchain.find_nvcc().version == expected
+    assert toolkits.find_nvcc().version == expected
 
 
 def test_newest_wheel_and_newest_system_toolkit_come_first(bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda-9.2", "9.2.148")
     fakes.toolkit(bare_machine / "usr-local" / "cuda-12.9", "12.9.41")
     fakes.toolkit(bare_machine / "usr-local" / "cuda-13.0", "13.0.88")
-    assert toolchain.find_nvcc().version == "13.0.88"
+    assert toolkits.find_nvcc().version == "13.0.88"
     for name, version in (("cu13", "13.1.1"), ("cu14", "14.0.1")):
         fakes.toolkit(bare_machine / "site-packages" / "nvidia" / name, version)
     importlib.invalidate_caches()
-    assert toolchain.find_nvcc().version == "14.0.1"
+    assert toolkits.find_nvcc().version == "14.0.1"
 
 
 def test_the_toolkit_behind_a_shell_script_on_path_is_the_real_root(bare_machine: Path) -> None:
     real = fakes.toolkit(bare_machine / "opt" / "cuda")
     fakes.wrapper(bare_machine / "bin" / "nvcc", real)
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert (tool.ok, tool.path, tool.root) == (True, real, bare_machine / "opt" / "cuda")
-    assert toolchain.cudart_folder(tool) == bare_machine / "opt" / "cuda" / "lib"
+    assert nvcc.cudart_folder(tool) == bare_machine / "opt" / "cuda" / "lib"
 
 
 def test_a_new_toolkit_behind_the_same_script_is_noticed(bare_machine: Path) -> None:
     for version in ("12.8.1", "13.0.88"):
         real = fakes.toolkit(bare_machine / version, version)
         fakes.wrapper(bare_machine / "bin" / "nvcc", real)
-        assert toolchain.find_nvcc().version == version
+        assert toolkits.find_nvcc().version == version
 
 
 def test_a_cuda_home_without_nvcc_is_passed_over_and_told(
@@ -199,7 +199,7 @@ def test_a_cuda_home_without_nvcc_is_passed_over_and_told(
     start."""
     monkeypatch.setenv("CUDA_HOME", str(bare_machine / "runtime-only"))
     _system(bare_machine, monkeypatch)
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert tool.ok
     assert tool.passed_over == (f"CUDA_HOME: there is no {bare_machine}/runtime-only/bin/nvcc",)
 
@@ -217,7 +217,7 @@ MISSING_PARTS = {
 def test_a_toolkit_with_a_part_missing_is_unfit(part: str, bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda")
     (bare_machine / "usr-local" / "cuda" / part).unlink()
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert not tool.ok
     assert MISSING_PARTS[part] in tool.reason
     assert tool.remedy
@@ -227,7 +227,7 @@ def test_mixed_versions_are_unfit(bare_machine: Path) -> None:
     root = bare_machine / "site-packages" / "nvidia" / "cu13"
     fakes.toolkit(root, "13.0.88")
     fakes.file(root / "include" / "cuda_runtime_api.h", "#define CUDART_VERSION  13020\n")
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert not tool.ok
     assert "nvcc is of CUDA 13.0.88 but the headers" in tool.reason
     assert "13.2" in tool.reason
@@ -238,7 +238,7 @@ def test_an_unfit_toolkit_does_not_hide_a_fit_one(
 ) -> None:
     fakes.program(bare_machine / "bin" / "nvcc", "#!/bin/sh\necho broken >&2\nexit 3\n")
     _system(bare_machine, monkeypatch)
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert tool.ok
     assert tool.version == "12.6.1"
     assert len(tool.passed_over) == 1
@@ -250,9 +250,9 @@ def test_a_mended_nvcc_is_believed_again(bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda")
     cicc = bare_machine / "usr-local" / "cuda" / "nvvm" / "bin" / "cicc"
     cicc.unlink()
-    assert not toolchain.find_nvcc().ok
+    assert not toolkits.find_nvcc().ok
     cicc.touch()
-    assert toolchain.find_nvcc().ok
+    assert toolkits.find_nvcc().ok
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_mended_nvcc_is_believed_again(bare_machine: Path) -> None:
 )
 def test_an_nvcc_that_is_none(text: str, says: str, bare_machine: Path) -> None:
     fakes.program(bare_machine / "bin" / "nvcc", text)
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert not tool.ok
     assert says in tool.reason
     assert tool.remedy
@@ -273,7 +273,7 @@ def test_an_nvcc_that_is_none(text: str, says: str, bare_machine: Path) -> None:
 
 def test_an_old_cuda_is_refused_with_the_oldest_that_serves(bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda", "10.2.89")
-    tool = toolchain.find_nvcc()
+    tool = toolkits.find_nvcc()
     assert not tool.ok
     assert "10.2.89" in tool.reason
     assert "11.8" in tool.reason
@@ -281,23 +281,23 @@ def test_an_old_cuda_is_refused_with_the_oldest_that_serves(bare_machine: Path) 
 
 def test_targets_hold_the_suffixed_names_that_nvcc_does_not_list(bare_machine: Path) -> None:
     fakes.toolkit(bare_machine / "usr-local" / "cuda", "13.0.88", ("75", "90", "120"))
-    real = toolchain.targets(toolchain.find_nvcc()).real
+    real = nvcc_targets.targets(toolkits.find_nvcc()).real
     assert set(real) == {"sm_75", "sm_90", "sm_120", "sm_90a", "sm_120a", "sm_120f"}
     fakes.toolkit(bare_machine / "usr-local" / "cuda", "11.8.89", ("70", "90"))
-    old = toolchain.targets(toolchain.find_nvcc())
+    old = nvcc_targets.targets(toolkits.find_nvcc())
     assert old.real == ("sm_70", "sm_90")
     assert old.virtual == ("compute_70", "compute_90")
 
 
 def test_no_nvcc_has_no_targets() -> None:
-    assert toolchain.targets(toolchain.find_nvcc()).real == ()
+    assert nvcc_targets.targets(toolkits.find_nvcc()).real == ()
 
 
 # --- host compiler --------------------------------------------------------------------------------
 
 
 def test_no_compiler_says_so_and_what_to_install() -> None:
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert not tool.ok
     assert "no C++ compiler was found" in tool.reason
     assert "apt-get install g++" in tool.remedy
@@ -306,7 +306,7 @@ def test_no_compiler_says_so_and_what_to_install() -> None:
 
 def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.defpath)
-    tool = toolchain.find_host_compiler() if real_compiler() else None
+    tool = host_compiler.find_host_compiler() if real_compiler() else None
     assert tool is not None
     assert tool.ok
     assert tool.where_found == "PATH"
@@ -322,7 +322,7 @@ def test_cxx_may_carry_a_launcher_and_flags(
     compiler = real_compiler()
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setenv("CXX", f"{before}{compiler}{after}")
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert (tool.ok, tool.where_found, str(tool.path)) == (True, "CXX", compiler)
 
 
@@ -332,7 +332,7 @@ def test_a_cxx_that_is_not_there_is_an_error_and_not_passed_over(
 ) -> None:
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setenv("CXX", cxx)
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert not tool.ok
     assert f"CXX={cxx}" in tool.reason
 
@@ -356,7 +356,7 @@ def test_cc_names_its_sibling(
     fakes.wrapper(bare_machine / "bin" / cxx, Path(real_compiler()))
     monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
     monkeypatch.setenv("CC", cc)
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert tool.ok
     assert tool.where_found == "CC"
     assert tool.path == bare_machine / "bin" / cxx
@@ -378,7 +378,7 @@ def test_a_compiler_that_cannot_compile_is_unfit_whatever_it_says(
 ) -> None:
     text, says = LAME[lame]
     fakes.program(bare_machine / "bin" / "g++", text)
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert not tool.ok
     assert says in tool.reason
     assert tool.remedy
@@ -390,7 +390,7 @@ def test_a_lame_compiler_does_not_hide_a_good_one(
     real_compiler()
     fakes.program(bare_machine / "bin" / "c++", LAME["writes nothing"][0])
     monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
-    tool = toolchain.find_host_compiler()
+    tool = host_compiler.find_host_compiler()
     assert tool.ok
     assert tool.path != bare_machine / "bin" / "c++"
     assert len(tool.passed_over) == 1
@@ -402,7 +402,7 @@ NINJA = "#!/bin/sh\necho {version}\n"
 
 
 def test_no_ninja_says_so(monkeypatch: pytest.MonkeyPatch, bare_machine: Path) -> None:
-    tool = toolchain.find_ninja()
+    tool = ninja.find_ninja()
     assert (tool.ok, tool.reason, tool.remedy) == (
         False,
         "ninja was not found",
@@ -425,7 +425,7 @@ def test_the_packages_ninja_comes_before_path(
     fakes.program(path, NINJA.format(version="1.13.2.git"))
     fakes.program(tmp_path / "bin" / "ninja", NINJA.format(version="1.10.0"))
     monkeypatch.setattr(sys, "path", fakes.import_path(site))
-    tool = toolchain.find_ninja()
+    tool = ninja.find_ninja()
     assert (tool.ok, tool.where_found, tool.version, tool.path) == (
         True,
         "PyPI package",
@@ -433,21 +433,21 @@ def test_the_packages_ninja_comes_before_path(
         path,
     )
     shutil.rmtree(site / "ninja")
-    assert toolchain.find_ninja().where_found == "PATH"
+    assert ninja.find_ninja().where_found == "PATH"
 
 
 def test_fedoras_name_for_ninja(bare_machine: Path) -> None:
     fakes.program(bare_machine / "bin" / "ninja-build", NINJA.format(version="1.11.1"))
-    assert toolchain.find_ninja().version == "1.11.1"
+    assert ninja.find_ninja().version == "1.11.1"
 
 
 def test_command_exists(bare_machine: Path) -> None:
     fakes.program(bare_machine / "bin" / "something", "#!/bin/sh\n")
     fakes.file(bare_machine / "bin" / "not-executable")
-    assert toolchain.command_exists("something")
-    assert toolchain.command_exists("nothing|something")
-    assert not toolchain.command_exists("nothing")
-    assert not toolchain.command_exists("not-executable")
+    assert tool.command_exists("something")
+    assert tool.command_exists("nothing|something")
+    assert not tool.command_exists("nothing")
+    assert not tool.command_exists("not-executable")
 
 
 def test_a_relative_folder_on_path_gives_an_absolute_program(
@@ -457,4 +457,4 @@ def test_a_relative_folder_on_path_gives_an_absolute_program(
     fakes.program(bare_machine / "bin" / "ninja", NINJA.format(version="1.12.0"))
     monkeypatch.chdir(bare_machine)
     monkeypatch.setenv("PATH", "bin")
-    assert toolchain.find_ninja().path == bare_machine / "bin" / "ninja"
+    assert ninja.find_ninja().path == bare_machine / "bin" / "ninja"

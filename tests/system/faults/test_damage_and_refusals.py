@@ -297,9 +297,9 @@ def test_missing_ninja(workshop):
     script = """
 from op_builder.build import build
 from op_builder.toolchain.tool import Tool
-import op_builder.toolchain.toolchain as toolchain
+import op_builder.toolchain.ninja as ninja
 missing = Tool("ninja", reason="ninja was not found", remedy="pip install ninja")
-toolchain.find_ninja = lambda: missing
+ninja.find_ninja = lambda: missing
 try:
     load()
 except ToolchainError as error:

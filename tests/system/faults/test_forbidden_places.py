@@ -7,10 +7,10 @@ from op_builder import env
 # Everything that asks the file system for programs, headers and folders, then a kernel.
 ASK = """
 from op_builder import ALL_OPS
-from op_builder.toolchain import cutlass, toolchain
+from op_builder.toolchain import cutlass, ninja, toolkits
 from deepspeed4science import probes
 obstacles = [[str(one) for one in op.obstacles()] for op in ALL_OPS.values()]
-toolchain.find_ninja(), toolchain.find_nvcc(), cutlass.find_cutlass()
+ninja.find_ninja(), toolkits.find_nvcc(), cutlass.find_cutlass()
 report(**load())
 """
 PLACES = [

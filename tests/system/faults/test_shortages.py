@@ -35,8 +35,8 @@ def test_no_programs_may_run_from_the_cache(workshop, mount_noexec):
 
 LIMITED = """
 import resource
-from op_builder.toolchain import toolchain
-toolchain.find_ninja()
+from op_builder.toolchain import ninja
+ninja.find_ninja()
 resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
 """
 
