@@ -13,7 +13,7 @@ from ..cache import evict, lock, search
 from ..cache.cache import last_seconds
 from ..cache.key import CompileJob, Hashes
 from ..cache.loaded_kernel import LoadedKernel
-from ..cache.lock import UnitLock
+from ..cache.lock import Failure, Holder, Note, UnitLock
 from ..cache.publish import Built
 from ..cache.search import Root
 from ..errors import BuildError, CompileError, ToolchainError
@@ -124,7 +124,7 @@ class Build:
 
     def make(self, units: list[Unit]) -> None:
         """Never waits for a lock while holding another: no two processes wait for each other."""
-        notes: dict[str, dict[str, object]] = {}  # what each contended lock said when first met
+        notes: dict[str, Note | None] = {}  # what each contended lock said when first met
         began = time.monotonic()
         remaining = list(units)
         pause = _POLL_S
@@ -152,7 +152,7 @@ class Build:
             except BuildError as error:
                 log.warn_once(str(error))
 
-    def _may_build(self, unit: Unit, notes: dict[str, dict[str, object]], began: float) -> bool:
+    def _may_build(self, unit: Unit, notes: dict[str, Note | None], began: float) -> bool:
         """The unit's lock is ours, or there are no locks here, or its holder took too long."""
         ident = unit.job.ident
         held = UnitLock(self._root, ident)
@@ -163,10 +163,10 @@ class Build:
             return True
         self._held[ident] = held
         left = held.previous
-        if left.get("of") == _places(unit.job) and left != notes.get(ident, left):
-            # Somebody tried while we waited; the same files would fail here in the same way.
+        tried = ident in notes and left != notes[ident]  # by somebody, while we waited
+        if tried and isinstance(left, Failure) and left.files == _files(unit.job):
             held.write(left)
-            self._finish(unit, CompileError(str(left.get("failed"))))
+            self._finish(unit, CompileError(left.message))
             return False
         kernel = search.load_existing(unit.job, self._roots, Hashes())
         if kernel is not None:
@@ -174,11 +174,11 @@ class Build:
         return kernel is None
 
     def _wait_longer(
-        self, unit: Unit, held: UnitLock, notes: dict[str, dict[str, object]], began: float
+        self, unit: Unit, held: UnitLock, notes: dict[str, Note | None], began: float
     ) -> bool:
         if unit.job.ident not in notes:
             note = notes[unit.job.ident] = held.read()
-            who = f"process {note.get('pid', '?')} on {note.get('host', '?')}"
+            who = note if isinstance(note, Holder) else "another process"
             unit.messages.append(f"waiting for {who}, which is compiling {unit.job.title}")
         if time.monotonic() - began < _PATIENCE_S:
             return False
@@ -232,7 +232,7 @@ class Build:
                 error = explain(failed, self._root / "failed")
                 held = self._held.get(failed.job.ident)
                 if held is not None and is_lasting(failed):
-                    held.write({"failed": str(error), "of": _places(failed.job), "at": time.time()})
+                    held.write(Failure(str(error), _files(failed.job), time.time()))
                 self._finish(by_ident[failed.job.ident], error)
         except OSError as error:
             remedy = shortages.remedy(str(error)) or "free some space there or set TMPDIR"
@@ -263,9 +263,9 @@ def _require_compiler(job: CompileJob) -> None:
         job.prove()
 
 
-def _places(job: CompileJob) -> list[str]:
+def _files(job: CompileJob) -> tuple[str, ...]:
     """Which files a job is made of here: an error is shared by those who have the same ones."""
-    return [str(job.compiler), *map(str, job.include_dirs)]
+    return (str(job.compiler), *map(str, job.include_dirs))
 
 
 def _ninja() -> Path:

@@ -17,8 +17,8 @@ import os
 import socket
 import stat
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import paths
 from ..system import files, ownership
@@ -30,11 +30,35 @@ class NoLockError(Exception):
     """No lock can be had here: go on without."""
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who is compiling the unit."""
+
+    pid: int
+    host: str
+    since: float  # seconds since 1970
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the last one who compiled it failed."""
+
+    message: str
+    files: tuple[str, ...]  # the compiler and the include folders it was with
+    at: float  # seconds since 1970: tells two failures of one kind apart
+
+
+Note = Holder | Failure
+
+
 class UnitLock:
     def __init__(self, root: Path, ident: str) -> None:
         self._root = root
         self.path = root / "locks" / f"{ident}.lock"
-        self.previous: dict[str, Any] = {}  # what the holder before us left
+        self.previous: Note | None = None  # what the holder before us left
         self._handle: int | None = None
 
     def try_acquire(self) -> bool:
@@ -54,7 +78,7 @@ class UnitLock:
         self._handle = handle
         _held.add(handle)
         self.previous = self.read()
-        self.write({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+        self.write(Holder(os.getpid(), socket.gethostname(), time.time()))
         return True
 
     def _open(self) -> int:
@@ -88,22 +112,37 @@ class UnitLock:
             os.close(self._handle)
             self._handle = None
 
-    def read(self) -> dict[str, Any]:
-        """What the last holder wrote; {} when nothing or nonsense. Needs no lock."""
+    def read(self) -> Note | None:
+        """What the last holder wrote; None when nothing or nonsense. Needs no lock."""
         try:
-            content = json.loads(files.read(self.path))
+            return _parse(json.loads(files.read(self.path)))
         except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+            return None
 
-    def write(self, content: dict[str, Any]) -> None:
+    def write(self, note: Note) -> None:
         """Leave a note for those who wait; a full disk may swallow it."""
         if self._handle is None:
             return
         with contextlib.suppress(OSError):
-            data = json.dumps(content).encode()
+            data = json.dumps(_fields(note)).encode()
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, data, 0)
+
+
+def _fields(note: Note) -> dict[str, object]:
+    if isinstance(note, Holder):
+        return {"pid": note.pid, "host": note.host, "since": note.since}
+    return {"failed": note.message, "of": list(note.files), "at": note.at}
+
+
+def _parse(content: object) -> Note | None:
+    """None for what `_fields` does not write: anybody may have written to the file."""
+    match content:
+        case {"pid": int(pid), "host": str(host), "since": int() | float() as since}:
+            return Holder(pid, host, since)
+        case {"failed": str(message), "of": [*named], "at": int() | float() as at}:
+            return Failure(message, tuple(map(str, named)), at)
+    return None
 
 
 def forget_after_fork() -> None:
