@@ -7,7 +7,6 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from ..cache.key import CompileJob
@@ -15,7 +14,7 @@ from ..cache.loaded_kernel import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
 from ..system import log, process_exit
 from . import status
-from .status import OpStatus
+from .status import Obstacle, OpStatus
 
 KernelT = TypeVar("KernelT")
 
@@ -23,17 +22,6 @@ _MOST_UNFIT_TOOLKITS = 4  # to pass over before giving up
 
 # Every kernel that a builder has loaded in this process: asking again costs a look into this.
 _ready: dict[object, LoadedKernel] = {}
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """One reason why an op cannot be compiled here, and the command or setting that mends it."""
-
-    reason: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 class LoadedOp(Generic[KernelT]):
@@ -121,8 +109,16 @@ class OpBuilder(ABC, Generic[KernelT]):
         return not obstacles
 
     def status(self) -> OpStatus:
-        """How ready the op is here: compiled, compilable, or not and why. Compiles nothing."""
-        return status.of(self)
+        """How ready the op is here: compiled, compilable, or not and why. Compiles nothing.
+
+        Never raises for a machine that lacks something: that is an obstacle.
+        """
+        obstacles = self.obstacles()
+        try:
+            jobs = self.jobs(self.kernels_here())
+        except BuildError as error:
+            return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))
+        return status.of(jobs, obstacles)
 
     @abstractmethod
     def default_kernels(self) -> list[KernelT]:

@@ -8,8 +8,9 @@ from .. import env, paths
 from ..cache.key import CompileJob
 from ..errors import BuildError
 from ..toolchain import cpu_isa, host_compiler, ninja
-from .builder import Obstacle, OpBuilder
+from .builder import OpBuilder
 from .instantiations import CpuKernel
+from .status import Obstacle
 
 # The largest unit takes gcc 12 about 190 MiB; other compilers and larger units get some room.
 _MEMORY_BYTES = 512 << 20

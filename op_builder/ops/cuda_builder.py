@@ -16,8 +16,9 @@ from ..toolchain.arch import Arch
 from ..toolchain.cutlass import Cutlass
 from ..toolchain.gpu import Gpus
 from ..toolchain.tool import Tool
-from .builder import Obstacle, OpBuilder
+from .builder import OpBuilder
 from .instantiations import CudaKernel
+from .status import Obstacle
 
 # nvcc needs about this for the largest unit.
 _MEMORY_BYTES = 3 << 30

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from ..cache import cache, search
 from ..cache.cache import Entry
 from ..cache.key import CompileJob, Hashes
 from ..cache.search import Root
-from ..errors import BuildError
 from ..toolchain import elf
 
-if TYPE_CHECKING:
-    from .builder import Obstacle, OpBuilder
-
 STATES = ("prebuilt", "cached", "buildable", "not")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One reason why an op cannot be compiled here, and the command or setting that mends it."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 @dataclass(frozen=True)
@@ -34,18 +40,8 @@ class OpStatus:
         return self.state != "not"
 
 
-def of(builder: OpBuilder[Any]) -> OpStatus:
-    """Prebuilt or cached as soon as one kernel is; obstacles then concern only the others.
-
-    Never raises for a machine that lacks something: that is an obstacle.
-    """
-    from .builder import Obstacle
-
-    obstacles = builder.obstacles()
-    try:
-        jobs = builder.jobs(builder.kernels_here())
-    except BuildError as error:
-        return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))
+def of(jobs: Sequence[CompileJob], obstacles: Sequence[Obstacle]) -> OpStatus:
+    """Prebuilt or cached as soon as one kernel is; obstacles then concern only the others."""
     hashes = Hashes()
     found = {job: place for job in jobs if (place := _find(job, hashes))}
     unfit = _unfit([job for job in jobs if job not in found])

@@ -51,7 +51,7 @@ cuda = _N(
 # A CUDA op as the report sees one, in the state that a test wants.
 FAKE_CUDA_OP = """\
 import op_builder
-from op_builder.ops.builder import Obstacle
+from op_builder.ops.status import Obstacle
 from op_builder.ops.status import OpStatus
 class CudaOp:
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN"
