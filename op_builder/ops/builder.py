@@ -7,7 +7,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ..cache.key import CompileJob
 from ..cache.loaded_kernel import LoadedKernel
@@ -16,7 +16,20 @@ from ..system import log, process_exit
 from . import status
 from .status import Obstacle, OpStatus
 
-KernelT = TypeVar("KernelT")
+
+class Kernel(Protocol):
+    """What a builder must know of a kernel. Equal ones are one kernel: hashable by content."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def usual_seconds(self) -> float: ...
+
+    def source(self) -> str: ...
+
+
+KernelT = TypeVar("KernelT", bound=Kernel)
 
 _MOST_UNFIT_TOOLKITS = 4  # to pass over before giving up
 

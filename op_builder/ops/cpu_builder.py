@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from .. import env, paths
 from ..cache.key import CompileJob
 from ..errors import BuildError
 from ..toolchain import cpu_isa, host_compiler, ninja
-from .builder import OpBuilder
-from .instantiations import CpuKernel
+from .builder import Kernel, OpBuilder
 from .status import Obstacle
 
 # The largest unit takes gcc 12 about 190 MiB; other compilers and larger units get some room.
 _MEMORY_BYTES = 512 << 20
 
 
-class CPUOpBuilder(OpBuilder[CpuKernel]):
+class IsaKernel(Kernel, Protocol):
+    @property
+    def isa(self) -> str: ...  # one of cpu_isa.CPU_ISAS
+
+
+IsaKernelT = TypeVar("IsaKernelT", bound=IsaKernel)
+
+
+class CPUOpBuilder(OpBuilder[IsaKernelT]):
     DEVICE = "cpu"
 
     def sources(self) -> list[str]:
@@ -57,7 +65,7 @@ class CPUOpBuilder(OpBuilder[CpuKernel]):
             found.append(Obstacle(str(error), ""))
         return found
 
-    def jobs(self, kernels: Sequence[CpuKernel]) -> list[CompileJob]:
+    def jobs(self, kernels: Sequence[IsaKernelT]) -> list[CompileJob]:
         compiler = host_compiler.find_host_compiler()
         return [
             CompileJob(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from .. import env, paths
 from ..cache.key import CompileJob
@@ -16,15 +17,22 @@ from ..toolchain.arch import Arch
 from ..toolchain.cutlass import Cutlass
 from ..toolchain.gpu import Gpus
 from ..toolchain.tool import Tool
-from .builder import OpBuilder
-from .instantiations import CudaKernel
+from .builder import Kernel, OpBuilder
 from .status import Obstacle
 
 # nvcc needs about this for the largest unit.
 _MEMORY_BYTES = 3 << 30
 
 
-class CUDAOpBuilder(OpBuilder[CudaKernel]):
+class ArchKernel(Kernel, Protocol):
+    @property
+    def arch(self) -> str: ...  # what nvcc compiles for: "9.0a"
+
+
+ArchKernelT = TypeVar("ArchKernelT", bound=ArchKernel)
+
+
+class CUDAOpBuilder(OpBuilder[ArchKernelT]):
     DEVICE = "cuda"
 
     def __init__(self, gpus: Gpus | None = None) -> None:
@@ -189,7 +197,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
             found.append(Obstacle(str(error), ""))
         return found
 
-    def jobs(self, kernels: Sequence[CudaKernel]) -> list[CompileJob]:
+    def jobs(self, kernels: Sequence[ArchKernelT]) -> list[CompileJob]:
         host, headers = host_compiler.find_host_compiler(), cutlass.find_cutlass()
         targets = [_target(kernel) for kernel in kernels]
         compilers = {real: toolkits.find_nvcc(real) for real in {one.real for one in targets}}
@@ -199,7 +207,7 @@ class CUDAOpBuilder(OpBuilder[CudaKernel]):
         ]
 
     def _job(
-        self, kernel: CudaKernel, target: Arch, compiler: Tool, host: Tool, headers: Cutlass
+        self, kernel: ArchKernel, target: Arch, compiler: Tool, host: Tool, headers: Cutlass
     ) -> CompileJob:
         lacks = [
             f"{what.name}: {what.reason}; {what.remedy}" for what in (compiler, host) if not what.ok
@@ -238,6 +246,6 @@ def _versions() -> str:
     return " and ".join(tool.version for tool in toolkits.nvccs())
 
 
-def _target(kernel: CudaKernel) -> Arch:
+def _target(kernel: ArchKernel) -> Arch:
     (one,) = arch.parse(kernel.arch, source="architecture of a kernel")
     return one

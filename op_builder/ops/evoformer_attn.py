@@ -25,7 +25,7 @@ from .instantiations import (
 from .presets import Call
 
 
-class EvoformerAttnBuilder(CUDAOpBuilder):
+class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
     NAME = "evoformer_attn"
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN"
 

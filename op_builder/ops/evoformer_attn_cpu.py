@@ -14,7 +14,7 @@ from .instantiations import DIRECTIONS, CpuKernel
 from .presets import Call
 
 
-class EvoformerAttnCPUBuilder(CPUOpBuilder):
+class EvoformerAttnCPUBuilder(CPUOpBuilder[CpuKernel]):
     NAME = "evoformer_attn_cpu"
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN_CPU"
 

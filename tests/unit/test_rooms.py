@@ -50,6 +50,14 @@ def test_nothing_is_imported_from_a_room_above(module):
     assert upward(module, modules()[module].read_text()) == []
 
 
+@pytest.mark.parametrize("module", ["ops.builder", "ops.cpu_builder", "ops.cuda_builder"])
+def test_a_generic_builder_knows_no_op(module):
+    of_ops = ("ops.evoformer_attn", "ops.instantiations", "ops.presets")
+    assert [
+        name for name in imports(module, modules()[module].read_text()) if name.startswith(of_ops)
+    ] == []
+
+
 def test_every_module_stands_in_a_room():
     beside = {name for name in modules() if "." not in name}
     assert beside == set(BESIDE)
