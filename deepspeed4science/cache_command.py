@@ -80,7 +80,7 @@ def rows() -> list[tuple[Row, Entry]]:
 
 
 def _row(place: str, entry: Entry) -> Row:
-    room = evict.room(entry.folder)
+    usage = evict.usage(entry.folder)
     created = entry.meta["created"]
     tools = dict(entry.meta["identity"])
     return Row(
@@ -88,8 +88,8 @@ def _row(place: str, entry: Entry) -> Row:
         name=entry.name,
         key=entry.key,
         targets=entry.targets,
-        size_bytes=room.size,
-        last_used=room.used,
+        size_bytes=usage.size_bytes,
+        last_used=usage.last_used,
         compiled=created["time"],
         seconds=entry.meta["seconds"],
         host=created["host"],
@@ -183,8 +183,8 @@ def _clear(options: argparse.Namespace) -> int:
         chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
     removed = [row for folder, row in chosen.items() if staging.remove(folder)]
     if not options.entry and options.unused_days is None:
-        for room in evict.rooms(root, "units"):  # what is no entry any more
-            staging.remove(room.folder)
+        for left in evict.usages(root, "units"):  # what is no entry any more
+            staging.remove(left.folder)
         for part in ("aside", "failed", "memo"):
             shutil.rmtree(root / part, ignore_errors=True)
     size = sum(row.size_bytes for row in removed) / 2**20

@@ -23,12 +23,12 @@ DEFAULT_MAX_MB = 2048
 
 
 @dataclass(frozen=True)
-class Room:
+class Usage:
     """What one folder of `units/` or `aside/` takes."""
 
     folder: Path
-    used: float  # when it was last used, in seconds since 1970
-    size: int
+    last_used: float  # seconds since 1970
+    size_bytes: int
 
 
 def limit_bytes() -> int | None:
@@ -47,41 +47,41 @@ def make_room(root: Path) -> list[Path]:
     limit = limit_bytes()
     if limit is None:
         return []
-    damaged, entries = list(rooms(root, "aside")), list(rooms(root, "units"))
-    excess = sum(room.size for room in (*damaged, *entries)) - limit
+    damaged, entries = list(usages(root, "aside")), list(usages(root, "units"))
+    excess = sum(one.size_bytes for one in (*damaged, *entries)) - limit
     in_use = {path.parent for path in loaded_kernel.in_use()}
     newest = time.time() - cache.USE_GRAIN_S
     candidates = [
         *damaged,
-        *(room for room in sorted(entries, key=_age) if room.folder not in in_use),
+        *(one for one in sorted(entries, key=_age) if one.folder not in in_use),
     ]
     removed: list[Path] = []
-    for room in candidates:
+    for one in candidates:
         if excess <= 0:
             break
-        if room.folder.parent.name == "units" and cache.used(room.folder) > newest:
+        if one.folder.parent.name == "units" and cache.used(one.folder) > newest:
             continue
-        if staging.remove(room.folder):
-            removed.append(room.folder)
-        excess -= room.size
+        if staging.remove(one.folder):
+            removed.append(one.folder)
+        excess -= one.size_bytes
     return removed
 
 
-def rooms(root: Path, part: str) -> Iterator[Room]:
+def usages(root: Path, part: str) -> Iterator[Usage]:
     """Every folder of `root`'s part "units" or "aside", but for those being published."""
     with contextlib.suppress(OSError):
         for folder in sorted((root / part).iterdir()):
             if not folder.name.startswith("."):
-                yield room(folder)
+                yield usage(folder)
 
 
-def room(folder: Path) -> Room:
+def usage(folder: Path) -> Usage:
     """Of no size when it has just gone."""
     size = 0
     with contextlib.suppress(OSError):
         size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
-    return Room(folder, cache.used(folder), size)
+    return Usage(folder, cache.used(folder), size)
 
 
-def _age(room: Room) -> float:
-    return room.used
+def _age(one: Usage) -> float:
+    return one.last_used
