@@ -1,6 +1,7 @@
 """op_builder's rooms import downwards only, as docs/architecture.md says."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_generic_builder_knows_no_op(module):
     assert [
         name for name in imports(module, modules()[module].read_text()) if name.startswith(of_ops)
     ] == []
+
+
+def test_the_docs_name_every_module_in_its_room():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    _, _, table = text.partition("| room | what is in it |")
+    named, room_ = set(), ""
+    for row in table.splitlines():
+        first, _, rest = row.removeprefix("| ").partition("|")
+        room_ = first.strip(" `") if first.strip() else room_
+        prefix = room_.replace("/", ".") if room_.endswith("/") else ""
+        named |= {prefix + name for name in re.findall(r"`(\w+)\.py`", rest if prefix else row)}
+    assert named == {name for name in modules() if not name.endswith("__init__")}
 
 
 def test_every_module_stands_in_a_room():
