@@ -1,6 +1,10 @@
 // CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products into one bias gradient, with no
 // workspace and no order among them. The backward's own bias gradients meet through the same additions
 // (common/atomic_add.h); this form serves a CUTLASS threadblock GEMM.
+//
+// Sm70 takes one partition of K: the swizzle of CUTLASS's Volta operands has a period of eight steps of 4, and a warp
+// of its main loop counts its own steps from 0 (mma_tensor_op_tile_iterator_sm70.h), so warps of later partitions read
+// others' elements.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/default_epilogue_tensor_op.h>
@@ -39,6 +43,7 @@ template <typename Shape_, typename WarpMmaTensorOp_, int PartitionsK, typename 
           bool ScatterD, typename PermuteDLayout>
 struct BiasGradEpilogue<cutlass::arch::Sm70, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_, ElementsPerAccess,
                         ScatterD, PermuteDLayout> {
+  static_assert(PartitionsK == 1, "CUTLASS's main loop for Sm70 does not cut K among the warps of a block");
   using Default =
       cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOp<Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
                                                                    ElementsPerAccess, ScatterD, PermuteDLayout>;
@@ -63,6 +68,7 @@ template <int Rank, typename Shape_, typename WarpMmaTensorOp_, int PartitionsK,
           int ElementsPerAccess>
 struct BiasGradEpilogueAffineRankN<cutlass::arch::Sm70, Rank, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_,
                                    ElementsPerAccess> {
+  static_assert(PartitionsK == 1, "CUTLASS's main loop for Sm70 does not cut K among the warps of a block");
   using Default = cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOpAffineRankN<
       Rank, Shape_, WarpMmaTensorOp_, PartitionsK, OutputOp_, ElementsPerAccess>;
   using OutputTileIterator = ds4s::PredicatedTileIteratorAffineRankNAtomic<typename Default::OutputTileThreadMap,
