@@ -18,9 +18,9 @@ from op_builder.toolchain import cutlass, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc import FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLES = (
-    REPOSITORY / "tests" / "cpp" / "device" / "forward_examples.cu",
-    REPOSITORY / "tests" / "cpp" / "device" / "epilogue_grad_bias.cu",
+EXAMPLES = tuple(
+    REPOSITORY / "tests" / "cpp" / "device" / f"{name}.cu"
+    for name in ("forward_examples", "forward_tiles", "epilogue_grad_bias")
 )
 
 
@@ -337,6 +337,6 @@ def test_examples_run(source, nvcc, includes, tmp_path):
         pytest.skip("no CUDA device")
     major, minor = torch.cuda.get_device_capability()
     program = tmp_path / "examples"
-    flags = ["-std=c++17", f"-arch=sm_{major}{minor}", "-cudart", "static"]
+    flags = ["-std=c++17", "-O2", f"-arch=sm_{major}{minor}", "-cudart", "static"]
     compiled([nvcc.path, *flags, *includes, "-o", program, source])
     compiled([program])

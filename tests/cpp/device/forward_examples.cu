@@ -1,64 +1,15 @@
 // The forward headers used the way their published examples use them, each against a plain loop on the host:
 //   AttentionBiasEpilogue<MatrixShape<64, 64>, half_t, 256, BroadcastA, ...> writing a float tile,
 //   MemoryEfficientAttentionNormalize first, middle and last,
-//   AttentionKernel<half_t, Sm80, true, 64, 64, false, true, BroadcastA, BroadcastB> (and Sm75, Sm70, both value
-//   modes),
-//     launched over (query blocks, heads, batch).
+//   AttentionKernel<half_t, Sm80, true, 64, 64, false, true, BroadcastA, BroadcastB>, launched over (query blocks,
+//     heads, batch) with the fields of Params that the documents list, head dimensions up to 256, any scale.
 // A program: nvcc -std=c++17 -arch=native -I csrc/deepspeed4science/evoformer_attn -I <cutlass>/include; exit code 0
 // when everything agrees. Elsewhere it is compiled only.
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <vector>
-
-#include "kernel_forward.h"
+#include "attention_case.h"
 
 namespace {
 
 using cutlass::half_t;
-
-int failures = 0;
-
-void report(const char* name, double error, double limit) {
-  bool ok = error <= limit;  // false for NaN
-  std::printf("%s %s: error %.2e, limit %.2e\n", ok ? "ok  " : "FAIL", name, error, limit);
-  failures += !ok;
-}
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("FAIL %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-template <typename T>
-struct Device {
-  T* ptr = nullptr;
-  size_t count;
-  explicit Device(size_t n) : count(n) {
-    check(cudaMalloc(&ptr, n * sizeof(T)), "cudaMalloc");
-    check(cudaMemset(ptr, 0xff, n * sizeof(T)), "cudaMemset");  // NaN: what is not written shows
-  }
-  explicit Device(const std::vector<T>& host) : Device(host.size()) {
-    check(cudaMemcpy(ptr, host.data(), count * sizeof(T), cudaMemcpyHostToDevice), "copy to device");
-  }
-  ~Device() { cudaFree(ptr); }
-  std::vector<T> host() const {
-    std::vector<T> x(count);
-    check(cudaMemcpy(x.data(), ptr, count * sizeof(T), cudaMemcpyDeviceToHost), "copy to host");
-    return x;
-  }
-};
-
-template <typename T>
-std::vector<T> random_values(size_t n, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> x(n);
-  for (T& value : x) value = T(normal(generator));
-  return x;
-}
 
 // ---- AttentionBiasEpilogue ----
 
@@ -131,100 +82,70 @@ void test_normalize() {
 
 // ---- AttentionKernel ----
 
-template <typename ForwardKernel>
-void test_attention(const char* name, int head_dim_value) {
-  const int B = 2, N = 2, num_heads = 3, seq_len = 136, head_dim = 32;
-  const int batch_size = B * N;
-  const size_t rows = size_t(batch_size) * num_heads * seq_len;
-  auto q = random_values<half_t>(rows * head_dim, 1), k = random_values<half_t>(rows * head_dim, 2);
-  auto v = random_values<half_t>(rows * head_dim_value, 3);
-  auto bias1 = random_values<half_t>(size_t(batch_size) * seq_len, 4);
-  auto bias2 = random_values<half_t>(size_t(B) * num_heads * seq_len * seq_len, 5);
-  Device<half_t> query(q), key(k), value(v), d_bias1(bias1), d_bias2(bias2), output(rows * head_dim_value);
-  Device<float> accum(rows * head_dim_value), logsumexp(rows);
+using ForwardKernel = AttentionKernel<cutlass::half_t,      // FP16
+                                      cutlass::arch::Sm80,  // Ampere
+                                      true,                 // Aligned
+                                      64,                   // Queries per block
+                                      64,                   // Keys per block
+                                      false,                // Multi-iteration for large Dv
+                                      true,                 // Support bias
+                                      BroadcastA,           // Row-wise bias
+                                      BroadcastB            // Matrix bias
+                                      >;
+using AttentionWithBias =
+    AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, false, true, BroadcastA, BroadcastNoLoad>;
+// The document's formula, with kNumThreads the number of threads that is launched.
+static_assert(ForwardKernel::kMinBlocksPerSm ==
+              getWarpsPerSm<cutlass::half_t, cutlass::arch::Sm80>() / (ForwardKernel::kNumThreads / 32));
 
-  typename ForwardKernel::Params params;
-  params.query_ptr = query.ptr;
-  params.key_ptr = key.ptr;
-  params.value_ptr = value.ptr;
-  params.bias1_ptr = d_bias1.ptr;
-  params.bias2_ptr = d_bias2.ptr;
-  params.output_ptr = output.ptr;
-  params.output_accum_ptr = accum.ptr;
-  params.logsumexp_ptr = logsumexp.ptr;
-  params.scale = 1.0f / sqrtf(head_dim);
-  params.head_dim = head_dim;
-  params.head_dim_value = head_dim_value;
-  params.num_queries = params.num_keys = seq_len;
-  params.num_heads = num_heads;
-  params.num_batches = batch_size;
-  params.B = B;
-  params.N = N;
-  params.q_strideM = params.k_strideM = head_dim;
-  params.v_strideM = params.o_strideM = head_dim_value;
-  params.q_strideH = params.k_strideH = int64_t(seq_len) * head_dim;
-  params.v_strideH = params.o_strideH = int64_t(seq_len) * head_dim_value;
-  params.q_strideB = params.k_strideB = params.q_strideH * num_heads;
-  params.v_strideB = params.o_strideB = params.v_strideH * num_heads;
-  params.bias1_strideB = int64_t(N) * seq_len;
-  params.bias1_strideN = seq_len;
-  params.bias2_strideB = int64_t(num_heads) * seq_len * seq_len;
-  params.bias2_strideH = int64_t(seq_len) * seq_len;
-  params.bias2_strideM = seq_len;
+void test_forward() {
+  auto test = [](const char* name, const AttentionCase& c) {
+    test_attention<ForwardKernel>(name, c, limit_of<half_t>());
+  };
+  const float scale = 1.0f / sqrtf(32);
+  test("AttentionKernel", {4, 3, 136, 136, 32, 32, scale});
+  test("AttentionKernel through the buffer", {4, 3, 136, 136, 32, 32, scale, true});
+  test("AttentionKernel, bias rows of 77 elements", {2, 3, 77, 77, 32, 32, scale});
+  test("AttentionKernel, D = 136", {2, 2, 200, 200, 136, 136, 1 / sqrtf(136)});
+  test("AttentionKernel, D = 136 through the buffer", {2, 2, 200, 200, 136, 136, 1 / sqrtf(136), true});
+  test("AttentionKernel, D = 256", {2, 2, 200, 200, 256, 256, 1 / 16.f});
+  test("AttentionKernel, D = 256 through the buffer", {2, 2, 200, 200, 256, 256, 1 / 16.f, true});
+  test("AttentionKernel, D = 32, Dv = 200", {2, 2, 100, 170, 32, 200, scale});
+  test("AttentionKernel, scale 0", {2, 2, 100, 170, 32, 32, 0.f});
+  test("AttentionKernel, scale below 0", {2, 2, 100, 170, 32, 32, -2.f});
+  test("AttentionKernel, scale below 0, D = 136", {2, 2, 100, 170, 136, 136, -0.5f, true});
+  test_attention<AttentionWithBias>("AttentionKernel, row bias", {4, 3, 136, 136, 32, 32, scale}, limit_of<half_t>());
+}
 
-  dim3 grid((seq_len + 64 - 1) / 64, num_heads, batch_size);
-  dim3 block(ForwardKernel::kNumThreads);
-  check(cudaFuncSetAttribute(attention_forward<ForwardKernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             ForwardKernel::kSharedBytes),
-        "shared memory");
-  attention_forward<ForwardKernel><<<grid, block, ForwardKernel::kSharedBytes>>>(params);
-  check(cudaGetLastError(), "launch");
-  check(cudaDeviceSynchronize(), "attention_forward");
-
-  auto out = output.host();
-  auto lse = logsumexp.host();
-  double wrong = 0, norm = 0, lse_error = 0;
-  std::vector<double> p(seq_len);
-  for (size_t row = 0; row < rows; ++row) {
-    size_t i = row % seq_len, head_row = row - i, bh = row / seq_len, batch = bh / num_heads, h = bh % num_heads;
-    double sum = 0;
-    for (int j = 0; j < seq_len; ++j) {
-      double s = 0;
-      for (int d = 0; d < head_dim; ++d)
-        s += double(float(q[row * head_dim + d])) * float(k[(head_row + j) * head_dim + d]);
-      s = s * params.scale + float(bias1[batch * seq_len + j]) +
-          float(bias2[(((batch / N) * num_heads + h) * seq_len + i) * seq_len + j]);
-      sum += p[j] = std::exp(s);
-    }
-    lse_error = std::fmax(lse_error, std::fabs(std::log(sum) - lse[row]));
-    for (int d = 0; d < head_dim_value; ++d) {
-      double want = 0;
-      for (int j = 0; j < seq_len; ++j) want += p[j] / sum * float(v[(head_row + j) * head_dim_value + d]);
-      double got = float(out[row * head_dim_value + d]);
-      wrong += (got - want) * (got - want);
-      norm += want * want;
-    }
-  }
-  report(name, std::sqrt(wrong / norm) + lse_error, 1e-3);
+void test_check_supported() {
+  alignas(16) half_t x[16];
+  using Kernel = AttentionKernel<half_t, cutlass::arch::Sm80, true, 64, 64, true, true, BroadcastA, BroadcastNoLoad>;
+  typename Kernel::Params good;
+  good.query_ptr = good.key_ptr = good.value_ptr = x;
+  good.output_ptr = good.bias1_ptr = x;
+  good.head_dim = 32, good.num_queries = good.num_keys = 77;
+  good.q_strideM = good.k_strideM = good.v_strideM = 32;
+  report("check_supported", Kernel::check_supported(good) == nullptr);
+  auto refused = [&](const char* name, auto change) {
+    auto p = good;
+    change(p);
+    report(name, Kernel::check_supported(p) != nullptr);
+  };
+  refused("check_supported: a stride of half a piece", [](auto& p) { p.k_strideM = 36; });
+  refused("check_supported: D is not whole pieces", [](auto& p) { p.head_dim = 30; });
+  refused("check_supported: an address between pieces", [&](auto& p) { p.query_ptr = x + 1; });
+  refused("check_supported: D above the tier", [](auto& p) { p.head_dim = 136; });
+  refused("check_supported: no bias", [](auto& p) { p.bias1_ptr = nullptr; });
+  refused("check_supported: no keys", [](auto& p) { p.num_keys = 0; });
 }
 
 }  // namespace
 
 int main() {
-  using namespace cutlass::arch;
+  test_check_supported();
   test_bias_epilogue();
   test_normalize();
-  using Sm80Buffered = AttentionKernel<half_t, Sm80, true, 64, 64, false, true, BroadcastA, BroadcastB>;
-  using Sm75Buffered = AttentionKernel<half_t, Sm75, true, 64, 64, false, true, BroadcastA, BroadcastB>;
-  using Sm70Buffered = AttentionKernel<half_t, Sm70, true, 64, 64, false, true, BroadcastA, BroadcastB>;
-  using Sm80Registers = AttentionKernel<half_t, Sm80, true, 64, 64, true, true, BroadcastA, BroadcastB, 32>;
-  using Sm70Unaligned = AttentionKernel<half_t, Sm70, false, 64, 32, true, true, BroadcastA, BroadcastB, 32>;
-  test_attention<Sm80Registers>("AttentionKernel Sm80, O in registers", 32);
-  test_attention<Sm70Unaligned>("AttentionKernel Sm70, unaligned", 29);
-  test_attention<Sm80Buffered>("AttentionKernel Sm80, O through the buffer", 32);
-  test_attention<Sm80Buffered>("AttentionKernel Sm80, Dv = 200 through the buffer", 200);
-  test_attention<Sm75Buffered>("AttentionKernel Sm75, O through the buffer", 32);
-  test_attention<Sm70Buffered>("AttentionKernel Sm70, O through the buffer", 72);
+  test_forward();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

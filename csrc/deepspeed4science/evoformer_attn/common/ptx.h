@@ -78,13 +78,16 @@ CUTLASS_DEVICE float2 unpack(uint32_t d) {
   }
 }
 
-// Two bfloat16, or a float, times a power of two: fma.rn.bf16x2 (9.7.4.4), of which -0 is the addend.
+// Two 16-bit numbers, or a float, times a power of two or 0: of bfloat16 fma.rn.bf16x2 (9.7.4.4), with -0 added.
 template <typename T>
 CUTLASS_DEVICE uint32_t scale_word(uint32_t x, float factor) {
   if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
     uint32_t y;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(pack<T>(factor, factor)), "r"(0x80008000u));
     return y;
+  } else if constexpr (sizeof(T) == 2) {
+    float2 pair = unpack<T>(x);
+    return pack<T>(pair.x * factor, pair.y * factor);
   } else {
     return __float_as_uint(__uint_as_float(x) * factor);
   }

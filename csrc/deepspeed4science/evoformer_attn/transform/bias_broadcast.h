@@ -181,7 +181,8 @@ struct ScoreThreadMap {
 
 }  // namespace ds4s
 
-// ref[row][column] = bias1 + bias2 over a tile; elements outside the extent count as 0. The caller synchronises.
+// ref[row][column] = bias1 - shift1 + bias2 over a tile; elements outside the extent count as 0. The caller
+// synchronises.
 template <typename Shape, typename scalar_t, int kThreads, template <typename, typename, typename> class Broadcast1_,
           template <typename, typename, typename> class Broadcast2_>
 struct AttentionBiasEpilogue {
@@ -194,7 +195,7 @@ struct AttentionBiasEpilogue {
 
   // stride: elements between the rows of a matrix bias.
   CUTLASS_DEVICE void operator()(const Ref& ref, scalar_t* ptr1, scalar_t* ptr2, int thread_id,
-                                 const cutlass::MatrixCoord& extent, int64_t stride) {
+                                 const cutlass::MatrixCoord& extent, int64_t stride, float shift1 = 0.f) {
     typename Broadcast1::Fragment frag1;
     typename Broadcast2::Fragment frag2;
     frag1.clear();
@@ -208,7 +209,7 @@ struct AttentionBiasEpilogue {
       for (int e = 0; e < kElementsPerAccess; ++e) {
         int i = s * kElementsPerAccess + e;
         float sum = 0;
-        if constexpr (Broadcast1::kEnable) sum += float(frag1[i]);
+        if constexpr (Broadcast1::kEnable) sum += float(frag1[i]) - shift1;
         if constexpr (Broadcast2::kEnable) sum += float(frag2[i]);
         ref.at({start.strided() + s * ThreadMap::Delta::kStrided, start.contiguous() + e}) = sum;
       }

@@ -34,7 +34,8 @@ struct Forward {
   using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys,
                                  /*kSingleValueIteration=*/true, kBias1 || kBias2,
                                  Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
-                                 kHeadDim, kHeadDimValue, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps>;
+                                 kHeadDim, kHeadDimValue, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
+                                 /*kIsComplete=*/true>;
 
   static int64_t workspace_bytes(const FwdParams& p) {
     return KeyMaskBuffers<FwdParams>(p).bytes() + copy1_bytes(p) + (needs_copy2(p) ? rows2(p).bytes() : 0);

@@ -48,7 +48,7 @@ struct ForwardBlock {
         lane(int(threadIdx.x) & 31),
         warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
         warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
-        inv_scale(K::kExact ? 1.f : K::kQFactor / params.scale),
+        inv_scale(K::kExact ? 1.f : K::kQFactor / scale_of(params)),
         lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
@@ -63,6 +63,16 @@ struct ForwardBlock {
     int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column();
     if constexpr (K::Bias1::kIsMatrix) bias1_ptr += offset;
     if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
+  }
+
+  // The scores' factor, which is positive: Q takes its sign.
+  CUTLASS_DEVICE static float scale_of(const Params& params) {
+    if constexpr (K::kIsComplete) return params.scale;
+    return params.scale == 0.f ? 1.f : fabsf(params.scale);
+  }
+  CUTLASS_DEVICE float q_factor() const {
+    if constexpr (K::kIsComplete) return K::kQFactor;
+    return p.scale == 0.f ? 0.f : copysignf(K::kQFactor, p.scale);
   }
 
   // What is asked for once a block of keys: in shared memory, for the loop leaves no registers for it (24 bytes
@@ -86,6 +96,8 @@ struct ForwardBlock {
     return keys(row).seek(block, [&] { pass_over(); });
   }
 
+  CUTLASS_DEVICE float softmax_scale() const { return K::kExact ? 1.f : scale_of(p) / K::kQFactor; }
+
   // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
   CUTLASS_DEVICE void run(Params& whole) {
     Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
@@ -99,7 +111,7 @@ struct ForwardBlock {
     prepare_q(q);
     if constexpr (Keys::kSkips && !kPreparesQ) __syncthreads();  // constants
 
-    Softmax softmax(K::kExact ? 1.f : p.scale / K::kQFactor);
+    Softmax softmax(softmax_scale());
     float o[K::kTilesO][8];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < K::kTilesO; ++j) {
@@ -203,7 +215,7 @@ struct ForwardBlock {
     Constants row;
     if constexpr (Keys::kSkips) row = {p.key_mask.visible, p.bias1_ptr, p.key_mask.shift_of(0)};
     int block = seek(0, row);
-    if constexpr (K::kAsync && K::kSingleValueIteration) {
+    if constexpr (K::kAsync) {
       load_keys(block, 0), store_row(block, 0, load_row(block, row), row);
     }
     if constexpr (Keys::kSkips) {
@@ -227,35 +239,37 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < K::kStepsD; ++step) {
         load_q(q[step], step);
-        scale_q(reinterpret_cast<uint32_t*>(&q[step]), sizeof(FragA) / 4, 1);
+        scale_q<int(sizeof(FragA)) / 4, /*kStep=*/1>(reinterpret_cast<uint32_t*>(&q[step]), /*first=*/0);
       }
     } else if constexpr (K::kScalesQ) {
       wait_for_loads();
-      static_assert(QTile::kBytes / 4 % K::kNumThreads == 0, "as many words for every thread");
-      scale_q(reinterpret_cast<uint32_t*>(sQ()) + thread, QTile::kBytes / 4, K::kNumThreads);
+      scale_q<QTile::kBytes / 4, K::kNumThreads>(reinterpret_cast<uint32_t*>(sQ()), thread);
       __syncthreads();
     }
   }
-  CUTLASS_DEVICE static void scale_q(uint32_t* words, int count, int step) {
+  // Words first, first + kStep, .. below kCount.
+  template <int kCount, int kStep>
+  CUTLASS_DEVICE void scale_q(uint32_t* words, int first) const {
     if constexpr (K::kScalesQ) {
+      words += first;
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < count; x += step) words[x] = ptx::scale_word<scalar_t>(words[x], K::kQFactor);
+      for (int x = 0; x < kCount; x += kStep) {
+        if (kCount % kStep == 0 || first + x < kCount) words[x] = ptx::scale_word<scalar_t>(words[x], q_factor());
+      }
     }
   }
 
   // In place of load_keys.
   CUTLASS_DEVICE void pass_over() {
     k_loader.advance();
-    if constexpr (K::kSingleValueIteration) v_loader.advance();
+    v_loader.advance();
   }
   CUTLASS_DEVICE void load_keys(int block, int stage) {
     int left = p.num_keys - block * kKeys;
     k_loader.load(sK(stage), left);
     k_loader.advance();
-    if constexpr (K::kSingleValueIteration) {
-      v_loader.load(sV(stage), left);
-      v_loader.advance();
-    }
+    v_loader.load(sV(stage), left);
+    v_loader.advance();
     if constexpr (K::kAsync) ptx::cp_async_commit();
   }
 

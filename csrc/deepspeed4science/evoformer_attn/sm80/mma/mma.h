@@ -27,7 +27,11 @@
 namespace ds4s {
 
 template <typename scalar_t, typename ArchTag, bool kTf32 = false, typename = void>
-struct WarpMma;
+struct WarpMma {
+  static_assert(sizeof(scalar_t) == 0,
+                "no matrix instruction of this architecture multiplies this type: bfloat16 and TF32 begin with Sm80, "
+                "16-bit types are not multiplied as TF32; take half_t, or float in full precision");
+};
 
 // Index in a stripe of 32 for column c of tile j. A natural order, for plain matrices.
 struct NaturalOrder {
