@@ -93,8 +93,8 @@ struct AttentionKernel {
 
   // Biases. A row bias goes through shared memory (it is every row's), a matrix bias straight into registers.
   using TileShape = cutlass::MatrixShape<kQueriesPerBlock, kKeysPerBlock>;
-  using RowShape = cutlass::MatrixShape<kNumThreads / kKeysPerStage, kKeysPerStage>;  // one element a thread
-  using RowMap = ds4s::SweepThreadMap<RowShape, kNumThreads, 1>;
+  using RowShape = cutlass::MatrixShape<1, kKeysPerStage>;
+  using RowMap = ds4s::RowThreadMap;
   using MatrixMap = ds4s::ScoreThreadMap<Mma, kWarpsM, kIsAligned && kIsComplete>;
   template <template <typename, typename, typename> class Broadcast>
   struct Bias {

@@ -17,7 +17,27 @@
 #include <cutlass/pitch_linear_coord.h>
 #include <cutlass/tensor_ref.h>
 
+#include "../common/ptx.h"
+
 namespace ds4s {
+
+// One element in a register as it stands: what is loaded early is waited for where it is used (ptx::load_bits).
+template <typename scalar_t>
+struct ElementBits {
+  uint32_t bits = 0;
+  CUTLASS_DEVICE void clear() { bits = 0; }
+  CUTLASS_DEVICE float value() const { return ptx::bits_to_float<scalar_t>(bits); }
+};
+
+// What a thread of a map reads: an array, or with a member kKeepsBits = true one element's bits.
+template <typename ThreadMap, typename scalar_t, typename = void>
+struct MapFragment {
+  using Type = cutlass::Array<scalar_t, ThreadMap::Iterations::kCount * ThreadMap::kElementsPerAccess>;
+};
+template <typename ThreadMap, typename scalar_t>
+struct MapFragment<ThreadMap, scalar_t, typename cutlass::platform::enable_if<ThreadMap::kKeepsBits>::type> {
+  using Type = ElementBits<scalar_t>;
+};
 
 template <typename ThreadMap, typename = void>
 struct MapIsAligned {
@@ -85,6 +105,14 @@ CUTLASS_DEVICE void load_tile(Fragment& frag, const scalar_t* ptr, int thread_id
     load(No(), No());
   }
 }
+template <typename ThreadMap, typename scalar_t>
+CUTLASS_DEVICE void load_tile(ElementBits<scalar_t>& element, const scalar_t* ptr, int thread_id,
+                              const cutlass::MatrixCoord& extent, int64_t stride) {
+  auto start = ThreadMap::initial_offset(thread_id);
+  const uint32_t column = start.contiguous();
+  element.clear();
+  if (column < uint32_t(extent.column())) element.bits = ptx::load_bits(ptr + start.strided() * stride + column);
+}
 
 }  // namespace ds4s
 
@@ -92,7 +120,7 @@ template <typename ThreadMap, typename Shape, typename scalar_t>
 struct BroadcastNoLoad {
   static const bool kEnable = false;
   static const bool kIsRow = false;  // one value for each column, whatever the row
-  using Fragment = cutlass::Array<scalar_t, ThreadMap::Iterations::kCount * ThreadMap::kElementsPerAccess>;
+  using Fragment = typename ds4s::MapFragment<ThreadMap, scalar_t>::Type;
 
   CUTLASS_DEVICE static void load(Fragment&, scalar_t*, int, const cutlass::MatrixCoord&, int64_t) {}
   CUTLASS_DEVICE static scalar_t* advance(scalar_t* ptr, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) {
@@ -156,6 +184,13 @@ struct SweepThreadMap {
   CUTLASS_DEVICE static cutlass::PitchLinearCoord initial_offset(int thread) {
     return {thread % kThreadsPerRow * kElementsPerAccess, thread / kThreadsPerRow};
   }
+};
+
+// One element of a row, whose index the thread gives as its id.
+struct RowThreadMap {
+  static constexpr int kElementsPerAccess = 1;
+  static constexpr bool kKeepsBits = true;
+  CUTLASS_DEVICE static cutlass::PitchLinearCoord initial_offset(int index) { return {index, 0}; }
 };
 
 // The accumulator's own layout (sm80/mma/mma.h): what a lane reads is what it adds to its scores. Warps are numbered

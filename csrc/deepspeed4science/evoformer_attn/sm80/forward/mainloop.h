@@ -79,7 +79,7 @@ struct ForwardBlock {
   // spilled).
   struct Constants {
     const uint32_t* visible = nullptr;
-    const scalar_t* bias1 = nullptr;
+    scalar_t* bias1 = nullptr;
     float shift = 0.f;
   };
   static_assert(sizeof(Constants) <= 32, "K::kConstantsBytes");
@@ -275,27 +275,22 @@ struct ForwardBlock {
 
   // This thread's element of a row bias: loaded early, converted and stored when it is there.
   struct RowElement {
-    uint32_t bias1 = 0, bias2 = 0;
+    ElementBits<scalar_t> bias1, bias2;
   };
   CUTLASS_DEVICE RowElement load_row(int block, const Constants& row) const {
     RowElement x;
-    load_row_element<typename K::Bias1>(x.bias1, row.bias1, block);
-    load_row_element<typename K::Bias2>(x.bias2, p.bias2_ptr, block);
+    const int key = block * kKeys + thread % kKeys;
+    const cutlass::MatrixCoord extent(1, p.num_keys);
+    if constexpr (K::Bias1::kIsRow) K::Bias1::Row::load(x.bias1, row.bias1, key, extent, 0);
+    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, p.bias2_ptr, key, extent, 0);
     return x;
-  }
-  template <typename BiasT>
-  CUTLASS_DEVICE void load_row_element(uint32_t& x, const scalar_t* ptr, int block) const {
-    if constexpr (BiasT::kIsRow) {
-      uint32_t key = block * kKeys + thread % kKeys;
-      if (key < uint32_t(p.num_keys)) x = ptx::load_bits(ptr + key);
-    }
   }
   // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
   CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element, const Constants& row) const {
     if constexpr (K::kHasRowBias) {
-      float x = ptx::bits_to_float<scalar_t>(element.bias1) - row.shift;
-      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += ptx::bits_to_float<scalar_t>(element.bias2);
-      if constexpr (!K::Bias1::kIsRow) x = ptx::bits_to_float<scalar_t>(element.bias2);
+      float x = element.bias1.value() - row.shift;
+      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += element.bias2.value();
+      if constexpr (!K::Bias1::kIsRow) x = element.bias2.value();
       float raw = x * inv_scale;
       if (block * kKeys + thread % kKeys >= p.num_keys) raw = -infinity();
       if (thread < kKeys) {
