@@ -4,14 +4,18 @@ weights, and activations in 16 bits with or without autocast.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """In float32, as autocast has it; PyTorch's takes no weights of another dtype on a GPU."""
-    weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
-    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    """In float32 at least, as autocast has it; PyTorch's takes no weights of another dtype on a
+    GPU.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    return functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -57,6 +57,20 @@ def violations(ours, eager, reference, ulps):
     return broken
 
 
+def settle(figures):
+    """Raise unless the law holds for `figures()`, {name: (error, allowed)} of fresh inputs each
+    time: tensors of few elements may be a little past it, but not in three draws (docs/math.md,
+    "Where the law is a draw").
+    """
+    for _ in range(3):
+        broken = {name: pair for name, pair in figures().items() if not pair[0] <= pair[1]}
+        if any(not error <= 2 * allowed for error, allowed in broken.values()):
+            break
+        if not broken:
+            return
+    raise AssertionError("; ".join(f"{name}: {x:.3g} > {a:.3g}" for name, (x, a) in broken.items()))
+
+
 def ulps(results):
     """1 ulp of each output's own dtype: a bias may have another one than Q."""
     return [0.0 if x is None else torch.finfo(x.dtype).eps for x in results]

@@ -1,0 +1,95 @@
+"""A model's layer on this op against its own plain path: the error law, for the result and the
+gradients of input and every parameter, under each precision and mask that models use.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+from tests.numeric import law
+from tests.numeric.cases import DEVICES
+
+L, C, D, H = 20, 24, 8, 3  # models take their plain path up to L = 16
+
+each = pytest.mark.parametrize("device", DEVICES)
+precision = pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-autocast"])
+mask_kind = pytest.mark.parametrize("mask", ["none", "padded", "ragged"])
+
+
+def pair_mask(kind, device, rows=2):
+    mask = torch.ones(rows, L, L, device=device)
+    if kind == "padded":  # as models build it of one mask of tokens
+        mask[0, L - 5 :] = 0
+        mask[0, :, L - 5 :] = 0
+    elif kind == "ragged":
+        mask = (torch.rand_like(mask) < 0.7).float()
+        mask.diagonal(dim1=1, dim2=2).fill_(1)
+    return mask
+
+
+def randomised(module):
+    """Without parameters at 0, where a wrong result would not show."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def check(module, shapes, plain, switched, *, autocast, read=None):
+    """`switched(module, *inputs)` against `plain(module, *inputs)`, on inputs of those shapes.
+
+    read   where the result is read, 1 or 0; elsewhere it may be anything (finite)
+    """
+
+    def figures():
+        device = next(module.parameters()).device
+        drawn = [torch.randn(*shape, device=device) for shape in shapes]
+        do_ = torch.randn_like(plain(module, *drawn), dtype=torch.float64)
+        do_ = do_ if read is None else do_ * read
+
+        def run(function, dtype):
+            own = copy.deepcopy(module).to(dtype)
+            leaves = [x.to(dtype).requires_grad_() for x in drawn]
+            with _autocast(device.type, autocast and dtype == torch.float32):
+                o = function(own, *leaves)
+            used = [*leaves, *own.parameters()]
+            gradients = torch.autograd.grad(o, used, do_.to(o.dtype), allow_unused=True)
+            return [o.detach() if read is None else o.detach() * read, *gradients]
+
+        results = run(switched, torch.float32), run(plain, torch.float32), run(plain, torch.float64)
+        names = ["O", *(f"input {n}" for n in range(len(shapes)))]
+        names += [name for name, _ in module.named_parameters()]
+        ulp = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
+        compared = {}
+        for name, ours, eager, reference in zip(names, *results, strict=True):
+            assert (ours is None) == (reference is None), f"{name}: whether there is a gradient"
+            if ours is not None:
+                assert law.same_non_finite(ours, reference), name
+                allowed = 1.25 * law.relative_error(eager, reference) + ulp
+                compared[name] = law.relative_error(ours, reference), allowed
+        return compared
+
+    law.settle(figures)
+
+
+def _autocast(device, enabled):
+    return torch.autocast(device, torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+def check_same(ours, theirs, shapes, call_ours, call_theirs):
+    """A layer of `deepspeed4science.nn` with the parameters of a model's own, in float32, against
+    that one, on inputs of those shapes.
+    """
+    ours.load_state_dict(theirs.state_dict())
+    wide = copy.deepcopy(theirs).double()
+
+    @torch.no_grad()
+    def figures():
+        inputs = [torch.randn(*shape) for shape in shapes]
+        o, eager = call_ours(ours, *inputs), call_theirs(theirs, *inputs)
+        reference = call_theirs(wide, *(x.double() for x in inputs))
+        allowed = 1.25 * law.relative_error(eager, reference) + torch.finfo(torch.float32).eps
+        return {"O": (law.relative_error(o, reference), allowed)}
+
+    law.settle(figures)

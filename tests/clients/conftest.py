@@ -1,0 +1,79 @@
+"""The models' own packages, pinned, from the package index into pytest's cache; tests are skipped,
+and say why, where it cannot be reached.
+"""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+# With what their modules need that are imported here.
+PACKAGES = {
+    "boltz": ("boltz==2.2.1", "einops==0.8.2"),
+    "boltzgen": ("boltzgen==0.3.2", "einops==0.8.2"),
+    "protenix": ("protenix==2.0.0", "optree==0.20.0"),
+    "openfold3": ("openfold3==0.5.0", "ml_collections==1.1.0", "absl-py==2.5.1", "PyYAML==6.0.3"),
+}
+
+
+@pytest.fixture(scope="module")
+def client(request):
+    """The package that the module names as CLIENT, on sys.path; its modules are forgotten then."""
+    name = request.module.CLIENT
+    torch = pytest.importorskip("torch")
+    folder = _installed(request.config.cache.mkdir("clients"), name)
+    before, path = dict(sys.modules), list(sys.path)
+    layer_norm = os.environ.get("LAYERNORM_TYPE")
+    os.environ["LAYERNORM_TYPE"] = "torch"  # Protenix's own is compiled for a GPU
+    sys.path.insert(0, str(folder))
+    sys.modules.update(_stand_ins())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small calls
+    yield folder
+    torch.set_num_threads(threads)
+    os.environ.pop("LAYERNORM_TYPE")
+    if layer_norm is not None:
+        os.environ["LAYERNORM_TYPE"] = layer_norm
+    sys.path[:] = path
+    for added in set(sys.modules) - set(before):
+        if getattr(sys.modules[added], "__file__", None) is None or str(folder) in str(
+            sys.modules[added].__file__
+        ):
+            del sys.modules[added]
+
+
+def _installed(cache, name):
+    folder = cache / "-".join(PACKAGES[name]).replace("=", "")
+    if not folder.exists():
+        partial = cache / f"{folder.name}.{os.getpid()}"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1"]
+        install = ["install", "--quiet", "--no-deps", "--no-compile", "--target", str(partial)]
+        done = subprocess.run(
+            [*pip, "--timeout", "15", *install, *PACKAGES[name]], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            pytest.skip(f"{PACKAGES[name][0]} cannot be installed here: {said[-1]}")
+        partial.rename(folder)
+    return folder
+
+
+def _stand_ins():
+    """For large packages that those modules import and of which nothing here depends: the initial
+    values that SciPy draws are overwritten, the types of structures are only compared with.
+    """
+    zeros = types.SimpleNamespace(std=lambda **_: 1.0, rvs=lambda size, **_: [0.0] * int(size))
+    attributes = {
+        "scipy": {}, "scipy.stats": {"truncnorm": zeros}, "scipy.spatial": {},
+        "scipy.spatial.transform": {"Rotation": object},
+        "gemmi": {"__version__": "0"}, "biotite": {}, "biotite.structure": {"AtomArray": frozenset},
+    }  # fmt: skip
+    modules = {}
+    for name, values in attributes.items():
+        if name.partition(".")[0] not in sys.modules:
+            module = modules[name] = types.ModuleType(name)
+            module.__path__ = []
+            vars(module).update(values)
+    return modules

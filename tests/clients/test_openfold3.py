@@ -1,0 +1,104 @@
+"""OpenFold 3 on this op: each of its three flags."""
+
+import importlib
+
+import pytest
+import torch
+
+from deepspeed4science import drop_in, nn
+from tests.clients import compare
+
+CLIENT = "openfold3"
+pytestmark = pytest.mark.usefixtures("seed", "client")
+FLAGS = ("use_deepspeed_evo_attention", "use_triton_triangle_kernels")
+LAYERS = "openfold3.core.model.layers"
+
+
+def layer(module, name, *arguments, **options):
+    kind = getattr(importlib.import_module(f"{LAYERS}.{module}"), name)
+    return compare.randomised(kind(*arguments, **options))
+
+
+def switched(flag, call):
+    def run(module, *inputs):
+        with drop_in.switch("openfold3"):
+            return call(module, *inputs, **{flag: True})
+
+    return run
+
+
+@compare.each
+@compare.precision
+@compare.mask_kind
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("node", ["Starting", "Ending"])
+def test_triangle_attention(client, device, autocast, mask, flag, node):
+    module = layer(
+        "triangular_attention", f"TriangleAttention{node}Node", compare.C, compare.D, compare.H
+    )
+    seen = compare.pair_mask(mask, device)
+
+    def call(module, x, **flags):
+        return module(x, mask=seen.to(x.dtype), **flags)
+
+    shapes = [(2, compare.L, compare.L, compare.C)]
+    compare.check(
+        module.to(device), shapes, call, switched(flag, call), autocast=autocast,
+        read=seen[..., None],
+    )  # fmt: skip
+
+
+@compare.each
+@compare.precision
+@compare.mask_kind
+def test_attention_with_pair_bias(client, device, autocast, mask):
+    module = layer("attention_pair_bias", "AttentionPairBias", 24, 24, 24, 0, 10, 8, 3)
+    seen = compare.pair_mask(mask, device)[:, 0]
+
+    def call(module, a, z, **flags):
+        return module(a, z, mask=seen.to(a.dtype), **flags)
+
+    size = (2, compare.L)
+    shapes = [(*size, 24), (*size, size[1], 10)]
+    compare.check(module.to(device), shapes, call, switched(FLAGS[0], call), autocast=autocast)
+
+
+def test_templates_and_chunks(client):
+    """Six dimensions, and chunks in which each row has a pair bias of its own."""
+    module = layer(
+        "triangular_attention", "TriangleAttentionStartingNode", compare.C, compare.D, compare.H
+    )
+    x = torch.randn(2, 3, compare.L, compare.L, compare.C)
+    with torch.no_grad(), drop_in.switch("openfold3"):
+        for chunk_size in (None, 4):
+            o = module(x, chunk_size=chunk_size, use_triton_triangle_kernels=True)
+            torch.testing.assert_close(o, module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("node", ["Starting", "Ending"])
+def test_our_triangle_attention_takes_its_parameters(client, node):
+    name = f"TriangleAttention{node}Node"
+    sizes = (compare.C, compare.D, compare.H)
+    seen = compare.pair_mask("ragged", "cpu")
+    compare.check_same(
+        getattr(nn, name)(*sizes, bias=False),
+        layer("triangular_attention", name, *sizes),
+        [(2, compare.L, compare.L, compare.C)],
+        lambda module, x: module(x, seen),
+        lambda module, x: module(x, mask=seen.to(x.dtype)),
+    )
+
+
+@pytest.mark.parametrize("diffusion", [False, True])
+def test_our_attention_with_pair_bias_takes_its_parameters(client, diffusion):
+    name = "DiffusionAttentionPairBias" if diffusion else "AttentionPairBias"
+    seen = compare.pair_mask("ragged", "cpu")[:, 0]
+    shapes = [(2, compare.L, 24), (2, compare.L, compare.L, 10)]
+    shapes += [(2, compare.L, 14)] if diffusion else []
+    compare.check_same(
+        nn.AttentionPairBias(24, 10, 8, 3, c_s=14 if diffusion else None, norm_z=not diffusion),
+        layer("attention_pair_bias", name, 24, 24, 24, 14, 10, 8, 3),
+        shapes,
+        lambda module, *x: module(*x, mask=seen),
+        lambda module, *x: module(*x, mask=seen.to(x[0].dtype)),
+    )
