@@ -4,12 +4,18 @@ gradients of input and every parameter, under each precision and mask that model
 
 import contextlib
 import copy
+import importlib
+import re
+import shlex
 
 import pytest
 import torch
 
+from deepspeed4science import run_command
+from deepspeed4science.drop_in import clients
 from tests.numeric import law
 from tests.numeric.cases import DEVICES
+from tests.unit.test_readme import README, switch_back
 
 L, C, D, H = 20, 24, 8, 3  # models take their plain path up to L = 16
 
@@ -93,3 +99,23 @@ def check_same(ours, theirs, shapes, call_ours, call_theirs):
         return {"O": (law.relative_error(o, reference), allowed)}
 
     law.settle(figures)
+
+
+def check_recipes(client, capsys):
+    """README's command line says what it switches and finds it; its Python does it."""
+    (line,) = re.findall(rf"python -m deepspeed4science run ({client} .*)", README)
+    assert run_command.main(["--dry-run", *shlex.split(line)]) == 0
+    said = capsys.readouterr().out
+    (recipe,) = (
+        text for text in re.findall(r"```python\n(.*?)```", README, re.S) if client in text
+    )
+    functions = clients.functions(clients.find(client))
+    try:
+        exec(re.sub(r'switch\("\w+"\)', f'switch("{client}")', recipe), {})
+        for module, name, where in functions:
+            place, _, function = where.partition(":")
+            ours = getattr(importlib.import_module(place), function)
+            assert getattr(importlib.import_module(module), name) is ours
+            assert f"{module}.{name} -> {place}.{function}" in said
+    finally:
+        switch_back()

@@ -102,3 +102,7 @@ def test_our_attention_with_pair_bias_takes_its_parameters(client, module):
         lambda module, a, z: module(a, z, mask=seen),
         call,
     )
+
+
+def test_recipes_of_the_readme(client, capsys):
+    compare.check_recipes(CLIENT, capsys)

@@ -44,3 +44,7 @@ def test_triangles(client, monkeypatch, device, autocast, kind):
         autocast=autocast,
         read=seen[..., None],
     )
+
+
+def test_recipes_of_the_readme(client, capsys):
+    compare.check_recipes(CLIENT, capsys)

@@ -102,3 +102,7 @@ def test_our_attention_with_pair_bias_takes_its_parameters(client, diffusion):
         lambda module, *x: module(*x, mask=seen),
         lambda module, *x: module(*x, mask=seen.to(x[0].dtype)),
     )
+
+
+def test_recipes_of_the_readme(client, capsys):
+    compare.check_recipes(CLIENT, capsys)

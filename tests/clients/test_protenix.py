@@ -69,3 +69,7 @@ def test_our_triangle_attention_takes_its_parameters(triangular):
         lambda module, x: module(x, seen),
         lambda module, x: module(x, mask=seen.to(x.dtype)),
     )
+
+
+def test_recipes_of_the_readme(client, capsys):
+    compare.check_recipes(CLIENT, capsys)

@@ -1,6 +1,7 @@
 """README tells the truth: its files exist, its example runs (test_env.py checks the table)."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,28 @@ def test_nothing_but_env_reads_the_environment():
 
 def test_example_runs():
     torch = pytest.importorskip("torch")
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    example = re.findall(r"```python\n(.*?)```", README, re.S)[0]
     names: dict[str, object] = {}
     exec(example, names)
     pair = names["pair"]
     assert isinstance(pair, torch.Tensor) and pair.grad is not None
     assert pair.grad.isfinite().all()
+
+
+def test_recipes_run():
+    """Those for models are tried with the models' own packages in tests/clients."""
+    pytest.importorskip("torch")
+    recipes = re.findall(r"```python\n(.*?)```", README, re.S)[1:]
+    assert len(recipes) == 4
+    for recipe in recipes:
+        try:
+            exec(recipe, {})
+        finally:
+            switch_back()
+
+
+def switch_back():
+    from deepspeed4science.drop_in import Switch
+
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, Switch)]:
+        finder.back()
