@@ -20,7 +20,8 @@ def use_as_deepspeed() -> Switch:
     Without DeepSpeed there are also what models look for around it: `deepspeed.comm.comm.
     is_initialized` and `deepspeed.checkpointing.is_configured` (False), specs for `find_spec`, and
     `deepspeed.ops.op_builder.EvoformerAttnBuilder`. There is no distribution of that name: who asks
-    importlib.metadata (Lightning, transformers, accelerate) learns that DeepSpeed is not installed.
+    importlib.metadata (transformers, accelerate) learns that DeepSpeed is not installed. Lightning
+    would be content with a module, and is told.
 
     Call it before the model is imported.
 
@@ -32,7 +33,7 @@ def use_as_deepspeed() -> Switch:
         names = (package, f"{package}.evoformer_attn")
         return Switch(changed=dict.fromkeys(names, _op), served={})
     return Switch(
-        changed={},
+        changed=dict.fromkeys(_LIGHTNING, _without_deepspeed),
         served={
             "deepspeed": lambda _: {"__version__": "0"},
             "deepspeed.comm": lambda _: {"is_initialized": _no},
@@ -77,6 +78,25 @@ def use_as_cuequivariance() -> Switch:
 
 def _is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+# Where Lightning, under each of its names, keeps whether DeepSpeed's strategy can be used.
+_LIGHTNING = tuple(
+    f"{package}.deepspeed"
+    for package in (
+        "lightning.fabric.strategies",
+        "lightning.pytorch.strategies",
+        "lightning.pytorch.utilities",
+        "lightning_fabric.strategies",
+        "pytorch_lightning.strategies",
+        "pytorch_lightning.utilities",
+    )
+)
+
+
+def _without_deepspeed(module: ModuleType) -> Mapping[str, Any]:
+    name = "_DEEPSPEED_AVAILABLE"
+    return {name: False} if hasattr(module, name) else {}
 
 
 def _no() -> bool:

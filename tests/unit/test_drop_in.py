@@ -30,7 +30,7 @@ def site(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("deepspeed", "boltz", "boltzgen", "cuequivariance_torch"):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -76,7 +76,7 @@ def test_deepspeed_where_it_is_not_installed():
         assert EvoformerAttnBuilder.NAME == "evoformer_attn"
         assert deepspeed.comm.comm.is_initialized() is False
         assert deepspeed.checkpointing.is_configured() is False
-        with pytest.raises(importlib.metadata.PackageNotFoundError):  # Lightning's question
+        with pytest.raises(importlib.metadata.PackageNotFoundError):  # transformers' question
             importlib.metadata.version("deepspeed")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("deepspeed.runtime")
@@ -85,6 +85,31 @@ def test_deepspeed_where_it_is_not_installed():
     assert importlib.util.find_spec("deepspeed") is None
     assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
     switched.back()  # harmless
+
+
+def test_lightning_does_not_believe_in_it(site):
+    asks = """
+        import importlib.util
+        class Asked:  # later, as Lightning's RequirementCache does
+            def __bool__(self):
+                return importlib.util.find_spec("deepspeed") is not None
+        _DEEPSPEED_AVAILABLE = Asked()
+    """
+    passes_on = "from lightning.fabric.strategies.deepspeed import _DEEPSPEED_AVAILABLE"
+    write(
+        site,
+        {
+            "lightning/fabric/strategies/deepspeed.py": asks,
+            "lightning/pytorch/strategies/deepspeed.py": passes_on,
+        },
+    )
+    before = importlib.import_module("lightning.fabric.strategies.deepspeed")
+    with drop_in.use_as_deepspeed():
+        assert importlib.util.find_spec("deepspeed")
+        later = importlib.import_module("lightning.pytorch.strategies.deepspeed")
+        assert not before._DEEPSPEED_AVAILABLE and not later._DEEPSPEED_AVAILABLE
+    assert type(before._DEEPSPEED_AVAILABLE).__name__ == "Asked"
+    assert type(later._DEEPSPEED_AVAILABLE).__name__ == "Asked"
 
 
 def test_deepspeed_where_it_is_installed(site):
