@@ -1,4 +1,4 @@
-"""`python -m benchmarks run | startup | show | plot`."""
+"""`python -m benchmarks run | layers | startup | show | plot`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     startup.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
     startup.set_defaults(command=_startup)
 
-    for command in (run, startup):
+    layers = commands.add_parser(
+        "layers",
+        help="triangle attention layers with residual, forward and backward, bf16 autocast",
+    )
+    layers.add_argument("--lengths", default="384,768", help="with commas")
+    layers.add_argument("--modes", default="eager,compiled", help="eager, compiled")
+    layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
+    layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
+    layers.set_defaults(command=_layers)
+
+    for command in (run, startup, layers):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -158,6 +168,31 @@ def _startup(arguments: argparse.Namespace) -> int:
         print(f"{name:<40} {'?' if seconds is None else format(seconds, '.3f'):>8} s to compile")
     for name, seconds in whole.items():
         print(f"{name:<40} {seconds:8.3f} s beyond import torch")
+    return 0
+
+
+def _layers(arguments: argparse.Namespace) -> int:
+    from benchmarks.layers import measure_layers
+
+    device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
+    rows = measure_layers(
+        [int(length) for length in arguments.lengths.split(",")],
+        modes=arguments.modes.split(","),
+        device=device,
+        budget_s=arguments.seconds,
+        max_runs=arguments.runs,
+    )
+    _save(
+        arguments, environment, _result(environment, "layers", rows=[asdict(row) for row in rows])
+    )
+    for row in rows:
+        print(
+            f"{row.length:6d} {row.layer:<9} {row.mode:<9} {row.median_ms:8.3f} ms "
+            f"(p20 {row.p20_ms:.3f}, p80 {row.p80_ms:.3f})"
+        )
+        for name, calls, ms in row.kernels if row.mode == "compiled" else ():
+            print(f"       {ms:8.3f} ms {calls:3d}x {name[:110]}")
     return 0
 
 

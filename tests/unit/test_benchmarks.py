@@ -311,3 +311,14 @@ def test_a_table_without_masks_is_as_it_was():
     path = next((ROOT / "benchmarks" / "results").glob("*cpu64x384.json"))
     text = table.as_text(json.loads(path.read_text()))
     assert "vs none" not in text and "cpu64x384     float32" in text
+
+
+def test_layers_are_timed(tmp_path, capsys):
+    arguments = "layers --lengths 5 --modes eager --seconds 0 --runs 1 --commit x --json"
+    assert cli.main([*arguments.split(), str(tmp_path / "layers.json")]) == 0
+    result = json.loads((tmp_path / "layers.json").read_text())
+    assert [(row["layer"], row["length"]) for row in result["rows"]] == [
+        ("starting", 5),
+        ("ending", 5),
+    ]
+    assert "ending" in capsys.readouterr().out
