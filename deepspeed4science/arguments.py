@@ -52,8 +52,8 @@ def canonicalise(
         kinds = ", ".join(type(t).__name__ for t in (q, k, v))
         raise InvalidInputError(f"Q, K, V: expected a tensor for each, got {kinds}.")
     for name, tensor in (("Q", q), ("K", k), ("V", v), ("bias1", bias1), ("bias2", bias2)):
-        if tensor is not None:
-            _require_strided(name, tensor)
+        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
+            raise _not_strided(name, tensor)
     rank = q.dim()
     if rank < 3 or k.dim() != rank or v.dim() != rank:
         raise InvalidInputError(
@@ -109,7 +109,8 @@ def canonicalise_row_mask(row_mask: Tensor, q: Tensor) -> Tensor:
         raise InvalidInputError(
             f"row_mask: expected a tensor or None, got {type(row_mask).__name__}. {ROW_MASK_HELP}."
         )
-    _require_strided("row_mask", row_mask)
+    if row_mask.layout is not torch.strided or row_mask.is_nested:
+        raise _not_strided("row_mask", row_mask)
     lead = tuple(q.shape[:-3])
     if row_mask.dim() > len(lead):
         raise InvalidInputError(
@@ -120,12 +121,10 @@ def canonicalise_row_mask(row_mask: Tensor, q: Tensor) -> Tensor:
     return _flatten_batch("row_mask", row_mask, lead, ROW_MASK_HELP)
 
 
-def _require_strided(name: str, tensor: Tensor) -> None:
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        return
+def _not_strided(name: str, tensor: Tensor) -> InvalidInputError:
     kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
     advice = "pad it (torch.nested.to_padded_tensor)" if tensor.is_nested else "use to_dense()"
-    raise InvalidInputError(
+    return InvalidInputError(
         f"{name}: expected a dense tensor with strides (torch.strided); got a {kind} one. To make "
         f"one of it, {advice}."
     )

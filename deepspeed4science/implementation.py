@@ -1,77 +1,61 @@
-"""What the operators compute: a call described, given to a backend, and its gradients in the shape
-of what they belong to. Beside each, the same without values, for tracing.
+"""What the operators compute: a call is described, dispatch finds its kernel and runs it, gradients
+get the shape of what they belong to. Beside each, the same without values, for tracing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed4science import backends
+from deepspeed4science import dispatch
+from deepspeed4science.call import BackwardCall, Call, ForwardCall
 from deepspeed4science.problem import describe
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    with_lse: bool,
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    problem = describe(q, k, v, bias1, bias2, row_mask, scale)
+def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """A `ForwardCall`'s arguments."""
+    call = ForwardCall(*arguments, **named)
+    problem = describe(call)
     if problem.is_empty:
-        return fake_forward(q, k, v, bias1, bias2, with_lse, row_mask, scale)
-    backend = backends.select(problem)
-    return backend.forward(problem, q, k, v, bias1, bias2, row_mask, with_lse=with_lse)
+        return _empty_results(call)
+    choice = dispatch.choose(problem, "fwd", call[:3])
+    return dispatch.run_forward(choice, problem, call)
 
 
-def fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    with_lse: bool,
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check_what_is_known(q, k, v, bias1, bias2, row_mask, scale)
-    B, N, Lq, H, _ = q.shape
-    o = q.new_empty((B, N, Lq, H, v.shape[4]))
-    return o, q.new_empty((B, N, H, Lq) if with_lse else (0,), dtype=torch.float32)
+def fake_forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call = ForwardCall(*arguments, **named)
+    _check_what_is_known(call)
+    return _empty_results(call)
 
 
-def backward(
-    do_: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    wanted: list[bool],
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    problem = describe(q, k, v, bias1, bias2, row_mask, scale)
-    shapes = _gradient_likes(q, k, v, bias1, bias2, wanted)
+def _empty_results(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    B, N, Lq, H, _ = call.q.shape
+    o = call.q.new_empty((B, N, Lq, H, call.v.shape[4]))
+    lse_shape = (B, N, H, Lq) if call.with_lse else (0,)
+    return o, call.q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    """A `BackwardCall`'s arguments."""
+    call = BackwardCall(*arguments, **named)
+    problem = describe(call)
+    likes = _gradient_likes(call)
     if problem.is_empty:
-        return tuple(_empty_gradient(like, bias1, bias2).zero_() for like in shapes)
-    backend = backends.select(problem)
-    gradients = backend.backward(
-        problem, do_, q, k, v, o, lse, bias1, bias2, row_mask, wanted=wanted
-    )
+        return tuple(_empty_gradient(like, call).zero_() for like in likes)
+    choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
+    gradients = dispatch.run_backward(choice, problem, call)
     return tuple(
         like if gradient is None else _sum_to(gradient, like)
-        for gradient, like in zip(gradients, shapes, strict=True)
+        for gradient, like in zip(gradients, likes, strict=True)
     )
+
+
+def fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    call = BackwardCall(*arguments, **named)
+    _check_what_is_known(call)
+    return tuple(_empty_gradient(like, call) for like in _gradient_likes(call))
 
 
 def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
@@ -84,39 +68,19 @@ def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
     return total
 
 
-def fake_backward(
-    do_: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    wanted: list[bool],
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    _check_what_is_known(q, k, v, bias1, bias2, row_mask, scale)
-    return tuple(
-        _empty_gradient(like, bias1, bias2)
-        for like in _gradient_likes(q, k, v, bias1, bias2, wanted)
-    )
-
-
-def _check_what_is_known(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+def _check_what_is_known(call: Call) -> None:
     """As `describe`, unless sizes depend on data: then it checks them when the kernel runs."""
-    tensors = [t for t in (q, k, v, *others) if isinstance(t, Tensor)]
+    tensors = [one for one in call if isinstance(one, Tensor)]
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
         if any(has_free_unbacked_symbols(tensor) for tensor in tensors):
             return
-    describe(q, k, v, *others)
+    describe(call)
 
 
-def _empty_gradient(like: Tensor, bias1: Tensor | None, bias2: Tensor | None) -> Tensor:
-    of_bias = like is bias1 or like is bias2
+def _empty_gradient(like: Tensor, call: BackwardCall) -> Tensor:
+    of_bias = like is call.bias1 or like is call.bias2
     return torch.empty_like(
         like,
         dtype=torch.float32 if of_bias else like.dtype,
@@ -124,16 +88,10 @@ def _empty_gradient(like: Tensor, bias1: Tensor | None, bias2: Tensor | None) ->
     )
 
 
-def _gradient_likes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    wanted: Sequence[bool],
-) -> list[Tensor]:
+def _gradient_likes(call: BackwardCall) -> list[Tensor]:
     """What each gradient looks like: the input itself, or no elements where none is wanted."""
+    inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
     return [
-        tensor if want and tensor is not None else q.new_empty(0)
-        for tensor, want in zip((q, k, v, bias1, bias2), wanted, strict=True)
+        tensor if want and tensor is not None else call.q.new_empty(0)
+        for tensor, want in zip(inputs, call.wanted, strict=True)
     ]

@@ -2,11 +2,10 @@
 knows about hardware.
 
 Two operators in `torch.ops.deepspeed4science`, both on five-dimensional tensors (row_mask [B, N])
-and with a positive scale (None: 1 / sqrt(D)):
+and with a positive scale; their arguments are those of `call.py`:
 
-    evoformer_attn(q, k, v, bias1?, bias2?, with_lse, row_mask?, scale?) -> (o, lse)
-    evoformer_attn_backward(do_, q, k, v, o, lse, bias1?, bias2?, wanted[5], row_mask?, scale?)
-        -> (dq, dk, dv, dbias1, dbias2)    bias gradients in float32
+    evoformer_attn: ForwardCall -> (o, lse)
+    evoformer_attn_backward: BackwardCall -> (dq, dk, dv, dbias1, dbias2)
 
 `Library.define/impl` (registration.py) rather than `custom_op`: the wrapper of the latter costs 9
 to 15 us a call. The autograd.Functions have all that torch.func wants of one: their rules are those
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed4science import flops, implementation, registration
+from deepspeed4science.call import BackwardCall, ForwardCall, schema
 from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
 from deepspeed4science.problem import SUPPORTED_DTYPES
 from deepspeed4science.vmap import map_backward, map_forward
@@ -37,10 +37,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias1, bias2, with_lse, row_mask, scale = inputs
+        call = ForwardCall(*inputs)
         o, lse = output
-        ctx.save_for_backward(q, k, v, o, lse, bias1, bias2, row_mask)
-        ctx.with_lse, ctx.scale = with_lse, scale
+        ctx.save_for_backward(call.q, call.k, call.v, o, lse, call.bias1, call.bias2, call.row_mask)
+        ctx.with_lse, ctx.scale = call.with_lse, call.scale
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
 
@@ -53,7 +53,7 @@ class Attention(torch.autograd.Function):
             o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, ctx.scale)
         wanted = list(ctx.needs_input_grad[:5])
         dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
-        arguments = (do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
+        arguments = BackwardCall(do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
         compiled = torch.compiler.is_compiling()
         if not compiled and torch._C._are_functorch_transforms_active():
             gradients = AttentionBackward.apply(*arguments)
@@ -153,21 +153,12 @@ def _recorded(function: type[torch.autograd.Function], operator: Any, arguments:
         return operator(*arguments)
 
 
-def _autograd_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    with_lse: bool,
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    return _recorded(Attention, forward_op, (q, k, v, bias1, bias2, with_lse, row_mask, scale))
+def _autograd_forward(*arguments: Any, **named: Any) -> Any:
+    return _recorded(Attention, forward_op, ForwardCall(*arguments, **named))
 
 
-def _autograd_backward(*arguments: Any) -> Any:
-    return _recorded(AttentionBackward, backward_op, arguments)
+def _autograd_backward(*arguments: Any, **named: Any) -> Any:
+    return _recorded(AttentionBackward, backward_op, BackwardCall(*arguments, **named))
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
@@ -185,19 +176,11 @@ def _autocast(device_type: str) -> Any:
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     keyset = torch._C.DispatchKeySet(key)
 
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias1: Tensor | None,
-        bias2: Tensor | None,
-        with_lse: bool,
-        row_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
+        given = ForwardCall(*arguments, **named)
         with torch._C._ExcludeDispatchKeyGuard(keyset):
-            q, k, v = _in_autocast_dtype(device_type, q, k, v)
-            return forward_op(q, k, v, bias1, bias2, with_lse, row_mask, scale)
+            q, k, v = _in_autocast_dtype(device_type, given.q, given.k, given.v)
+            return forward_op(*given._replace(q=q, k=k, v=v))
 
     return call
 
@@ -212,8 +195,7 @@ def _vmap_backward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
 
 forward_op, backward_op = registration.register(
     registration.Operator(
-        "evoformer_attn(Tensor q, Tensor k, Tensor v, Tensor? bias1, Tensor? bias2, bool with_lse, "
-        "Tensor? row_mask=None, float? scale=None) -> (Tensor, Tensor)",
+        schema("evoformer_attn", ForwardCall, num_results=2),
         kernels={
             "CompositeExplicitAutograd": implementation.forward,
             "Autograd": _autograd_forward,
@@ -224,9 +206,7 @@ forward_op, backward_op = registration.register(
         vmap=_vmap_forward,
     ),
     registration.Operator(
-        "evoformer_attn_backward(Tensor do_, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-        "Tensor? bias1, Tensor? bias2, bool[5] wanted, Tensor? row_mask=None, "
-        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        schema("evoformer_attn_backward", BackwardCall, num_results=5),
         kernels={
             "CompositeExplicitAutograd": implementation.backward,
             "Autograd": _autograd_backward,

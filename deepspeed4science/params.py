@@ -1,13 +1,14 @@
-"""FwdParams and BwdParams of csrc/.../params.h as bytes: the same fields in the same order.
-
-`tests/unit/test_params.py` compiles a program that prints the offset of every field there and
-compares them with the tables here.
+"""FwdParams and BwdParams of csrc/.../params.h: their fields, described once in the header's order,
+each with its value. `tests/unit/test_params.py` compares the description with the header.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,58 +16,101 @@ from torch import Tensor
 # DType of params.h
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-_DIMS = ("B", "N", "Lq", "Lk", "H", "D", "Dv")
-_OPTIONS = ("bias1_dtype", "bias2_dtype", "num_threads", "deterministic")
 
-FWD_POINTERS = ("q", "k", "v", "bias1", "bias2", "row_mask", "o", "lse", "workspace")
-FWD_STRIDES = (
-    ("q_stride", 4),
-    ("k_stride", 4),
-    ("v_stride", 4),
-    ("o_stride", 4),
-    ("bias1_stride", 3),
-    ("bias2_stride", 4),
-    ("row_mask_stride", 2),
-)
-BWD_POINTERS = (
-    *("q", "k", "v", "bias1", "bias2", "row_mask", "o", "lse", "do_"),
-    *("dq", "dk", "dv", "dbias1", "dbias2", "workspace"),
-)
-BWD_STRIDES = (
-    *(("q_stride", 4), ("k_stride", 4), ("v_stride", 4), ("o_stride", 4)),
-    *(("do_stride", 4), ("dq_stride", 4), ("dk_stride", 4), ("dv_stride", 4)),
-    *(("bias1_stride", 3), ("bias2_stride", 4), ("row_mask_stride", 2)),
-)
+class Options(NamedTuple):
+    """What the process asks of a kernel, beside the call."""
+
+    num_threads: int  # CPU only
+    deterministic: int  # 1: bit-identical results run to run
 
 
-def _layout(pointers: Sequence[str], strides: Sequence[tuple[str, int]]) -> struct.Struct:
-    num_int64 = len(_DIMS) + sum(count for _, count in strides)
-    return struct.Struct(f"={len(pointers)}Q{num_int64}q{len(_OPTIONS)}if4x")
+@dataclass(frozen=True)
+class Field:
+    name: str
+    type: str  # as module struct writes it: "Q" a pointer, "q" int64_t, "4q" an array of them
+    value: str  # in Python; of an array, a sequence. The names are the arguments of `Layout.pack`
+
+    @property
+    def num_bytes(self) -> int:
+        return struct.calcsize(f"={self.type}")
 
 
-FWD_LAYOUT = _layout(FWD_POINTERS, FWD_STRIDES)
-BWD_LAYOUT = _layout(BWD_POINTERS, BWD_STRIDES)
+class Layout:
+    """A struct of params.h, without holes.
+
+    pack(p, q, ...) -> bytes    its arguments are named below. The function is put together here,
+    since a mapping from names to values would cost 2 us a call, a tenth of all
+    """
+
+    pack: Callable[..., bytes]
+
+    def __init__(self, arguments: str, *fields: Field) -> None:
+        self.fields = fields
+        as_bytes = struct.Struct("=" + "".join(one.type for one in fields)).pack
+        values = [f"*{one.value}" if len(one.type) > 1 else one.value for one in fields]
+        source = f"lambda {arguments}: as_bytes({', '.join(values)})"
+        self.pack = eval(source, {**globals(), "as_bytes": as_bytes})
+        self._workspace_at = self.offsets()["workspace"]
+
+    def with_workspace(self, packed: bytes, pointer: int) -> bytes:
+        at = self._workspace_at
+        return packed[:at] + struct.pack("=Q", pointer) + packed[at + 8 :]
+
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of every field, in order; the total size under the key ``"sizeof"``."""
+        ends = list(itertools.accumulate((one.num_bytes for one in self.fields), initial=0))
+        names = [*(one.name for one in self.fields), "sizeof"]
+        return dict(zip(names, ends, strict=True))
 
 
-def offsets(pointers: Sequence[str], strides: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Byte offset of every field, in order; the total size under the key ``"sizeof"``."""
-    table: dict[str, int] = {}
-    position = 0
-    fields = [(name, 8) for name in (*pointers, *_DIMS)]
-    fields += [(name, 8 * count) for name, count in strides]
-    fields += [(name, 4) for name in (*_OPTIONS, "scale", "reserved")]
-    for name, num_bytes in fields:
-        table[name] = position
-        position += num_bytes
-    table["sizeof"] = position
-    return table
+def _pointers(*names: str) -> list[Field]:
+    return [Field(name, "Q", f"{name}.data_ptr()") for name in names]
 
 
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _pointers_or_null(*names: str) -> list[Field]:
+    return [Field(name, "Q", f"0 if {name} is None else {name}.data_ptr()") for name in names]
 
 
-def bias1_strides(bias1: Tensor | None) -> tuple[int, int, int]:
+def _strides(*names: str) -> list[Field]:
+    return [Field(_stride_name(name), "4q", f"{name}.stride()[:4]") for name in names]
+
+
+def _strides_or_zeros(*names: str) -> list[Field]:
+    zeros = (0, 0, 0, 0)
+    return [
+        Field(_stride_name(name), "4q", f"({zeros} if {name} is None else {name}.stride()[:4])")
+        for name in names
+    ]
+
+
+def _dtypes(*names: str) -> list[Field]:
+    return [
+        Field(f"{name}_dtype", "i", f"0 if {name} is None else DTYPE_CODES[{name}.dtype]")
+        for name in names
+    ]
+
+
+def _stride_name(name: str) -> str:
+    return f"{name.rstrip('_')}_stride"
+
+
+_SIZES = [Field(name, "q", f"p.{name}") for name in ("B", "N", "Lq", "Lk", "H", "D", "Dv")]
+_WORKSPACE = Field("workspace", "Q", "0")  # with_workspace
+_MASK_STRIDES = [
+    Field("bias1_stride", "3q", "_bias1_strides(bias1)"),
+    Field("bias2_stride", "4q", "_bias2_strides(bias2)"),
+    Field("row_mask_stride", "2q", "_row_mask_strides(row_mask)"),
+]
+_OPTIONS = [
+    *_dtypes("bias1", "bias2"),
+    Field("num_threads", "i", "options.num_threads"),
+    Field("deterministic", "i", "options.deterministic"),
+    Field("scale", "f", "p.scale"),
+    Field("reserved", "i", "0"),
+]
+
+
+def _bias1_strides(bias1: Tensor | None) -> tuple[int, int, int]:
     """Strides over B, N, Lk of a `[B|1, N|1, 1, 1, Lk|1]` bias: 0 where it is broadcast."""
     if bias1 is None:
         return (0, 0, 0)
@@ -75,7 +119,7 @@ def bias1_strides(bias1: Tensor | None) -> tuple[int, int, int]:
     return (stride_b if b > 1 else 0, stride_n if n > 1 else 0, stride_lk if lk > 1 else 0)
 
 
-def bias2_strides(bias2: Tensor | None) -> tuple[int, int, int, int]:
+def _bias2_strides(bias2: Tensor | None) -> tuple[int, int, int, int]:
     """Strides over B, H, Lq, Lk of a `[B|1, 1, H|1, Lq|1, Lk|1]` bias: 0 where it is broadcast."""
     if bias2 is None:
         return (0, 0, 0, 0)
@@ -89,9 +133,37 @@ def bias2_strides(bias2: Tensor | None) -> tuple[int, int, int, int]:
     )
 
 
-def row_mask_strides(row_mask: Tensor | None) -> tuple[int, int]:
+def _row_mask_strides(row_mask: Tensor | None) -> tuple[int, int]:
     """Strides over B, N of a `[B|1, N|1]` mask of booleans: 0 where it is broadcast."""
     if row_mask is None:
         return (0, 0)
     (b, n), (stride_b, stride_n) = row_mask.shape, row_mask.stride()
     return (stride_b if b > 1 else 0, stride_n if n > 1 else 0)
+
+
+# p is the Problem; a result that is None is not wanted.
+FWD = Layout(
+    "p, q, k, v, bias1, bias2, row_mask, o, lse, options",
+    *_pointers("q", "k", "v"),
+    *_pointers_or_null("bias1", "bias2", "row_mask"),
+    *_pointers("o"),
+    *_pointers_or_null("lse"),
+    _WORKSPACE,
+    *_SIZES,
+    *_strides("q", "k", "v", "o"),
+    *_MASK_STRIDES,
+    *_OPTIONS,
+)
+BWD = Layout(
+    "p, do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2, options",
+    *_pointers("q", "k", "v"),
+    *_pointers_or_null("bias1", "bias2", "row_mask"),
+    *_pointers("o", "lse", "do_"),
+    *_pointers_or_null("dq", "dk", "dv", "dbias1", "dbias2"),
+    _WORKSPACE,
+    *_SIZES,
+    *_strides("q", "k", "v", "o", "do_"),
+    *_strides_or_zeros("dq", "dk", "dv"),
+    *_MASK_STRIDES,
+    *_OPTIONS,
+)

@@ -184,19 +184,14 @@ def _check_settings(probes: Probes) -> None:
 def _gpu(gpu: dict[str, Any]) -> GpuRow:
     """The op's own builder chooses the family: it knows what is forced, and what cannot be."""
     from op_builder import ALL_OPS, env
-    from op_builder.toolchain import arch
 
     device = tuple(gpu["capability"])
-    builder = ALL_OPS.get("evoformer_attn")
-    choose = getattr(builder, "family", arch.family)
-    compiled_for = getattr(builder, "compiled_for", lambda *_: "")
-    explain = getattr(builder, "family_note", lambda _: "")
-    note = ""
+    builder: Any = ALL_OPS["evoformer_attn"]
     try:
-        family = choose(device) or "none: 7.0 is the oldest served"
-        target = str(compiled_for(family, device))
+        family = builder.family(device)
+        target = str(builder.compiled_for(family, device))
         family += " (DS4S_CUDA_FAMILY)" if env.text("DS4S_CUDA_FAMILY") else ""
-        note = explain(device)
+        note = builder.family_note(device)
     except RuntimeError as error:  # op_builder's errors are such
         family, target, note = f"none: {error}", "", ""
     return GpuRow(gpu["name"], ".".join(map(str, device)), family, target, note)

@@ -121,13 +121,14 @@ def _require_same(state: _State, operator: Operator) -> None:
 
 def _bind(library: torch.library.Library, table: Functions, operator: Operator, role: str) -> None:
     """Give torch a function for `role` that calls the one in `table` by then."""
-    qualified = f"{_NAMESPACE}::{operator.name}"
+    name = operator.name  # found in the schema, which takes time
+    qualified = f"{_NAMESPACE}::{name}"
 
     def latest(role: str) -> Callable[..., Any]:
-        return _untraced(lambda *args, **kwargs: table[operator.name][role](*args, **kwargs))
+        return _untraced(lambda *args, **kwargs: table[name][role](*args, **kwargs))
 
     if role in operator.kernels:
-        library.impl(operator.name, latest(role), role)
+        library.impl(name, latest(role), role)
     elif role == "fake":
         torch.library.register_fake(qualified, latest(role), lib=library)
     elif role == "vmap":

@@ -1,86 +1,60 @@
 """vmap of the operators: the mapped dimension is folded into B, and the results are unfolded.
 
-`call` is an operator, or the autograd.Function of the same signature.
+`operator` is one of the operators, or the autograd.Function of the same signature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from deepspeed4science.call import BackwardCall, ForwardCall
+
+CallT = TypeVar("CallT", ForwardCall, BackwardCall)
+
 
 def map_forward(
-    call: Callable[..., Any],
-    size: int,
-    in_dims: Sequence[Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    with_lse: bool,
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
+    operator: Callable[..., Any], size: int, in_dims: Sequence[Any], *arguments: Any
 ) -> Any:
     """The rule of vmap: (o, lse) of all mapped calls as one of `size` times as many batches."""
-    B = _unmapped_size(q, in_dims[0])
-    folded = _folded(size, B, (q, k, v, bias1, bias2), in_dims[:5])
-    (rows,) = _folded(size, B, (row_mask,), in_dims[6:7])
-    o, lse = call(*folded, with_lse, rows, scale)
-    if not with_lse:
+    call = ForwardCall(*arguments)
+    o, lse = operator(*_folded(size, call, ForwardCall(*in_dims)))
+    if not call.with_lse:
         return (_unfolded(o, size), lse), (0, None)
     return (_unfolded(o, size), _unfolded(lse, size)), (0, 0)
 
 
 def map_backward(
-    call: Callable[..., Any],
-    size: int,
-    in_dims: Sequence[Any],
-    do_: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    wanted: Sequence[bool],
-    row_mask: Tensor | None = None,
-    scale: float | None = None,
+    operator: Callable[..., Any], size: int, in_dims: Sequence[Any], *arguments: Any
 ) -> Any:
     """The rule of vmap: every mapped call has gradients of its own."""
-    B = _unmapped_size(q, in_dims[1])
-    folded = _folded(size, B, (do_, q, k, v, o, lse, bias1, bias2), in_dims[:8])
-    (rows,) = _folded(size, B, (row_mask,), in_dims[9:10])
-    gradients = list(call(*folded, list(wanted), rows, scale))
-    inputs = zip((q, k, v, bias1, bias2), (*in_dims[1:4], *in_dims[6:8]), strict=True)
-    for i, (tensor, dim) in enumerate(inputs):
+    call, dims = BackwardCall(*arguments), BackwardCall(*in_dims)
+    wanted = list(call.wanted)
+    gradients = list(operator(*_folded(size, call, dims)._replace(wanted=wanted)))
+    for i, name in enumerate(("q", "k", "v", "bias1", "bias2")):
+        tensor = getattr(call, name)
         if not wanted[i] or tensor is None:
             continue
         gradient = _unfolded(gradients[i], size)
-        if _unmapped_size(tensor, dim) != gradient.shape[1]:  # a bias of all B
+        if _unmapped_size(tensor, getattr(dims, name)) != gradient.shape[1]:  # a bias of all B
             gradient = gradient.sum(1, keepdim=True)
         gradients[i] = gradient
     return tuple(gradients), tuple(0 if want else None for want in wanted)
 
 
-def _folded(
-    size: int, B: int, tensors: Sequence[Tensor | None], dims: Sequence[int | None]
-) -> list[Tensor | None]:
+def _folded(size: int, call: CallT, dims: Any) -> CallT:
     """`[size * B, ...]` of tensors `[B|1, ...]`, mapped over one more dimension or not. What is the
     same for all is expanded, without a copy where B allows.
     """
-    dims = (*dims, *(None,) * (len(tensors) - len(dims)))  # a default that was left out
-    results: list[Tensor | None] = []
-    for tensor, dim in zip(tensors, dims, strict=True):
-        if tensor is None:
-            results.append(None)
-            continue
-        tensor = tensor[None] if dim is None else tensor.movedim(dim, 0)
-        results.append(tensor.expand(size, B, *tensor.shape[2:]).flatten(0, 1))
-    return results
+    B = _unmapped_size(call.q, dims.q)
+    changes: dict[str, Any] = {}
+    for name, tensor, dim in zip(call._fields, call, dims, strict=True):
+        if isinstance(tensor, Tensor):
+            tensor = tensor[None] if dim is None else tensor.movedim(dim, 0)
+            changes[name] = tensor.expand(size, B, *tensor.shape[2:]).flatten(0, 1)
+    return call._replace(**changes)
 
 
 def _unfolded(tensor: Tensor, size: int) -> Tensor:
@@ -88,7 +62,7 @@ def _unfolded(tensor: Tensor, size: int) -> Tensor:
     return unfolded
 
 
-def _unmapped_size(tensor: Tensor, dim: int | None) -> int:
+def _unmapped_size(tensor: Tensor, dim: Any) -> int:
     """B of a tensor without its mapped dimension."""
     size: int = tensor.shape[1 if dim == 0 else 0]
     return size

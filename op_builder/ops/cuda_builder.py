@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from .. import env, paths
 from ..cache.key import CompileJob
@@ -34,6 +34,7 @@ ArchKernelT = TypeVar("ArchKernelT", bound=ArchKernel)
 
 class CUDAOpBuilder(OpBuilder[ArchKernelT]):
     DEVICE = "cuda"
+    OLDEST: ClassVar[tuple[int, int]]  # compute capability that the op has kernels for
 
     def __init__(self, gpus: Gpus | None = None) -> None:
         """gpus: the ones to serve; None: those of this machine, looked up when they matter."""
@@ -60,10 +61,10 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return list(nvcc.LINK_FLAGS)
 
     def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
-        """The templates begin at 7.0; what nvcc cannot do goes too."""
+        """Those from OLDEST on that nvcc can do."""
         supported = self.supported_archs()
         wanted = [one for text in ccs for one in arch.parse(text, source="compute capability")]
-        return [str(one) for one in wanted if one.major >= 7 and one.real in supported]
+        return [str(one) for one in wanted if not self._is_too_old(one) and one.real in supported]
 
     def compute_capability_args(self) -> list[str]:
         return list(arch.gencode(self.target_archs()))
@@ -130,6 +131,9 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             return requested[0] if len(requested) == 1 else Arch(*device)
         return arch.intersect(requested, device, supported)[0]  # raises
 
+    def _is_too_old(self, target: Arch) -> bool:
+        return (target.major, target.minor) < self.OLDEST
+
     def obstacles(self) -> list[Obstacle]:
         found = self.lacks()
         devices = self.gpus()
@@ -168,12 +172,13 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
             )
         supported = self.supported_archs()
-        refused = [one for one in targets if one.major < 7 or one.real not in supported]
+        refused = [one for one in targets if self._is_too_old(one) or one.real not in supported]
         if refused:
+            oldest = ".".join(map(str, self.OLDEST))
             possible = ";".join(str(one) for one in targets if one not in refused)
             raise ToolchainError(
                 f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
-                f"the templates begin at 7.0, and nvcc {_versions()} can do "
+                f"the templates begin at {oldest}, and nvcc {_versions()} can do "
                 f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
                 "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )

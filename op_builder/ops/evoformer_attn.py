@@ -1,5 +1,5 @@
-"""EvoformerAttnBuilder: Evoformer attention on NVIDIA GPUs, from the Sm70, Sm75, Sm80 and Sm90
-templates.
+"""EvoformerAttnBuilder: Evoformer attention on NVIDIA GPUs, from the templates of every family in
+instantiations.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from ..toolchain.arch import Arch
 from . import presets
 from .cuda_builder import CUDAOpBuilder
 from .instantiations import (
-    CUDA_FAMILIES,
     DIRECTIONS,
+    FAMILIES,
+    OLDEST,
     CudaKernel,
+    Family,
     has_row,
     head_dim_tier,
-    serving_dtype,
+    serving,
 )
 from .presets import Call
 
@@ -28,58 +30,70 @@ from .presets import Call
 class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
     NAME = "evoformer_attn"
     BUILD_VAR = "DS_BUILD_EVOFORMER_ATTN"
+    OLDEST = OLDEST
 
     def family(self, device: tuple[int, int]) -> str:
         """The template family for a compute capability: its own, or what DS4S_CUDA_FAMILY forces.
 
-        Raises ToolchainError for a device below 7.0 and for a family that the device cannot run.
+        Raises ToolchainError for a device below OLDEST and for a family that the device cannot run.
         """
         return self.families(device)[0]
 
     def families(self, device: tuple[int, int]) -> tuple[str, ...]:
-        """`family`, and behind it the one that takes what it has no kernels for: Sm80 after Sm90.
+        """`family`, and behind it those that take what it has no kernels for: Sm80 after Sm90.
 
         Raises as `family`.
         """
-        own = arch.family(device)
-        if own is None:
+        own = serving(device)
+        if not own:
             raise ToolchainError(
-                f"compute capability {device[0]}.{device[1]} is below 7.0, where the templates "
-                "begin; use the CPU"
+                f"compute capability {_dotted(device)} is below {_dotted(OLDEST)}, where the "
+                "templates begin; use the CPU"
             )
-        obstacle = self.sm90_obstacle() if own == "sm90" else ""
-        if obstacle:
-            own = "sm80"
+        obstacles = {one.name: self.target_obstacle(one) for one in own}
+        chain = tuple(one.name for one in own if not obstacles[one.name])
         forced = env.text("DS4S_CUDA_FAMILY")
-        possible = CUDA_FAMILIES[: CUDA_FAMILIES.index(own) + 1]
-        if forced is not None and forced not in possible:
+        if forced is None or forced in chain:
+            return chain[chain.index(forced) if forced else 0 :]
+        possible = [
+            one.name
+            for one in FAMILIES.values()
+            if one.runs_on(device) and not obstacles.get(one.name)
+        ]
+        if forced not in possible:
+            reasons = [f" (not {name}: {reason})" for name, reason in obstacles.items() if reason]
             raise ToolchainError(
                 f"DS4S_CUDA_FAMILY: expected one of {', '.join(possible)} on compute capability "
-                f"{device[0]}.{device[1]}; got {forced}; name one of these or unset it"
-                + (f" (not sm90: {obstacle})" if obstacle else "")
+                f"{_dotted(device)}; got {forced}; name one of these or unset it{''.join(reasons)}"
             )
-        return _with_deputy(forced or own)
+        return (forced,)
 
-    def sm90_obstacle(self, requested: Sequence[Arch] | None = None) -> str:
-        """Why the Sm90 templates cannot be compiled here for what is `requested` (None: by the
-        environment); empty when they can.
+    def target_obstacle(self, family: Family, requested: Sequence[Arch] | None = None) -> str:
+        """Why a family cannot be compiled here for what is `requested` (None: by the environment);
+        empty when it can, as all can that are for no target of their own.
         """
-        tool = toolkits.find_nvcc(arch.HOPPER.real)
-        if not tool.ok and requested is None and not search.holds("sm90_"):
-            # PTX or code of Sm80's that somebody compiled beforehand still serves.
-            return "there is no nvcc for sm_90a here, and nothing compiled for it"
-        supported = nvcc_targets.targets(tool).real if tool.ok else None
-        return arch.hopper_obstacle(
-            self.requested_archs() if requested is None else requested, supported
+        if not family.target:
+            return ""
+        target = _own_target(family)
+        tool = toolkits.find_nvcc(target.real)
+        if not tool.ok and requested is None and not search.holds(f"{family.name}_"):
+            # PTX or code of another family that somebody compiled beforehand still serves.
+            return f"there is no nvcc for {target.real} here, and nothing compiled for it"
+        return arch.target_obstacle(
+            target,
+            self.requested_archs() if requested is None else requested,
+            nvcc_targets.targets(tool).real if tool.ok else None,
+            family.first_cuda,
         )
 
     def family_note(self, device: tuple[int, int]) -> str:
-        """What `family` does not tell: which calls go to the next, or why it is not sm90."""
+        """What `family` does not tell: which calls go to the next, or why it is not a newer one."""
         families = self.families(device)
         if len(families) > 1:
-            return f"{families[1]} for float32 and what TMA cannot read"
-        if arch.family(device) == "sm90" and (obstacle := self.sm90_obstacle()):
-            return f"not sm90: {obstacle}"
+            return f"{families[1]} for {FAMILIES[families[0]].leaves}"
+        for newer in serving(device):
+            if obstacle := self.target_obstacle(newer):
+                return f"not {newer.name}: {obstacle}"
         return ""
 
     def kernel(
@@ -99,7 +113,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
         Raises ToolchainError when nvcc cannot compile for the device.
         """
-        if target is None or family == "sm90":
+        if target is None or FAMILIES[family].target:
             target = self.compiled_for(family, device)
         else:
             target = _plain(target)
@@ -115,7 +129,8 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
     def compiled_for(self, family: str, device: tuple[int, int]) -> Arch:
         """What the kernels of one of `families` are compiled for on a device."""
-        return arch.HOPPER if family == "sm90" else _plain(self.arch_for(device))
+        row = FAMILIES[family]
+        return _own_target(row) if row.target else _plain(self.arch_for(device))
 
     def default_kernels(self) -> list[CudaKernel]:
         """Forward and backward in float32 with both biases, for the best GPU here."""
@@ -164,21 +179,20 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
     def _rows(self, wanted: Iterable[Call], target: Arch, aligned: bool) -> Iterable[CudaKernel]:
         device = (target.major, target.minor)
-        own = arch.family(device)
-        if own is None:
-            return
-        if own == "sm90" and (not aligned or self.sm90_obstacle((target,))):
-            own = "sm80"
+        families = [
+            one
+            for one in serving(device)
+            if (aligned or not one.aligned_only) and not self.target_obstacle(one, (target,))
+        ]
         for call in wanted:
-            families = _with_deputy(own)
-            dtypes = {one: serving_dtype(one, call.dtype) for one in families}
-            having = [one for one in families if has_row(one, call.direction, dtypes[one])]
-            # PTX also serves later GPUs, and those have no Sm90 kernels.
-            for family in having if target.ptx else having[:1]:
+            dtypes = [(one, one.dtype_for(call.direction, call.dtype)) for one in families]
+            having = [(one.name, dtype) for one, dtype in dtypes if dtype]
+            # PTX also serves later GPUs, which run no code for one target.
+            for family, dtype in having if target.ptx else having[:1]:
                 yield self.kernel(
                     family=family,
                     direction=call.direction,
-                    dtype=dtypes[family],
+                    dtype=dtype,
                     head_dim=call.head_dim,
                     bias=call.bias,
                     aligned=aligned,
@@ -192,8 +206,13 @@ def _plain(target: Arch) -> Arch:
     return replace(target, suffix="")
 
 
-def _with_deputy(family: str) -> tuple[str, ...]:
-    return ("sm90", "sm80") if family == "sm90" else (family,)
+def _own_target(family: Family) -> Arch:
+    (target,) = arch.parse(family.target, source="target of a family")
+    return target
+
+
+def _dotted(device: tuple[int, int]) -> str:
+    return ".".join(map(str, device))
 
 
 def _compiled_bias(direction: str, bias: str) -> str:

@@ -6,19 +6,18 @@ instantiates; it does not know compilers, flags or folders (the builders do).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..toolchain.cpu_isa import CPU_ISAS
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = ("fp32", "fp16", "bf16")
 
-# Seconds that compiling takes on one core (nvcc 13.0, gcc 12), for who waits for the first time.
-_USUAL_SECONDS = {
-    "cpu": {"fwd": 2.0, "bwd": 3.0},
-    "sm80": {"fwd": 6.0, "bwd": 9.0},  # and the older ones
-    "sm90": {"fwd": 8.0, "bwd": 12.0},
-}
+# Seconds that compiling takes on one core (gcc 12; below, nvcc 13.0), for who waits for the first
+# time.
+_CPU_SECONDS = {"fwd": 2.0, "bwd": 3.0}
 
 _PARAMS = {"fwd": "FwdParams", "bwd": "BwdParams"}
 _CPU_HEADER = {"fwd": "cpu/forward.h", "bwd": "cpu/backward.h"}
@@ -64,7 +63,7 @@ class CpuKernel:
 
     @property
     def usual_seconds(self) -> float:
-        return _USUAL_SECONDS["cpu"][self.direction]
+        return _CPU_SECONDS[self.direction]
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
@@ -89,17 +88,116 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 )
 
 
-CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")
-# What each family has kernels for, oldest family first; "tf32" is float32 on TF32 tensor cores.
-CUDA_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "sm70": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
-    "sm75": {"fwd": ("fp32", "fp16"), "bwd": ("fp32", "fp16")},
-    "sm80": {"fwd": CUDA_DTYPES, "bwd": CUDA_DTYPES},
-    "sm90": {"fwd": ("fp16", "bf16"), "bwd": ("fp16", "bf16")},
-}
-CUDA_FAMILIES = tuple(CUDA_ROWS)
+CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")  # "tf32": float32 on TF32 tensor cores
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
+
+
+@dataclass(frozen=True)
+class Family:
+    """Templates for the instructions of one generation of GPUs: whom they serve, and what a unit
+    says to launch one.
+    """
+
+    name: str
+    first: tuple[int, int]  # the compute capabilities that it is for
+    last: tuple[int, int]
+    # By direction: the dtypes of calls, with those of the kernels that serve them.
+    dtypes: Mapping[str, Mapping[str, str]]
+    backend: str  # module of deepspeed4science/backends
+    folder: str  # has forward/launch.h and backward/launch.h
+    # By direction: the functions behind ds4s_workspace_bytes and ds4s_run.
+    functions: Mapping[str, tuple[str, str]]
+    usual_seconds: Mapping[str, float]
+    target: str = ""  # the one target whose code has its instructions; empty: all from `first` on
+    first_cuda: str = ""  # whose nvcc compiles for `target`
+    leaves: str = ""  # calls that it leaves to the next family of its devices, in words
+    aligned_only: bool = False  # has no kernels for rows that are not whole 16-byte pieces
+
+    def serves(self, device: tuple[int, int]) -> bool:
+        return self.first <= device <= self.last
+
+    def runs_on(self, device: tuple[int, int]) -> bool:
+        """Whether it can be forced upon a device."""
+        return self.serves(device) or (not self.target and self.first <= device)
+
+    def dtype_for(self, direction: str, dtype: str) -> str | None:
+        """That of the kernels which serve `dtype`; None without any."""
+        return self.dtypes.get(direction, {}).get(dtype)
+
+
+def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
+    """For both directions: each dtype by its own kernels, and some by another's."""
+    return {direction: {one: one for one in dtypes} | served for direction in DIRECTIONS}
+
+
+_SM80_FORWARD = (
+    "ds4s::Forward<{scalar}, {arch}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
+)
+_SM80_BACKWARD = "<{scalar}, {arch}, {tier}, {aligned}, {tf32}, {bias2}>"
+_SM90_FORWARD = "ds4s::sm90::Forward<{scalar}, {tier}, {bias1}, {bias2}>"
+_SM90_BACKWARD = "ds4s::sm90::Backward<{scalar}, {tier}, {bias2}>"
+
+_SM80_TEMPLATES: dict[str, Any] = {
+    "backend": "sm80",
+    "folder": "sm80",
+    "functions": {
+        "fwd": (f"{_SM80_FORWARD}::workspace_bytes", f"{_SM80_FORWARD}::run"),
+        "bwd": (
+            f"ds4s::backward_workspace_bytes{_SM80_BACKWARD}",
+            f"ds4s::launch_backward{_SM80_BACKWARD}",
+        ),
+    },
+    "usual_seconds": {"fwd": 6.0, "bwd": 9.0},
+}
+_NEWEST = (99, 9)
+
+# Oldest first. A call goes to the newest that serves its device and takes it.
+FAMILIES: dict[str, Family] = {
+    one.name: one
+    for one in (
+        # No instruction multiplies bfloat16 before 8.0.
+        Family("sm70", (7, 0), (7, 4), _both("fp32", "fp16", bf16="fp32"), **_SM80_TEMPLATES),
+        Family("sm75", (7, 5), (7, 9), _both("fp32", "fp16", bf16="fp32"), **_SM80_TEMPLATES),
+        # mma.sync is legal in all later ones, too.
+        Family("sm80", (8, 0), _NEWEST, _both(*CUDA_DTYPES), **_SM80_TEMPLATES),
+        # wgmma and TMA, which exist in code for exactly this one.
+        Family(
+            "sm90",
+            (9, 0),
+            (9, 0),
+            _both("fp16", "bf16"),
+            backend="sm90",
+            folder="sm90",
+            functions={
+                "fwd": (f"{_SM90_FORWARD}::workspace_bytes", f"{_SM90_FORWARD}::run"),
+                "bwd": (f"{_SM90_BACKWARD}::workspace_bytes", f"{_SM90_BACKWARD}::run"),
+            },
+            usual_seconds={"fwd": 8.0, "bwd": 12.0},
+            target="9.0a",
+            first_cuda="12.0",
+            leaves="float32 and what TMA cannot read",
+            aligned_only=True,
+        ),
+    )
+}
+CUDA_FAMILIES = tuple(FAMILIES)
+OLDEST = next(iter(FAMILIES.values())).first  # compute capability that is served
+
+# Head dimensions up to which a device's shared memory suffices, where that is below the last tier:
+# compute capability 7.5 has 64 KiB.
+_NARROW: dict[tuple[tuple[int, int], str], int] = {((7, 5), "fp32"): 96}
+
+
+def serving(device: tuple[int, int]) -> tuple[Family, ...]:
+    """The families for a compute capability, best first; none below OLDEST."""
+    return tuple(one for one in reversed(FAMILIES.values()) if one.serves(device))
+
+
+def largest_head_dim(device: tuple[int, int], dtype: str) -> int:
+    """For which there are kernels of a dtype on a device."""
+    return _NARROW.get((device, dtype), HEAD_DIM_TIERS[-1])
+
 
 _CUDA_SCALAR = {
     "fp32": "float",
@@ -108,7 +206,6 @@ _CUDA_SCALAR = {
     "bf16": "cutlass::bfloat16_t",
 }
 _CUDA_HEADER = {"fwd": "forward/launch.h", "bwd": "backward/launch.h"}
-_SM90_LAUNCH = {"fwd": "ds4s::sm90::Forward", "bwd": "ds4s::sm90::Backward"}
 
 _CUDA_UNIT = """\
 // {name}: written by op_builder/ops/instantiations.py.
@@ -137,70 +234,45 @@ class CudaKernel:
     dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
     head_dim: int  # one of HEAD_DIM_TIERS
     bias: str  # one of CUDA_BIASES; a backward reads bias1 at run time: "none" or "bias2"
-    aligned: (
-        bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces; sm90: True
-    )
-    arch: str  # what nvcc compiles for, "9.0": at least the family's own; sm90: "9.0a"
+    aligned: bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces
+    arch: str  # what nvcc compiles for: the family's target, or "8.6", at least its first
 
     @property
     def name(self) -> str:
         name = f"{self.family}_{self.direction}_{self.dtype}_d{self.head_dim}_{self.bias}"
-        if self.family == "sm90":  # TMA reads nothing else
+        if FAMILIES[self.family].aligned_only:
             return name
         return name + ("_aligned" if self.aligned else "_unaligned")
 
     @property
     def usual_seconds(self) -> float:
-        return _USUAL_SECONDS["sm90" if self.family == "sm90" else "sm80"][self.direction]
+        return FAMILIES[self.family].usual_seconds[self.direction]
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
-        workspace_bytes, run = self._functions()
-        folder = "sm90/" if self.family == "sm90" else "sm80/"  # which serves 7.0 and 7.5 too
+        family = FAMILIES[self.family]
+        arguments = {
+            "scalar": _CUDA_SCALAR[self.dtype],
+            "arch": f"cutlass::arch::Sm{self.family[2:]}",
+            "aligned": f"/*kIsAligned=*/{_cpp(self.aligned)}",
+            "tier": self.head_dim,
+            "bias1": f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}",
+            "bias2": f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}",
+            "tf32": f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}",
+        }
+        workspace_bytes, run = family.functions[self.direction]
         return _CUDA_UNIT.format(
             name=self.name,
-            header=folder + _CUDA_HEADER[self.direction],
+            header=f"{family.folder}/{_CUDA_HEADER[self.direction]}",
             params=_PARAMS[self.direction],
-            workspace_bytes=workspace_bytes,
-            run=run,
-        )
-
-    def _functions(self) -> tuple[str, str]:
-        """The C++ functions behind ds4s_workspace_bytes and ds4s_run."""
-        scalar = _CUDA_SCALAR[self.dtype]
-        family = f"cutlass::arch::Sm{self.family[2:]}"
-        aligned = f"/*kIsAligned=*/{_cpp(self.aligned)}"
-        bias1 = f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}"
-        bias2 = f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}"
-        tf32 = f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}"
-        tier = self.head_dim
-        if self.family == "sm90":
-            biases = f"{bias1}, {bias2}" if self.direction == "fwd" else bias2
-            launch = f"{_SM90_LAUNCH[self.direction]}<{scalar}, {tier}, {biases}>"
-            return f"{launch}::workspace_bytes", f"{launch}::run"
-        if self.direction == "fwd":
-            launch = (
-                f"ds4s::Forward<{scalar}, {family}, {aligned}, {tier}, {tier}, "
-                f"{bias1}, {bias2}, {tf32}>"
-            )
-            return f"{launch}::workspace_bytes", f"{launch}::run"
-        arguments = f"<{scalar}, {family}, {tier}, {aligned}, {tf32}, {bias2}>"
-        return (
-            f"ds4s::backward_workspace_bytes{arguments}",
-            f"ds4s::launch_backward{arguments}",
+            workspace_bytes=workspace_bytes.format(**arguments),
+            run=run.format(**arguments),
         )
 
 
 def has_row(family: str, direction: str, dtype: str) -> bool:
     """Whether `family` has kernels of this direction for this dtype (one of CUDA_DTYPES)."""
-    return dtype in CUDA_ROWS[family][direction]
-
-
-def serving_dtype(family: str, dtype: str) -> str:
-    """That of the kernels which serve `dtype` in `family`: bfloat16 goes through float32 where no
-    instruction multiplies it.
-    """
-    return "fp32" if dtype == "bf16" and not has_row(family, "fwd", dtype) else dtype
+    return FAMILIES[family].dtype_for(direction, dtype) == dtype
 
 
 def _cpp(value: bool) -> str:

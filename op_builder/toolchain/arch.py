@@ -87,10 +87,6 @@ class Arch:
         return self.ptx and not self.suffix and device >= (self.major, self.minor)
 
 
-# wgmma and TMA exist in code for exactly this one.
-HOPPER = Arch(9, 0, "a")
-
-
 def parse(text: str | None, *, source: str = "TORCH_CUDA_ARCH_LIST") -> tuple[Arch, ...]:
     """The architectures in a list as PyTorch's users write it; empty when there is nothing in it.
 
@@ -150,32 +146,25 @@ def gencode(archs: Sequence[Arch]) -> tuple[str, ...]:
     return tuple(flag for one in archs for flag in one.gencode())
 
 
-def family(device: tuple[int, int]) -> str | None:
-    """The template family made for a compute capability; None below 7.0.
+def target_obstacle(
+    target: Arch, requested: Sequence[Arch], supported: Collection[str] | None, first_cuda: str
+) -> str:
+    """Why code that has to be for exactly `target`, 9.0a for one, cannot be had; empty when it can.
 
-    Above 9.0 it is Sm80's: mma.sync is legal there, Hopper's wgmma is not.
-    """
-    if device < (7, 0):
-        return None
-    if device < (7, 5):
-        return "sm70"
-    if device < (8, 0):
-        return "sm75"
-    return "sm90" if device == (HOPPER.major, HOPPER.minor) else "sm80"
-
-
-def hopper_obstacle(requested: Sequence[Arch], supported: Collection[str] | None) -> str:
-    """Why Hopper's own kernels cannot be compiled for; empty when they can.
-
-    requested, supported: as for `intersect`; 9.0 and 9.0a both ask for HOPPER. supported may be
+    requested, supported: as for `intersect`; 9.0 and 9.0a both ask for 9.0a. supported may be
     None: there is no nvcc, and what was compiled earlier has to do.
+    first_cuda: whose nvcc compiles for it, in words.
     """
-    hopper = (HOPPER.major, HOPPER.minor)
-    if requested and all((one.major, one.minor) != hopper for one in requested):
+    device = (target.major, target.minor)
+    if requested and all((one.major, one.minor) != device for one in requested):
         asked = "; ".join(map(str, requested))
-        return f"TORCH_CUDA_ARCH_LIST asks for {asked}: neither 9.0 nor 9.0a"
-    if supported is not None and HOPPER.real not in supported:
-        return f"this nvcc does not compile for {HOPPER.real}; CUDA 12.0 is the first that does"
+        plain = replace(target, suffix="")
+        return f"TORCH_CUDA_ARCH_LIST asks for {asked}: neither {plain} nor {target}"
+    if supported is not None and target.real not in supported:
+        return (
+            f"this nvcc does not compile for {target.real}; CUDA {first_cuda} is the first that "
+            "does"
+        )
     return ""
 
 

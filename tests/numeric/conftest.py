@@ -25,16 +25,16 @@ def one_thread():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Names of the CUDA kernels that calls were given, in order."""
-    from deepspeed4science import backend_cuda
+    """Names of the kernels that ran, in order."""
+    from deepspeed4science.backends.cpu import CpuBackend
+    from deepspeed4science.backends.cuda import CudaBackend
 
     names = []
-    real = backend_cuda.CudaBackend._kernel
+    for backend in (CpuBackend, CudaBackend):
 
-    def note(self, *arguments):
-        kernel = real(self, *arguments)
-        names.append(kernel.name)
-        return kernel
+        def note(self, kernel, *arguments, launch=backend.launch):
+            names.append(kernel.name)
+            return launch(self, kernel, *arguments)
 
-    monkeypatch.setattr(backend_cuda.CudaBackend, "_kernel", note)
+        monkeypatch.setattr(backend, "launch", note)
     return names

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.call import ForwardCall
+from deepspeed4science.dispatch import choose
 from deepspeed4science.errors import EvoformerError, InvalidInputError, NoBackendError
+from deepspeed4science.problem import describe
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case
 
@@ -199,21 +202,15 @@ def test_inputs_are_not_written():
 
 
 def test_a_row_mask_does_not_choose_the_kernel():
-    from deepspeed4science.problem import describe
-
     inputs = CASE.inputs(torch.float32, "cpu")
+    call = ForwardCall(*inputs.tensors(), with_lse=False)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    assert describe(*inputs.tensors(), mask) == describe(*inputs.tensors())
+    assert describe(call._replace(row_mask=mask)) == describe(call)
 
 
 def test_a_device_without_backend_is_refused_with_reasons():
-    from dataclasses import replace
-
-    from deepspeed4science.backends import select
-    from deepspeed4science.problem import describe
-
-    inputs = CASE.inputs(torch.float32, "cpu")
-    problem = describe(inputs.q, inputs.k, inputs.v, inputs.bias1, inputs.bias2)
-    assert select(problem).name == "Cpu"
+    call = ForwardCall(*CASE.inputs(torch.float32, "cpu").tensors(), with_lse=False)
+    problem = describe(call)
+    assert choose(problem, "fwd", call[:3]).backend.name == "Cpu"
     with pytest.raises(NoBackendError, match="Cpu: tensors are on xpu:0"):
-        select(replace(problem, device=torch.device("xpu:0")))
+        choose(problem._replace(device=torch.device("xpu:0")), "fwd", call[:3])

@@ -11,13 +11,13 @@ from .toys import REPOSITORY
 # Everything in one process: what clang makes must live with the OpenMP runtime that torch brings.
 SCRIPT = """
 import torch
-from deepspeed4science import backends
-from deepspeed4science.backend_cpu import CpuBackend
+from deepspeed4science import dispatch
+from deepspeed4science.backends.cpu import CpuBackend
 from op_builder.build import jit
 from op_builder.toolchain import openmp
 from tests.numeric.cases import Case
 from tests.numeric.law import check
-backends.BACKENDS = (CpuBackend(),)
+dispatch.BACKENDS = (CpuBackend(),)
 torch.set_num_threads(2)
 before = openmp.present()
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

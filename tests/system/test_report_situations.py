@@ -51,6 +51,8 @@ cuda = _N(
 # A CUDA op as the report sees one, in the state that a test wants.
 FAKE_CUDA_OP = """\
 import op_builder
+from op_builder.errors import ToolchainError
+from op_builder.ops.instantiations import serving
 from op_builder.ops.status import Obstacle
 from op_builder.ops.status import OpStatus
 class CudaOp:
@@ -58,6 +60,14 @@ class CudaOp:
     DEVICE = "cuda"
     def status(self):
         return OpStatus({state!r}, 0, 8, {obstacles})
+    def family(self, device):
+        for family in serving(device):
+            return family.name
+        raise ToolchainError("too old")
+    def compiled_for(self, family, device):
+        return ""
+    def family_note(self, device):
+        return ""
 op_builder.ALL_OPS["evoformer_attn"] = CudaOp()
 """
 H200 = [("NVIDIA H200", (9, 0))]

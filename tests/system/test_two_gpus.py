@@ -136,23 +136,22 @@ def test_each_kind_gets_its_own_build(workshop, driver):
 def test_the_tensors_own_device_decides(monkeypatch):
     """And not device 0, nor the current one."""
     torch = pytest.importorskip("torch")
-    from deepspeed4science import backend_cuda
+    from deepspeed4science.backends import cuda
+    from deepspeed4science.dispatch import choose
     from deepspeed4science.problem import Problem
     from op_builder import EvoformerAttnBuilder
 
     for name in ("DS4S_CUDA_FAMILY", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     kinds = ((8, 0), (7, 5), (8, 6))
-    monkeypatch.setattr(backend_cuda, "_capability", lambda device: kinds[device.index])
-    families = [backend_cuda.CudaBackend(family) for family in ("sm80", "sm75")]
-    q = torch.randn(1, 1, 16, 1, 32, dtype=torch.float16)
-    specs = []
-    for index in range(len(kinds)):
-        sizes = {"B": 1, "N": 1, "Lq": 16, "Lk": 16, "H": 1, "D": 32, "Dv": 32}
-        device = torch.device("cuda", index)
-        problem = Problem(**sizes, dtype=q.dtype, device=device, bias1=None, bias2=None)
-        (backend,) = [one for one in families if not one.not_supported_reasons(problem)]
-        specs.append(backend._spec("fwd", problem, [q]))
+    monkeypatch.setattr(cuda, "capability", lambda device: kinds[device.index])
+    cuda.serving_families.cache_clear()
+    tensors = [torch.randn(1, 1, 16, 1, 32, dtype=torch.float16)] * 3
+    sizes = {"B": 1, "N": 1, "Lq": 16, "Lk": 16, "H": 1, "D": 32, "Dv": 32}
+    of_all = Problem(**sizes, dtype=torch.float16, device=None, bias1_dtype=None, bias2_dtype=None)
+    devices = [torch.device("cuda", index) for index in range(len(kinds))]
+    specs = [choose(of_all._replace(device=one), "fwd", tensors).kernel for one in devices]
+    cuda.serving_families.cache_clear()
     assert [(spec.family, spec.arch) for spec in specs] == [
         *(("sm80", "8.0"), ("sm75", "7.5"), ("sm80", "8.6"))
     ]

@@ -184,29 +184,19 @@ def test_a_refusal_names_all_three_lists_and_what_to_do(case: Refusal) -> None:
         assert part in str(raised.value)
 
 
-FAMILIES = {
-    (6, 1): None, (7, 0): "sm70", (7, 2): "sm70", (7, 5): "sm75", (8, 0): "sm80", (8, 9): "sm80",
-    (9, 0): "sm90", (10, 0): "sm80", (12, 1): "sm80",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("device", FAMILIES)
-def test_template_family(device: tuple[int, int]) -> None:
-    assert arch.family(device) == FAMILIES[device]
-
-
 @pytest.mark.parametrize("requested", ["", "9.0", "9.0a", "8.0;9.0+PTX", "hopper"])
 def test_hopper_is_asked_for_by_either_name(requested: str) -> None:
     asked = arch.parse(requested)
-    assert arch.hopper_obstacle(asked, NVCC_13) == ""
-    assert arch.hopper_obstacle(asked, None) == ""
+    for supported in (NVCC_13, None):
+        assert arch.target_obstacle(Arch(9, 0, "a"), asked, supported, "12.0") == ""
 
 
 def test_why_hopper_cannot_be_had() -> None:
     without = [name for name in NVCC_13 if name != "sm_90a"]
-    assert "CUDA 12.0 is the first" in arch.hopper_obstacle((), without)
+    hopper = Arch(9, 0, "a")
+    assert "CUDA 12.0 is the first" in arch.target_obstacle(hopper, (), without, "12.0")
     for nvcc in (NVCC_13, None):
-        reason = arch.hopper_obstacle(arch.parse("8.0+PTX;10.0a"), nvcc)
+        reason = arch.target_obstacle(hopper, arch.parse("8.0+PTX;10.0a"), nvcc, "12.0")
         assert "asks for 8.0+PTX; 10.0a: neither 9.0 nor 9.0a" in reason
 
 

@@ -4,22 +4,25 @@ in for theirs.
 """
 
 import logging
-from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed4science import backend_cuda, backends  # noqa: E402
-from deepspeed4science.backend import Backend  # noqa: E402
-from deepspeed4science.backend_cuda import CudaBackend  # noqa: E402
+
+from deepspeed4science import dispatch  # noqa: E402
+from deepspeed4science.backends import cuda, prepare, sm80  # noqa: E402
+from deepspeed4science.backends.sm80 import Sm80Backend  # noqa: E402
+from deepspeed4science.call import ForwardCall  # noqa: E402
+from deepspeed4science.dispatch import choose  # noqa: E402
 from deepspeed4science.errors import NoBackendError  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder  # noqa: E402
 from op_builder.ops import presets  # noqa: E402
+from op_builder.ops.instantiations import FAMILIES  # noqa: E402
 from op_builder.toolchain.arch import Arch  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
-from tests.numeric.law import check  # noqa: E402
+from tests.numeric.law import check, ours  # noqa: E402
 
 PROBLEM = Problem(
     B=1,
@@ -31,49 +34,66 @@ PROBLEM = Problem(
     Dv=32,
     dtype=torch.bfloat16,
     device=torch.device("cuda", 0),
-    bias1=torch.bfloat16,
-    bias2=torch.bfloat16,
+    bias1_dtype=torch.bfloat16,
+    bias2_dtype=torch.bfloat16,
 )
 OLD = {(7, 0): "sm70", (7, 2): "sm70", (7, 5): "sm75"}
 
 
+TENSORS = [torch.empty(1, 3, 40, 2, 32, dtype=torch.bfloat16)] * 3
+
+
 @pytest.fixture(params=OLD, ids=str)
 def capability(request, monkeypatch):
-    """Every device is of this one."""
+    """Every device is of this one, and this machine's nvcc compiles for it."""
     for name in ("DS4S_CUDA_FAMILY", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(backend_cuda, "_capability", lambda device: request.param)
-    monkeypatch.setattr(EvoformerAttnBuilder, "families", lambda self, device: (OLD[device],))
-    monkeypatch.setattr(backends, "BACKENDS", (CudaBackend("sm75"), CudaBackend("sm70")))
-    return request.param
+    kernel = EvoformerAttnBuilder.kernel
+    monkeypatch.setattr(
+        EvoformerAttnBuilder,
+        "kernel",
+        lambda self, *, device, **given: kernel(self, device=device, target=Arch(*device), **given),
+    )
+    monkeypatch.setattr(cuda, "capability", lambda device: request.param)
+    cuda.serving_families.cache_clear()
+    yield request.param
+    cuda.serving_families.cache_clear()
 
 
 def test_a_call_is_taken_by_the_family_of_the_device(capability):
-    assert backends.select(PROBLEM).name.lower() == OLD[capability]
+    choice = choose(PROBLEM, "fwd", TENSORS)
+    assert (choice.kernel.family, choice.kernel.dtype) == (OLD[capability], "fp32")
+    assert choice.reason == ""
 
 
 def test_float16_and_float32_are_computed_as_they_are(capability):
-    for dtype in (torch.float16, torch.float32):
-        problem = replace(PROBLEM, dtype=dtype)
-        assert backends.select(problem)._kernel_dtype(problem) == dtype
-    assert backends.select(PROBLEM)._kernel_dtype(PROBLEM) == torch.float32
+    for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
+        assert choose(PROBLEM._replace(dtype=dtype), "fwd", TENSORS).kernel.dtype == name
 
 
 def test_newer_families_compute_bfloat16_as_it_is():
     for family in ("sm80", "sm90"):
-        assert CudaBackend(family)._kernel_dtype(PROBLEM) == torch.bfloat16
+        assert FAMILIES[family].dtype_for("fwd", "bf16") == "bf16"
 
 
 def test_what_float32_does_not_take(capability):
     """64 KiB of shared memory on 7.5; no head dimension above 128 anywhere."""
-    wide = replace(PROBLEM, D=128)
+    wide = PROBLEM._replace(D=128)
     if capability == (7, 5):
         with pytest.raises(NoBackendError, match=r"bfloat16 goes, too.*above 96.*use float16"):
-            backends.select(wide)
+            choose(wide, "fwd", TENSORS)
     else:
-        assert backends.select(wide).name == "Sm70"
+        assert choose(wide, "fwd", TENSORS).backend.name == "Sm70"
     with pytest.raises(NoBackendError, match="largest head dimension is 128"):
-        backends.select(replace(PROBLEM, D=136))
+        choose(PROBLEM._replace(D=136), "fwd", TENSORS)
+
+
+def test_what_is_converted_is_aligned_by_its_channels(capability):
+    """Its copy begins anywhere that suits, whatever the original's strides."""
+    odd = torch.empty(1, 3, 40, 66, dtype=torch.bfloat16)[..., :64].unflatten(-1, (2, 32))
+    assert choose(PROBLEM, "fwd", [odd] * 3).kernel.aligned
+    narrow = torch.empty(1, 3, 40, 2, 30, dtype=torch.bfloat16)
+    assert not choose(PROBLEM._replace(D=30), "fwd", [narrow] * 3).kernel.aligned
 
 
 @pytest.mark.parametrize("target", ["7.0", "7.5"])
@@ -86,42 +106,35 @@ def test_what_is_compiled_beforehand(target):
     assert len(kernels) == len(presets.INSTALL_ROWS) * 2
 
 
-class OnTheCpu(CudaBackend):
+class OnTheCpu(Sm80Backend):
     """Launches the CPU's kernel of the chosen dtype in place of the GPU's."""
 
     def __init__(self, family):
-        super().__init__(family)
+        super().__init__(FAMILIES[family])
+        self.kernels = self
         self.specs = []
 
-    def not_supported_reasons(self, problem):
-        return []
+    def device_obstacle(self, device):
+        return ""
 
-    def _prefetch_backward(self, problem, inputs):
+    def prefetch(self, spec):
         pass
 
-    def _kernel(self, direction, problem, tensors):
-        spec = self._spec(direction, problem, tensors)
+    def load(self, spec):
         self.specs.append(spec)
-        assert all(tensor is None or tensor.dtype == problem.dtype for tensor in tensors)
         builder = EvoformerAttnCPUBuilder()
-        on_cpu = builder.kernel(direction=direction, dtype=spec.dtype)
+        on_cpu = builder.kernel(direction=spec.direction, dtype=spec.dtype)
         return builder.load(kernels=[on_cpu]).kernel(on_cpu)
 
-    def _run(self, kernel, packed, device):
+    def launch(self, kernel, layout, packed, device):
         return kernel.run(packed, 0)
 
 
 @pytest.fixture
 def stand_in(capability, monkeypatch):
-    kernel = EvoformerAttnBuilder.kernel
-    monkeypatch.setattr(  # as if this machine's nvcc compiled for such GPUs
-        EvoformerAttnBuilder,
-        "kernel",
-        lambda self, *, device, **given: kernel(self, device=device, target=Arch(*device), **given),
-    )
     backend = OnTheCpu(OLD[capability])
-    monkeypatch.setattr(backends, "BACKENDS", (backend,))
-    backend_cuda._tell_of_float32.cache_clear()
+    monkeypatch.setattr(dispatch, "BACKENDS", (backend,))
+    sm80._tell_of_float32.cache_clear()
     return backend
 
 
@@ -150,14 +163,17 @@ def test_results_keep_the_law(stand_in):
 
 @pytest.mark.usefixtures("seed")
 def test_kernels_that_read_bfloat16_as_float32_are_noticed(stand_in, monkeypatch):
-    """A backward without the conversion."""
+    """A backward that takes each two numbers of dO for one."""
+    real = prepare.in_dtype
 
-    def unconverted(self, problem, *arguments, wanted):
-        wide = replace(problem, dtype=torch.float32)
-        return Backend.backward(self, wide, *arguments, wanted=wanted)
+    def reinterpreted(call, dtype):
+        converted = real(call, dtype)
+        if isinstance(call, ForwardCall):
+            return converted
+        return converted._replace(do_=torch.cat([call.do_, call.do_], -1).view(dtype))
 
     inputs = Case("one", N=5, Lq=70).inputs(torch.bfloat16, "cpu")
-    monkeypatch.setattr(CudaBackend, "backward", unconverted)
+    monkeypatch.setattr(sm80, "in_dtype", reinterpreted)
     with pytest.raises(AssertionError):
         check(inputs)
 
@@ -168,7 +184,8 @@ def test_biases_of_every_dtype_beside_every_other(of_bias, dtype):
     """As GPU kernels read them: what is finite stays finite."""
     limits = torch.finfo(of_bias)
     bias = torch.tensor([1.5, -torch.inf, torch.inf, torch.nan, limits.min, limits.max]).to(of_bias)
-    read = CudaBackend("sm80")._prepare_bias(bias, replace(PROBLEM, dtype=dtype))
+    call = ForwardCall(None, None, None, bias, None, False)
+    read = prepare.with_biases_in_dtype(call, dtype).bias1
     assert read.dtype == dtype
     assert (read.isfinite() == bias.isfinite()).all() and (read.isnan() == bias.isnan()).all()
     assert read[0] == 1.5 and read[1] == -torch.inf and read[2] == torch.inf
@@ -176,17 +193,15 @@ def test_biases_of_every_dtype_beside_every_other(of_bias, dtype):
 
 def test_one_notice(stand_in, caplog):
     x = Case("notice").inputs(torch.bfloat16, "cpu")
-    problem = replace(PROBLEM, device=x.q.device)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            stand_in.forward(problem, *x.tensors(), with_lse=False)
+            ours(*x.tensors())
     (said,) = [record.getMessage() for record in caplog.records]
     assert "bfloat16 is computed in float32 on this GPU" in said
 
 
 def test_float16_gets_no_notice(stand_in, caplog):
     x = Case("notice").inputs(torch.float16, "cpu")
-    problem = replace(PROBLEM, device=x.q.device, dtype=torch.float16)
     with caplog.at_level(logging.WARNING):
-        stand_in.forward(problem, *x.tensors(), with_lse=False)
+        ours(*x.tensors())
     assert not caplog.records

@@ -1,12 +1,13 @@
 """The list of kernels: names that are unique, sources that name what exists."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from op_builder.cache.loaded_kernel import ABI_VERSION, EXPORTS
-from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
+from op_builder.ops.instantiations import CPU_KERNELS, FAMILIES, CpuKernel, serving
 from op_builder.paths import csrc_root
 
 
@@ -40,6 +41,35 @@ def test_source_names_no_folder_of_this_machine():
 
 def test_amx_multiplies_bfloat16_only():
     assert {kernel.dtype for kernel in CPU_KERNELS if kernel.isa == "amx"} == {"bf16"}
+
+
+SERVING = {
+    (6, 1): (),
+    (7, 0): ("sm70",),
+    (7, 2): ("sm70",),
+    (7, 5): ("sm75",),
+    (8, 0): ("sm80",),
+    (8, 9): ("sm80",),
+    (9, 0): ("sm90", "sm80"),
+    (10, 0): ("sm80",),
+    (12, 1): ("sm80",),
+}
+
+
+@pytest.mark.parametrize("device", SERVING)
+def test_families_of_a_device(device):
+    assert tuple(family.name for family in serving(device)) == SERVING[device]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_a_family_is_whole(family):
+    """What its row names exists."""
+    assert find_spec(f"deepspeed4science.backends.{family.backend}")
+    for direction, dtypes in family.dtypes.items():
+        for dtype in dtypes.values():
+            assert family.dtype_for(direction, dtype) == dtype, "a kernel of another's dtype"
+        assert family.usual_seconds[direction] > 0
+    assert bool(family.target) == bool(family.first_cuda)
 
 
 def test_rows_are_values():

@@ -1,0 +1,100 @@
+"""What the backends of GPUs have in common: nothing here calls back into one of them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from deepspeed4science.backends.kernels import Kernels
+from deepspeed4science.params import Layout, Options
+from deepspeed4science.problem import Problem
+from op_builder import EvoformerAttnBuilder, env
+from op_builder.cache.loaded_kernel import LoadedKernel
+from op_builder.errors import BuildError
+from op_builder.ops.instantiations import HEAD_DIM_TIERS, CudaKernel, Family
+
+_BIAS_NAMES = {
+    (False, False): "none",
+    (True, False): "bias1",
+    (False, True): "bias2",
+    (True, True): "both",
+}
+
+
+class CudaBackend:
+    """The kernels of one family, on the tensor's device and the current stream. A backend adds
+    `obstacles`, `spec` and `prepare`.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.name = family.name.capitalize()
+        self.family = family
+        self._builder = EvoformerAttnBuilder()
+        self.kernels = Kernels(self._builder)
+        self._specs: dict[tuple[object, ...], CudaKernel] = {}
+
+    def device_obstacle(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return f"tensors are on {device}, not on a CUDA device"
+        try:
+            serving = serving_families(device, env.text("DS4S_CUDA_FAMILY"))
+        except BuildError as error:
+            return str(error)
+        if self.family.name in serving:
+            return ""
+        major, minor = capability(device)
+        return f"compute capability {major}.{minor} is served by {serving[0]}"
+
+    def row(self, problem: Problem, direction: str, dtype: str, *, aligned: bool) -> CudaKernel:
+        """The kernel of this family that computes a call in `dtype`."""
+        bias = _BIAS_NAMES[problem.bias1_dtype is not None, problem.bias2_dtype is not None]
+        key = (direction, dtype, problem.D, problem.Dv, bias, aligned, problem.device)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = self._builder.kernel(
+                family=self.family.name,
+                direction=direction,
+                dtype=dtype,
+                head_dim=max(problem.D, problem.Dv),
+                bias=bias,
+                aligned=aligned,
+                device=capability(problem.device),
+            )
+        return spec
+
+    def options(self) -> Options:
+        return Options(0, int(torch.are_deterministic_algorithms_enabled()))
+
+    def launch(
+        self, kernel: LoadedKernel, layout: Layout, packed: bytes, device: torch.device
+    ) -> int:
+        with torch.cuda.device(device):
+            num_bytes = kernel.workspace_bytes(packed)
+            workspace = None  # stays alive until the launch; the allocator keeps it for the stream
+            if num_bytes > 0:
+                workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                packed = layout.with_workspace(packed, workspace.data_ptr())
+            return kernel.run(packed, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def serving_families(device: torch.device, forced: str | None) -> tuple[str, ...]:
+    """The builder's answer, which takes milliseconds, asked once for each value that forces one.
+
+    Raises BuildError.
+    """
+    return EvoformerAttnBuilder().families(capability(device))
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def head_dim_obstacles(problem: Problem) -> list[str]:
+    """No family has kernels above the largest tier."""
+    if max(problem.D, problem.Dv) <= HEAD_DIM_TIERS[-1]:
+        return []
+    sizes = f"D = {problem.D}, Dv = {problem.Dv}"
+    return [f"{sizes}: the largest head dimension is {HEAD_DIM_TIERS[-1]}"]

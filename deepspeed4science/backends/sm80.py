@@ -1,0 +1,96 @@
+"""Templates of tensor cores that a warp drives: the families sm70, sm75 and sm80, which also serves
+what is newer than its own generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed4science.backends import cuda
+from deepspeed4science.backends.prepare import (
+    CallT,
+    in_dtype,
+    unit_strides,
+    with_biases_in_dtype,
+)
+from deepspeed4science.call import ForwardCall
+from deepspeed4science.problem import DTYPE_NAMES, Problem
+from op_builder.ops.instantiations import CudaKernel, largest_head_dim
+
+logger = logging.getLogger(__name__)
+
+
+class Sm80Backend(cuda.CudaBackend):
+    """Takes tensors of any strides."""
+
+    def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
+        found = cuda.head_dim_obstacles(problem)
+        dtype = self._dtype(problem, direction)
+        most = largest_head_dim(cuda.capability(problem.device), dtype)
+        if not found and max(problem.D, problem.Dv) > most:
+            found.append(
+                f"float32 (through which bfloat16 goes, too) with a head dimension above {most} "
+                "needs more than the 64 KiB of shared memory of compute capability 7.5; use float16"
+            )
+        return found
+
+    def spec(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> CudaKernel:
+        dtype = self._dtype(problem, direction)
+        copied = dtype != DTYPE_NAMES[problem.dtype]
+        size = _TORCH_DTYPES[dtype].itemsize
+        aligned = all(_will_be_aligned(tensor, size, copied=copied) for tensor in tensors)
+        if dtype == "fp32" and self.family.dtype_for(direction, "tf32") and _allows_tf32():
+            dtype = "tf32"
+        return self.row(problem, direction, dtype, aligned=aligned)
+
+    def prepare(self, problem: Problem, call: CallT) -> CallT:
+        direction = "fwd" if isinstance(call, ForwardCall) else "bwd"
+        dtype = _TORCH_DTYPES[self._dtype(problem, direction)]
+        if dtype == problem.dtype:
+            call = unit_strides(call)
+        else:
+            _tell_of_float32()
+            call = in_dtype(call, dtype)
+        return with_biases_in_dtype(call, dtype)
+
+    def _dtype(self, problem: Problem, direction: str) -> str:
+        """What kernels compute in."""
+        return self.family.dtypes[direction][DTYPE_NAMES[problem.dtype]]
+
+
+backend = Sm80Backend
+
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@functools.cache
+def _tell_of_float32() -> None:
+    """Once in a process."""
+    with contextlib.suppress(Exception):  # what can be shown decides over no call
+        logger.warning(
+            "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 "
+            "and 7.5 do not multiply it. Results are right; float16 is faster."
+        )
+
+
+def _allows_tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _will_be_aligned(tensor: Tensor, size: int, *, copied: bool) -> bool:
+    """Whether every row of elements of `size` bytes starts at 16 bytes and its channels are whole
+    16-byte pieces, once `prepare` has copied what it copies.
+    """
+    per_piece = 16 // size
+    *strides, channels = tensor.stride()
+    if tensor.shape[-1] % per_piece:
+        return False
+    if copied or channels != 1:
+        return True
+    return tensor.data_ptr() % 16 == 0 and all(stride % per_piece == 0 for stride in strides)

@@ -1,0 +1,61 @@
+"""The arguments of the two operators, written once: what PyTorch is told of them, derivatives, vmap
+and backends all take them from here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class ForwardCall(NamedTuple):
+    """`evoformer_attn` -> O `[B, N, Lq, H, Dv]`, lse `[B, N, H, Lq]` (no elements unless asked
+    for).
+    """
+
+    q: Tensor  # [B, N, Lq, H, D]
+    k: Tensor  # [B, N, Lk, H, D]
+    v: Tensor  # [B, N, Lk, H, Dv]
+    bias1: Tensor | None  # broadcastable to [B, N, 1, 1, Lk]
+    bias2: Tensor | None  # broadcastable to [B, 1, H, Lq, Lk]
+    with_lse: bool
+    row_mask: Tensor | None = None  # broadcastable to [B, N]
+    scale: float | None = None  # None: 1 / sqrt(D)
+
+
+class BackwardCall(NamedTuple):
+    """`evoformer_attn_backward` -> dq, dk, dv in the dtype of Q, dbias1 and dbias2 in float32, each
+    in the shape of its input (no elements unless wanted).
+    """
+
+    do_: Tensor  # the gradient of O
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    bias1: Tensor | None
+    bias2: Tensor | None
+    wanted: Sequence[bool]  # of q, k, v, bias1, bias2
+    row_mask: Tensor | None = None
+    scale: float | None = None
+
+
+Call = ForwardCall | BackwardCall
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    Sequence[bool]: "bool[5]",
+    float | None: "float?",
+}
+
+
+def schema(name: str, call: Any, *, num_results: int) -> str:
+    """The operator's signature as `torch.library` reads it."""
+    arguments = [
+        f"{_SCHEMA_TYPES[kind]} {field}" + ("=None" if field in call._field_defaults else "")
+        for field, kind in call.__annotations__.items()
+    ]
+    return f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * num_results)})"
