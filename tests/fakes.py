@@ -59,6 +59,42 @@ def toolkit(
     return program(root / "bin" / "nvcc", script)
 
 
+# As nvcc in front of a host compiler that has no use for most of its flags. What nvcc itself puts
+# before every unit is the runtime's header.
+_HOST_NVCC = """\
+import subprocess, sys
+words, command = iter(sys.argv[1:]), [{compiler!r}, "-include", "cuda_runtime_api.h"]
+for word in words:
+    if word in ("-Xcompiler", "-Xlinker", "-cudart", "-ccbin"):
+        value = next(words)
+        command += {{"-Xcompiler": [value], "-Xlinker": ["-Wl," + value]}}.get(word, [])
+    elif word == "smoke.cu":
+        command += ["-x", "c++", "/dev/null"]
+    elif word.endswith(".cu"):
+        command += ["-x", "c++", word]
+    elif not word.startswith(("-gencode", "--expt", "-diag", "-L")):
+        command.append(word)
+sys.exit(subprocess.run([*command, "-I{root}/include"]).returncode)
+"""
+_HOST_RUNTIME = """
+typedef int cudaError_t;
+typedef void* cudaStream_t;
+enum {{ cudaSuccess, cudaErrorInvalidValue }};
+inline const char* cudaGetErrorString(cudaError_t) {{ return "an error of no GPU"; }}
+"""
+
+
+def host_toolkit(root: Path, compiler: str, targets: tuple[str, ...] = DEFAULT_TARGETS) -> Path:
+    """A toolkit that compiles units of host code, for whatever it is asked; returns its nvcc."""
+    nvcc = toolkit(root, targets=targets)
+    script = file(root / "host_nvcc.py", _HOST_NVCC.format(compiler=compiler, root=root))
+    compile_it = f'*) exec {sys.executable} {script} "$@" ;;'
+    program(nvcc, nvcc.read_text().replace(_NVCC.splitlines()[-2].strip(), compile_it))
+    header = root / "include" / "cuda_runtime_api.h"
+    header.write_text(header.read_text() + _HOST_RUNTIME.format())
+    return nvcc
+
+
 def changed_toolkit(real: Path, root: Path, part: str, script: str) -> Path:
     """A real toolkit, of links, in which the program `part` is a shell script; returns its nvcc."""
     inner = ("bin", "nvvm", "nvvm/bin")
