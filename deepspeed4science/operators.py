@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from deepspeed4science import flops, implementation, registration
 from deepspeed4science.call import BackwardCall, ForwardCall, schema
@@ -67,7 +68,7 @@ class Attention(torch.autograd.Function):
             del q, k, v, o, lse, bias1, bias2, arguments
             ctx.maybe_clear_saved_tensors()
         own = zip(gradients, dtypes, wanted, strict=True)
-        return (*(g.to(dtype) if want else None for g, dtype, want in own), None, None, None)
+        return (*(_in_dtype(g, dtype) if want else None for g, dtype, want in own), *(None,) * 3)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -107,6 +108,10 @@ class AttentionBackward(torch.autograd.Function):
         return map_backward(AttentionBackward.apply, info.batch_size, in_dims, *arguments)
 
 
+def _in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)
+
+
 _NO_FORWARD_MODE = (
     "Evoformer attention has reverse-mode derivatives only: jvp, jacfwd, hessian or a dual tensor "
     "asked for a forward-mode one. Use torch.func.vjp or jacrev, or "
@@ -127,15 +132,23 @@ def recorded_attention(
     device_type = q.device.type
     if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         q, k, v = _in_autocast_dtype(device_type, q, k, v)  # where autograd sees it
-    function = forward_op if _is_functionalized() else Attention.apply
-    o, lse = function(q, k, v, bias1, bias2, True, row_mask, scale)
+    arguments = (q, k, v, bias1, bias2, True, row_mask, scale)
+    if not torch._C._are_functorch_transforms_active():
+        o, lse = _record(*unwrap_dead_wrappers(arguments))
+    elif _is_functionalized():
+        o, lse = forward_op(*arguments)
+    else:
+        o, lse = Attention.apply(*arguments)
     return o, lse
+
+
+# Attention.apply without its look at the signature of `forward`, for defaults that it has not: that
+# takes 20 us.
+_record = super(torch.autograd.Function, Attention).apply
 
 
 def _is_functionalized() -> bool:
     """At any level of torch.func: functionalize takes operators only."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
     functionalize = torch._C._functorch.TransformType.Functionalize
     return any(
         level.key() == functionalize for level in torch._C._functorch.get_interpreter_stack()
