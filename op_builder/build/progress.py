@@ -25,7 +25,7 @@ _LINES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShownUnit:
     name: str
     last_seconds: float | None  # None: never compiled into this cache
     usual_seconds: float | None = None  # what it takes on an ordinary machine
@@ -50,7 +50,7 @@ class Silent:
 
     interval_s = 0.2
 
-    def begin(self, units: Sequence[Unit]) -> None: ...
+    def begin(self, units: Sequence[ShownUnit]) -> None: ...
 
     def finished(self, name: str, seconds: float) -> None: ...
 
@@ -71,7 +71,7 @@ class Safe(Silent):
     def interval_s(self) -> float:  # type: ignore[override]
         return self._shown.interval_s
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[ShownUnit]) -> None:
         self._try(lambda: self._shown.begin(units))
 
     def finished(self, name: str, seconds: float) -> None:
@@ -100,7 +100,7 @@ class Lines(Silent):
         self._num_units = self._num_done = 0
         self._start = time.monotonic()
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[ShownUnit]) -> None:
         self._num_units += len(units)
         for unit in units[:_LINES_AT_ONCE]:
             self.note(f"compiling {unit} ...")
@@ -128,13 +128,13 @@ class Bar(Silent):
     interval_s = _REDRAW_S
 
     def __init__(self) -> None:
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, ShownUnit] = {}
         self._done: set[str] = set()
         self._start = time.monotonic()
         self._expected_s: float | None = None  # for all of them; None: nobody knows
         self._width = 0
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[ShownUnit]) -> None:
         self._units.update((unit.name, unit) for unit in units)
         self._expected_s = _expected_seconds(list(self._units.values()))
         self.tick()
@@ -196,7 +196,7 @@ class Bar(Silent):
         self._width = len(line)
 
 
-def _expected_seconds(units: Sequence[Unit]) -> float | None:
+def _expected_seconds(units: Sequence[ShownUnit]) -> float | None:
     """For all units, compiled as many at once as this machine can; None when one is unknown."""
     each = [unit.expected_seconds for unit in units]
     known = [seconds for seconds in each if seconds is not None]

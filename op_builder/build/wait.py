@@ -46,17 +46,17 @@ class _Watched:
         self._display = display
         self._num_told = 0
         self._ended = False
-        self._unit = progress.Unit(unit.job.title, None)
+        self._shown = progress.ShownUnit(unit.job.title, None)
         self._patience_s = _patience_s(None)
 
-    def begin(self) -> progress.Unit:
+    def begin(self) -> progress.ShownUnit:
         self.begun = time.monotonic()
         job = self.unit.job
-        self._unit = progress.Unit(
+        self._shown = progress.ShownUnit(
             job.title, self.unit.last_seconds, job.usual_seconds, job.memory_bytes
         )
-        self._patience_s = _patience_s(self._unit.expected_seconds)
-        return self._unit
+        self._patience_s = _patience_s(self._shown.expected_seconds)
+        return self._shown
 
     def tell_messages(self) -> None:
         for message in self.unit.messages[self._num_told :]:
@@ -76,7 +76,7 @@ class _Watched:
         if seconds < self._patience_s:
             return
         self._patience_s = 2 * seconds
-        expected = self._unit.expected_seconds
+        expected = self._shown.expected_seconds
         usual = "not known" if expected is None else f"{expected:.1f} s"
         self._display.note(
             f"still compiling {self.unit.job.title} after {seconds:.0f} s (usual: {usual}) with "

@@ -3,7 +3,7 @@
 import pytest
 
 from op_builder.build import progress, resources
-from op_builder.build.progress import Bar, Unit
+from op_builder.build.progress import Bar, ShownUnit
 from op_builder.ops.instantiations import HEAD_DIM_TIERS, CpuKernel, CudaKernel
 
 LONG = "sm80_bwd_bf16_d128_bias2_unaligned for 8.0"
@@ -18,13 +18,13 @@ def bar(monkeypatch):
 
 @pytest.mark.parametrize("columns", range(40, 201, 8))
 def test_no_line_is_longer_than_the_terminal(bar, columns):
-    bar.begin([Unit(f"{LONG} {number}", None, 40.0) for number in range(12)])
+    bar.begin([ShownUnit(f"{LONG} {number}", None, 40.0) for number in range(12)])
     for elapsed in (0.0, 9.9, 99.9, 9999.9):
         assert len(bar._line(elapsed, columns)) <= columns
 
 
 def test_what_is_given_up_first(bar):
-    bar.begin([Unit(LONG, 12.3, 40.0), Unit("other", 5.0)])
+    bar.begin([ShownUnit(LONG, 12.3, 40.0), ShownUnit("other", 5.0)])
     counts = "0/2  2.0 s, 10 s left"
     assert bar._line(2.0, 200) == (
         f"[###.....................] {counts}  compiling {LONG} (took 12.3 s last time) and 1 more"
@@ -46,13 +46,13 @@ def test_what_is_given_up_first(bar):
     ],
 )
 def test_what_is_expected(bar, units, seconds):
-    bar.begin([Unit(f"unit {number}", None, usual) for number, usual in enumerate(units)])
+    bar.begin([ShownUnit(f"unit {number}", None, usual) for number, usual in enumerate(units)])
     assert bar._expected_s == seconds
     assert ("left" in bar._line(0.0, 80)) == (seconds is not None)
 
 
 def test_nothing_is_promised_once_it_takes_longer(bar):
-    bar.begin([Unit("unit", 5.0)])
+    bar.begin([ShownUnit("unit", 5.0)])
     assert "left" not in bar._line(6.0, 80)
     assert "[######################..]" in bar._line(6.0, 80), "95 %"
     bar.finished("unit", 6.0)
