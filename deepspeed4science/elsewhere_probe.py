@@ -31,7 +31,7 @@ def _makes(builder: Any) -> str:
     """What can be compiled for GPUs that are not here; why nothing can, the obstacles tell."""
     from op_builder import CUDAOpBuilder
 
-    if not isinstance(builder, CUDAOpBuilder) or builder.lacks():
+    if not isinstance(builder, CUDAOpBuilder) or builder.tool_obstacles():
         return ""
     served = [one for one in builder.supported_archs() if _number(one) >= 70]
     plain = [_capability(one) for one in sorted(served, key=_number) if one[-1].isdecimal()]

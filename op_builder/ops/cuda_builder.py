@@ -135,7 +135,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return (target.major, target.minor) < self.OLDEST
 
     def obstacles(self) -> list[Obstacle]:
-        found = self.lacks()
+        found = self.tool_obstacles()
         devices = self.gpus()
         if not devices.found and not self._is_for_another_machine():
             remedy = (
@@ -166,10 +166,10 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
 
     def require(self, targets: Sequence[Arch]) -> None:
         """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""
-        lacks = self.lacks()
-        if lacks:
+        missing = self.tool_obstacles()
+        if missing:
             raise BuildError(
-                f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, lacks))}"
+                f"{self.absolute_name()} cannot be compiled here: {'; '.join(map(str, missing))}"
             )
         supported = self.supported_archs()
         refused = [one for one in targets if self._is_too_old(one) or one.real not in supported]
@@ -183,7 +183,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )
 
-    def lacks(self) -> list[Obstacle]:
+    def tool_obstacles(self) -> list[Obstacle]:
         """What compiling needs and this machine does not have, whatever it is compiled for."""
         tools = (
             toolkits.find_nvcc(prove=True),
@@ -214,16 +214,16 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
     def _job(
         self, kernel: ArchKernel, target: Arch, compiler: Tool, host: Tool, headers: Cutlass
     ) -> CompileJob:
-        lacks = [
+        missing = [
             f"{what.name}: {what.reason}; {what.remedy}" for what in (compiler, host) if not what.ok
         ]
         if not headers.ok:
-            lacks.append(f"CUTLASS: {headers.reason}; {headers.remedy}")
+            missing.append(f"CUTLASS: {headers.reason}; {headers.remedy}")
         return CompileJob(
             name=kernel.name,
             source=kernel.source(),
             suffix=".cu",
-            compiler=None if lacks else compiler.path,
+            compiler=None if missing else compiler.path,
             flags=(*self.nvcc_args(), *target.gencode()),
             include_dirs=(
                 paths.csrc_root(),
@@ -236,7 +236,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 *env.settings_of_compilers(),
             ),
             local_flags=nvcc.local_flags(compiler, host) if host.ok else (),
-            problem="; ".join(lacks),
+            problem="; ".join(missing),
             memory_bytes=_MEMORY_BYTES,
             usual_seconds=kernel.usual_seconds,
             label=f"{kernel.name} for {kernel.arch}",

@@ -211,7 +211,7 @@ def test_without_a_gpu_the_reason_and_the_remedy(no_gpu, monkeypatch):
 def test_an_install_compiles_for_all_that_is_asked_for_or_says_why_not(no_gpu, nvcc, monkeypatch):
     set_nvcc(monkeypatch, "sm_80", "sm_90")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Volta;8.0;9.0")
-    monkeypatch.setattr(CUDAOpBuilder, "lacks", lambda self: [])
+    monkeypatch.setattr(CUDAOpBuilder, "tool_obstacles", lambda self: [])
     with pytest.raises(ToolchainError, match=r"for 7\.0\+PTX: .*sm_80, sm_90; ask for 8\.0;9\.0,"):
         BUILDER.builder()
 
