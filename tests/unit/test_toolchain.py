@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from op_builder.errors import ToolchainError
-from op_builder.toolchain import gpu, host_compiler, ninja, nvcc, nvcc_targets, tool, toolkits
+from op_builder.toolchain import gpu, host_compiler, ninja, nvcc, nvcc_targets, toolkits
+from op_builder.toolchain.tool import command_exists
 from tests import fakes
 
 CONCERNED = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "CXX", "CC", "NVCC_PREPEND_FLAGS")
@@ -444,10 +445,10 @@ def test_fedoras_name_for_ninja(bare_machine: Path) -> None:
 def test_command_exists(bare_machine: Path) -> None:
     fakes.program(bare_machine / "bin" / "something", "#!/bin/sh\n")
     fakes.file(bare_machine / "bin" / "not-executable")
-    assert tool.command_exists("something")
-    assert tool.command_exists("nothing|something")
-    assert not tool.command_exists("nothing")
-    assert not tool.command_exists("not-executable")
+    assert command_exists("something")
+    assert command_exists("nothing|something")
+    assert not command_exists("nothing")
+    assert not command_exists("not-executable")
 
 
 def test_a_relative_folder_on_path_gives_an_absolute_program(

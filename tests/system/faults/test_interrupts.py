@@ -109,11 +109,11 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 from op_builder.build import loader
 waiting = []
-follow = loader.follow
+wait_for = loader.wait_for
 def announced(*arguments):
     waiting.append("other" if threading.current_thread() is other else "main")
-    follow(*arguments)
-loader.follow = announced
+    wait_for(*arguments)
+loader.wait_for = announced
 threading.Thread(target=interrupt).start()
 try:
     load()
