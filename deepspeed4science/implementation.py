@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed4science import dispatch
+from deepspeed4science import dispatch, few_scores
 from deepspeed4science.call import BackwardCall, Call, ForwardCall
 from deepspeed4science.problem import describe
 
@@ -21,6 +21,8 @@ def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     if problem.is_empty:
         return _empty_results(call)
     choice = dispatch.choose(problem, "fwd", call[:3])
+    if few_scores.serves(problem):
+        return few_scores.forward(problem, call)
     return dispatch.run_forward(choice, problem, call)
 
 
@@ -45,7 +47,10 @@ def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     if problem.is_empty:
         return tuple(_empty_gradient(like, call).zero_() for like in likes)
     choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
-    gradients = dispatch.run_backward(choice, problem, call)
+    if few_scores.serves(problem):
+        gradients = few_scores.backward(problem, call)
+    else:
+        gradients = dispatch.run_backward(choice, problem, call)
     return tuple(
         like if gradient is None else _sum_to(gradient, like)
         for gradient, like in zip(gradients, likes, strict=True)

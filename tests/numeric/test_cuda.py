@@ -5,12 +5,12 @@ families, TF32.
 import pytest
 import torch
 
-from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science import DS4Sci_EvoformerAttention, few_scores
 from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.errors import NoBackendError
 from deepspeed4science.reference import evoformer_attention
 from op_builder import EvoformerAttnBuilder
-from tests.numeric.cases import Case, cuda_reason
+from tests.numeric.cases import DTYPES, SHAPES, Case, cuda_reason
 from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import check, relative_error
 
@@ -24,6 +24,17 @@ CASE = Case("cuda", B=1, N=5, Lq=70, H=2)
 
 def attention(tensors):
     return DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_kernels_take_few_scores_too(case, dtype, monkeypatch):
+    """As they would if float64 were not more exact."""
+    monkeypatch.setattr(few_scores, "MOST_SCORES", 0)
+    inputs = case.inputs(dtype, "cuda")
+    if inputs.q[..., 0, 0].numel() * inputs.k.shape[2] <= 16:
+        pytest.skip("the law would be a draw")
+    check(inputs)
 
 
 def test_runs_on_the_current_stream():

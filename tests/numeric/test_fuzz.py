@@ -23,7 +23,8 @@ SEED, CALLS = 168499607, 1000
 def test_random_calls_keep_the_law(device):
     done, call = fuzz.fuzz(60, SEED, device, most=CALLS)
     assert call is None, fuzz.report(SEED, call, device)
-    assert done > 50, f"{done} calls in a minute say little"
+    least = 50 if device == "cpu" else 5  # there most of the minute goes to compiling
+    assert done > least, f"{done} calls in a minute say little"
 
 
 def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None, scale=None):
