@@ -35,10 +35,10 @@ def pair_mask(kind, device, rows=2):
     return mask
 
 
-def randomised(module):
+def randomised(module, std=0.3):
     """Without parameters at 0, where a wrong result would not show."""
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter, std=std)
     return module
 
 
