@@ -30,7 +30,7 @@ def sm90_marks():
     return [
         pytest.mark.gpu,
         pytest.mark.skipif(reason is not None, reason=reason or ""),
-        pytest.mark.usefixtures("seed"),
+        pytest.mark.usefixtures("seed", "kernels_only"),
     ]
 
 

@@ -5,7 +5,7 @@ families, TF32.
 import pytest
 import torch
 
-from deepspeed4science import DS4Sci_EvoformerAttention, few_scores
+from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.errors import NoBackendError
 from deepspeed4science.reference import evoformer_attention
@@ -28,9 +28,8 @@ def attention(tensors):
 
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_kernels_take_few_scores_too(case, dtype, monkeypatch):
+def test_kernels_take_few_scores_too(case, dtype, kernels_only):
     """As they would if float64 were not more exact."""
-    monkeypatch.setattr(few_scores, "MOST_SCORES", 0)
     inputs = case.inputs(dtype, "cuda")
     if inputs.q[..., 0, 0].numel() * inputs.k.shape[2] <= 16:
         pytest.skip("the law would be a draw")
