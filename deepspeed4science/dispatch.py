@@ -15,12 +15,11 @@ from torch import Tensor
 
 from deepspeed4science import params
 from deepspeed4science.backends import Backend, Kernel, in_order
+from deepspeed4science.backends.kernels import is_verbose
 from deepspeed4science.call import BackwardCall, ForwardCall
 from deepspeed4science.errors import KernelError, NoBackendError
 from deepspeed4science.params import Layout
 from deepspeed4science.problem import Problem
-from op_builder import env
-from op_builder.errors import BuildError
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +142,5 @@ def _tell(reason: str) -> None:
     if reason in _told:
         return
     _told.add(reason)
-    try:
-        wanted = env.flag("DS4S_VERBOSE")
-    except BuildError:  # neither 1 nor 0: the loader says so
-        wanted = False
     with contextlib.suppress(Exception):  # what can be shown decides over no call
-        logger.log(logging.WARNING if wanted else logging.INFO, reason)
+        logger.log(logging.WARNING if is_verbose() else logging.INFO, reason)

@@ -127,8 +127,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_VERBOSE",
-        "1 or 0: show progress while compiling and, once each, why a call takes an older family; "
-        "or not",
+        "1 or 0: show progress while compiling and, once each, why a call takes an older family "
+        "and what a kernel runs; or not",
         "what the caller says",
     ),
 )

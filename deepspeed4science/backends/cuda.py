@@ -70,6 +70,7 @@ class CudaBackend:
         self, kernel: LoadedKernel, layout: Layout, packed: bytes, device: torch.device
     ) -> int:
         with torch.cuda.device(device):
+            self.kernels.tell_plan(kernel, packed)
             num_bytes = kernel.workspace_bytes(packed)
             workspace = None  # stays alive until the launch; the allocator keeps it for the stream
             if num_bytes > 0:

@@ -1,11 +1,23 @@
-"""The kernels of one backend, loaded when they are first asked for."""
+"""The kernels of one backend, loaded when they are first asked for, and what is told of them."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
-from op_builder import OpBuilder
+from op_builder import OpBuilder, env
 from op_builder.cache.loaded_kernel import LoadedKernel
+from op_builder.errors import BuildError
+
+logger = logging.getLogger(__name__)
+
+
+def is_verbose() -> bool:
+    """Whether DS4S_VERBOSE asks for words; what is neither 1 nor 0 is the loader's to refuse."""
+    with contextlib.suppress(BuildError):
+        return env.flag("DS4S_VERBOSE") is True
+    return False
 
 
 class Kernels:
@@ -13,6 +25,7 @@ class Kernels:
         self._builder = builder
         self._loaded: dict[Any, LoadedKernel] = {}
         self._prefetched: set[Any] = set()
+        self._told: set[str] = set()
 
     def load(self, spec: Any) -> LoadedKernel:
         """Raises BuildError."""
@@ -26,3 +39,12 @@ class Kernels:
         if spec not in self._prefetched:
             self._prefetched.add(spec)
             self._builder.prefetch([spec])
+
+    def tell_plan(self, kernel: LoadedKernel, params: bytes) -> None:
+        """What a kernel runs, at its first call; on stderr, by logging, under DS4S_VERBOSE=1."""
+        if kernel.name in self._told:
+            return
+        self._told.add(kernel.name)
+        if is_verbose() and (plan := kernel.plan(params)):
+            with contextlib.suppress(Exception):  # what can be shown decides over no call
+                logger.warning("%s: %s", kernel.name, plan)

@@ -21,6 +21,7 @@ EXPORTS = frozenset(
         "ds4s_status_string",
     }
 )
+PLAN = "ds4s_plan"  # of those that have one
 
 
 _in_use: list[Path] = []  # what this process has loaded stays mapped until it ends
@@ -44,7 +45,7 @@ class LoadedKernel:
             What `params.workspace` must hold.
     """
 
-    __slots__ = ("_status_string", "name", "origin", "path", "run", "workspace_bytes")
+    __slots__ = ("_plan", "_status_string", "name", "origin", "path", "run", "workspace_bytes")
 
     run: Callable[[bytes, int], int]
     workspace_bytes: Callable[[bytes], int]
@@ -75,6 +76,19 @@ class LoadedKernel:
         _in_use.append(path)
         self.run, self.workspace_bytes = run, workspace_bytes
         self._status_string = status_string
+        self._plan = getattr(library, PLAN, None)
+        if self._plan is not None:
+            self._plan.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
+            self._plan.restype = ctypes.c_int64
+
+    def plan(self, params: bytes) -> str:
+        """What `run` would do on the current device, in words; empty where there is no choice."""
+        if self._plan is None:
+            return ""
+        size = self._plan(params, None, 0) + 1
+        text = ctypes.create_string_buffer(size)
+        self._plan(params, text, size)
+        return text.value.decode(errors="replace")
 
     def status_string(self, code: int) -> str:
         """What a status of `run` means, in words."""

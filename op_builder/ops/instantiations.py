@@ -7,7 +7,7 @@ instantiates; it does not know compilers, flags or folders (the builders do).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..toolchain.cpu_isa import CPU_ISAS
@@ -109,7 +109,9 @@ class Family:
     # By direction: the functions behind ds4s_workspace_bytes and ds4s_run.
     functions: Mapping[str, tuple[str, str]]
     usual_seconds: Mapping[str, float]
-    target: str = ""  # the one target whose code has its instructions; empty: all from `first` on
+    # By direction, of those that have one: the function behind ds4s_plan, (params, PlanText&).
+    plans: Mapping[str, str] = field(default_factory=dict)
+    target: str = ""  # the one whose code has its instructions; empty: all from `first` on
     first_cuda: str = ""  # whose nvcc compiles for `target`
     leaves: str = ""  # calls that it leaves to the next family of its devices, in words
     aligned_only: bool = False  # has no kernels for rows that are not whole 16-byte pieces
@@ -223,6 +225,13 @@ DS4S_EXPORT const char* ds4s_status_string(int status) {{
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }}
 """
+_CUDA_PLAN = """\
+DS4S_EXPORT int64_t ds4s_plan(const ds4s::{params}* params, char* text, int64_t size) {{
+  ds4s::PlanText plan(text, size);
+  {plan}(*params, plan);
+  return plan.length();
+}}
+"""
 
 
 @dataclass(frozen=True)
@@ -261,10 +270,12 @@ class CudaKernel:
             "tf32": f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}",
         }
         workspace_bytes, run = family.functions[self.direction]
-        return _CUDA_UNIT.format(
+        plan = family.plans.get(self.direction)
+        return (_CUDA_UNIT + (_CUDA_PLAN if plan else "")).format(
             name=self.name,
             header=f"{family.folder}/{_CUDA_HEADER[self.direction]}",
             params=_PARAMS[self.direction],
+            plan=plan and plan.format(**arguments),
             workspace_bytes=workspace_bytes.format(**arguments),
             run=run.format(**arguments),
         )

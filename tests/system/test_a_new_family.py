@@ -25,6 +25,7 @@ LAUNCH = """\
 #include <cmath>
 #include <vector>
 
+#include "common/plan_print.h"
 #include "params.h"
 
 namespace ds4s::sm100 {
@@ -39,6 +40,9 @@ struct Forward {
         for (int64_t h = 0; h < p.H; ++h)
           for (int64_t i = 0; i < p.Lq; ++i) one_query(p, b, n, h, i);
     return cudaSuccess;
+  }
+  static void print_plan(const FwdParams& p, PlanText& text) {
+    text.add("queries", p.Lq), text.add("workspace_bytes", workspace_bytes(p));
   }
 
  private:
@@ -89,7 +93,7 @@ from op_builder.toolchain import arch
 
 real, ran = cuda.CudaBackend.device_obstacle, []
 def launch(self, kernel, layout, packed, device):
-    ran.append(kernel.name)
+    ran.append((kernel.name, kernel.plan(packed)))
     workspace = torch.empty(kernel.workspace_bytes(packed), dtype=torch.uint8)
     return kernel.run(layout.with_workspace(packed, workspace.data_ptr()), 0)
 cuda.capability = lambda device: (10, 0)
@@ -168,8 +172,14 @@ def answers(tmp_path_factory):
 
 
 def test_its_kernel_is_compiled_and_computes_the_call(answers):
-    assert answers["ran"] == ["sm100_fwd_fp32_d32_both"]
+    ((name, _),) = answers["ran"]
+    assert name == "sm100_fwd_fp32_d32_both"
     assert answers["difference"] < 1e-5
+
+
+def test_it_tells_what_it_runs(answers):
+    ((_, plan),) = answers["ran"]
+    assert plan == "queries=9 workspace_bytes=36"
 
 
 def test_it_serves_its_own_devices_only(answers):

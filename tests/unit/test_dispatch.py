@@ -291,3 +291,15 @@ def test_the_answer_of_the_builder_is_asked_for_once(hopper, monkeypatch):
     for _ in range(3):
         choose(PROBLEM, "fwd", [tensor()] * 3)
     assert asked == [(9, 0)]
+
+
+@pytest.mark.parametrize(("verbose", "lines"), [("1", ["fast: tiles=3"]), ("0", []), ("", [])])
+def test_what_a_kernel_runs_is_told_at_its_first_call(verbose, lines, monkeypatch, caplog):
+    """And nothing of a kernel without a plan."""
+    monkeypatch.setenv("DS4S_VERBOSE", verbose)
+    kernels = Kernels(EvoformerAttnBuilder())
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            kernels.tell_plan(SimpleNamespace(name="fast", plan=lambda params: "tiles=3"), b"")
+            kernels.tell_plan(SimpleNamespace(name="plain", plan=lambda params: ""), b"")
+    assert [record.getMessage() for record in caplog.records] == lines

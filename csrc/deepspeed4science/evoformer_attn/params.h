@@ -104,4 +104,8 @@ struct BwdParams {
 //   int64_t ds4s_workspace_bytes(const Params*);               0 when none is needed
 //   int     ds4s_run(const Params*, void* stream);             0, or a status for ds4s_status_string
 //   const char* ds4s_status_string(int);
+// and where a kernel chooses what it runs:
+//   int64_t ds4s_plan(const Params*, char* text, int64_t size) the choice as text, as far as there is room for it and
+//   an
+//                                                              ending 0; the length of all of it
 #define DS4S_EXPORT extern "C" __attribute__((visibility("default")))
