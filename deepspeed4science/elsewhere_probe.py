@@ -33,7 +33,8 @@ def _makes(builder: Any) -> str:
 
     if not isinstance(builder, CUDAOpBuilder) or builder.tool_obstacles():
         return ""
-    served = [one for one in builder.supported_archs() if _number(one) >= 70]
+    major, minor = builder.OLDEST
+    served = [one for one in builder.supported_archs() if _number(one) >= 10 * major + minor]
     plain = [_capability(one) for one in sorted(served, key=_number) if one[-1].isdecimal()]
     return f"can be compiled for {', '.join(plain)} (TORCH_CUDA_ARCH_LIST)" if plain else ""
 

@@ -105,7 +105,6 @@ struct BwdParams {
 //   int     ds4s_run(const Params*, void* stream);             0, or a status for ds4s_status_string
 //   const char* ds4s_status_string(int);
 // and where a kernel chooses what it runs:
-//   int64_t ds4s_plan(const Params*, char* text, int64_t size) the choice as text, as far as there is room for it and
-//   an
-//                                                              ending 0; the length of all of it
+//   int64_t ds4s_plan(const Params*, char* text, int64_t size) the choice as text, ended by 0, as far as there is room;
+//                                                              how long all of it is
 #define DS4S_EXPORT extern "C" __attribute__((visibility("default")))
