@@ -12,7 +12,7 @@ from deepspeed4science.problem import Problem
 from op_builder import EvoformerAttnBuilder, env
 from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.errors import BuildError
-from op_builder.ops.instantiations import HEAD_DIM_TIERS, CudaKernel, Family
+from op_builder.ops.instantiations import CudaKernel, Family
 
 _BIAS_NAMES = {
     (False, False): "none",
@@ -93,9 +93,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def head_dim_obstacles(problem: Problem) -> list[str]:
-    """No family has kernels above the largest tier."""
-    if max(problem.D, problem.Dv) <= HEAD_DIM_TIERS[-1]:
+def head_dim_obstacles(problem: Problem, family: Family, direction: str) -> list[str]:
+    """Above the family's largest head dimension."""
+    largest = family.head_dims[direction]
+    if max(problem.D, problem.Dv) <= largest:
         return []
     sizes = f"D = {problem.D}, Dv = {problem.Dv}"
-    return [f"{sizes}: the largest head dimension is {HEAD_DIM_TIERS[-1]}"]
+    whose = " of a backward" if largest < family.head_dims["fwd"] else ""
+    return [f"{sizes}: the largest head dimension{whose} is {largest}"]

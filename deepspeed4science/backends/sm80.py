@@ -21,7 +21,7 @@ from deepspeed4science.backends.prepare import (
 )
 from deepspeed4science.call import ForwardCall
 from deepspeed4science.problem import DTYPE_NAMES, Problem
-from op_builder.ops.instantiations import CudaKernel, largest_head_dim
+from op_builder.ops.instantiations import CudaKernel, device_head_dim
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class Sm80Backend(cuda.CudaBackend):
     """Takes tensors of any strides."""
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
-        found = cuda.head_dim_obstacles(problem)
+        found = cuda.head_dim_obstacles(problem, self.family, direction)
         dtype = self._dtype(problem, direction)
-        most = largest_head_dim(cuda.capability(problem.device), dtype)
+        most = device_head_dim(cuda.capability(problem.device), dtype)
         if not found and max(problem.D, problem.Dv) > most:
             found.append(
                 f"float32 (through which bfloat16 goes, too) with a head dimension above {most} "

@@ -26,7 +26,7 @@ class Sm90Backend(CudaBackend):
     """
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
-        found = head_dim_obstacles(problem)
+        found = head_dim_obstacles(problem, self.family, direction)
         if not self.family.dtype_for(direction, DTYPE_NAMES[problem.dtype]):
             return ["float32: wgmma multiplies 16-bit numbers", *found]
         piece = _PIECE_BYTES // problem.dtype.itemsize

@@ -91,6 +91,7 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")  # "tf32": float32 on TF32 tensor cores
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
+WIDE_TIER = 256  # beyond them, of kernels that take O's columns a part at a time: Family.head_dims
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ class Family:
     # By direction: the functions behind ds4s_workspace_bytes and ds4s_run.
     functions: Mapping[str, tuple[str, str]]
     usual_seconds: Mapping[str, float]
+    # By direction: the largest D and Dv.
+    head_dims: Mapping[str, int] = field(
+        default_factory=lambda: dict.fromkeys(DIRECTIONS, HEAD_DIM_TIERS[-1])
+    )
     # By direction, of those that have one: the function behind ds4s_plan, (params, PlanText&).
     plans: Mapping[str, str] = field(default_factory=dict)
     target: str = ""  # the one whose code has its instructions; empty: all from `first` on
@@ -151,6 +156,7 @@ _SM80_TEMPLATES: dict[str, Any] = {
         ),
     },
     "usual_seconds": {"fwd": 6.0, "bwd": 9.0},
+    "head_dims": {"fwd": WIDE_TIER, "bwd": HEAD_DIM_TIERS[-1]},
 }
 _NEWEST = (99, 9)
 
@@ -186,7 +192,7 @@ FAMILIES: dict[str, Family] = {
 CUDA_FAMILIES = tuple(FAMILIES)
 OLDEST = next(iter(FAMILIES.values())).first  # compute capability that is served
 
-# Head dimensions up to which a device's shared memory suffices, where that is below the last tier:
+# Head dimensions up to which a device's shared memory suffices, where that is below its families':
 # compute capability 7.5 has 64 KiB.
 _NARROW: dict[tuple[tuple[int, int], str], int] = {((7, 5), "fp32"): 96}
 
@@ -196,9 +202,9 @@ def serving(device: tuple[int, int]) -> tuple[Family, ...]:
     return tuple(one for one in reversed(FAMILIES.values()) if one.serves(device))
 
 
-def largest_head_dim(device: tuple[int, int], dtype: str) -> int:
-    """For which there are kernels of a dtype on a device."""
-    return _NARROW.get((device, dtype), HEAD_DIM_TIERS[-1])
+def device_head_dim(device: tuple[int, int], dtype: str) -> int:
+    """Up to which kernels of a dtype fit on a device."""
+    return _NARROW.get((device, dtype), WIDE_TIER)
 
 
 _CUDA_SCALAR = {
@@ -241,7 +247,7 @@ class CudaKernel:
     family: str  # one of CUDA_FAMILIES: whose instructions it uses
     direction: str  # one of DIRECTIONS
     dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
-    head_dim: int  # one of HEAD_DIM_TIERS
+    head_dim: int  # one of HEAD_DIM_TIERS, or WIDE_TIER
     bias: str  # one of CUDA_BIASES; a backward reads bias1 at run time: "none" or "bias2"
     aligned: bool  # every row of q, k, v, o begins at 16 bytes and is whole 16-byte pieces
     arch: str  # what nvcc compiles for: the family's target, or "8.6", at least its first
@@ -292,7 +298,7 @@ def _cpp(value: bool) -> str:
 
 def head_dim_tier(head_dim: int) -> int:
     """The smallest tier that serves `head_dim`; raises ValueError past the largest."""
-    for tier in HEAD_DIM_TIERS:
+    for tier in (*HEAD_DIM_TIERS, WIDE_TIER):
         if head_dim <= tier:
             return tier
-    raise ValueError(f"head dimension {head_dim} is above the largest tier, {HEAD_DIM_TIERS[-1]}")
+    raise ValueError(f"head dimension {head_dim} is above the largest tier, {WIDE_TIER}")

@@ -204,10 +204,29 @@ def test_tf32_is_used_only_when_allowed():
     assert relative_error(attention(tensors), reference) < 2e-6
 
 
-def test_head_dimension_above_128_is_refused_with_reasons():
-    q = torch.randn(1, 1, 4, 1, 136, dtype=torch.float16, device="cuda")
-    with pytest.raises(NoBackendError, match="largest head dimension is 128"):
+def test_head_dimension_above_256_is_refused_with_reasons():
+    q = torch.randn(1, 1, 70, 1, 264, dtype=torch.float16, device="cuda")
+    with pytest.raises(NoBackendError, match="largest head dimension is 256"):
         DS4Sci_EvoformerAttention(q, q, q)
+
+
+WIDE = (
+    Case("D136", Lq=70, Lk=129, D=136),
+    Case("D256", Lq=70, Lk=129, D=256),
+    Case("Dv200", Lq=129, Lk=70, D=40, Dv=200),
+    Case("odd", Lq=77, D=255, Dv=131),
+)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_head_dimensions_up_to_256_keep_the_law(case, dtype):
+    """The forward. Keys hidden by a finite mask in every row n, all of them in one."""
+    inputs = case.inputs(dtype, "cuda")
+    inputs.bias1[..., :20] = torch.finfo(torch.float16).min / 2
+    inputs.bias1[:, 1] = -torch.inf
+    inputs.needs = (False,) * 5
+    check(inputs)
 
 
 @pytest.mark.parametrize("D", [8, 32, 64])

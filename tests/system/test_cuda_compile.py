@@ -78,6 +78,7 @@ UNITS = (
     unit("sm80", "fwd", "bf16", 48, "both", "9.0", CONSTANTS_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 64, "both", "9.0", CONSTANTS_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 128, "both", "9.0", 2 * CONSTANTS_SPILL_BYTES),
+    unit("sm80", "fwd", "bf16", 256, "both", "9.0"),
     unit("sm80", "fwd", "fp16", 64, "bias1", "9.0"),
     unit("sm80", "fwd", "tf32", 32, "both", "9.0"),
     unit("sm80", "fwd", "fp32", 32, "none", "9.0"),

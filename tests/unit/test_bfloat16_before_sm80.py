@@ -77,15 +77,16 @@ def test_newer_families_compute_bfloat16_as_it_is():
 
 
 def test_what_float32_does_not_take(capability):
-    """64 KiB of shared memory on 7.5; no head dimension above 128 anywhere."""
-    wide = PROBLEM._replace(D=128)
-    if capability == (7, 5):
-        with pytest.raises(NoBackendError, match=r"bfloat16 goes, too.*above 96.*use float16"):
-            choose(wide, "fwd", TENSORS)
-    else:
-        assert choose(wide, "fwd", TENSORS).backend.name == "Sm70"
-    with pytest.raises(NoBackendError, match="largest head dimension is 128"):
-        choose(PROBLEM._replace(D=136), "fwd", TENSORS)
+    """64 KiB of shared memory on 7.5; no head dimension above 256 anywhere."""
+    for wide in (PROBLEM._replace(D=128), PROBLEM._replace(D=256)):
+        if capability == (7, 5):
+            with pytest.raises(NoBackendError, match=r"bfloat16 goes, too.*above 96.*use float16"):
+                choose(wide, "fwd", TENSORS)
+        else:
+            choice = choose(wide, "fwd", TENSORS)
+            assert (choice.backend.name, choice.kernel.head_dim) == ("Sm70", wide.D)
+    with pytest.raises(NoBackendError, match="largest head dimension is 256"):
+        choose(PROBLEM._replace(D=264), "fwd", TENSORS)
 
 
 def test_what_is_converted_is_aligned_by_its_channels(capability):

@@ -171,11 +171,11 @@ def test_names_and_sources_are_different_for_different_kernels():
 
 
 def test_tiers():
-    assert [head_dim_tier(d) for d in (1, 16, 17, 48, 64, 65, 97, 128)] == (
-        [16, 16, 32, 48, 64, 96, 128, 128]
+    assert [head_dim_tier(d) for d in (1, 16, 17, 48, 64, 65, 97, 128, 129, 256)] == (
+        [16, 16, 32, 48, 64, 96, 128, 128, 256, 256]
     )
-    with pytest.raises(ValueError, match="129"):
-        head_dim_tier(129)
+    with pytest.raises(ValueError, match="257"):
+        head_dim_tier(257)
 
 
 def test_the_architecture_is_part_of_the_job(monkeypatch):

@@ -86,6 +86,7 @@ def test_forced_family(family, hopper, monkeypatch):
         ({"dtype": torch.float32}, "float32: wgmma multiplies 16-bit numbers"),
         ({"D": 12}, "D = 12, Dv = 32: TMA reads head dimensions that are multiples of 8"),
         ({"Dv": 20}, "D = 32, Dv = 20: TMA reads head dimensions that are multiples of 8"),
+        ({"Dv": 136}, "D = 32, Dv = 136: the largest head dimension is 128"),
     ],
     ids=lambda value: str(value),
 )
@@ -97,10 +98,10 @@ def test_sm80_takes_what_sm90_refuses(change, reason, hopper):
 
 def test_refusals_of_all_are_listed(hopper):
     with pytest.raises(NoBackendError) as raised:
-        choose(PROBLEM._replace(D=136), "fwd", [tensor()] * 3)
+        choose(PROBLEM._replace(D=264), "fwd", [tensor()] * 3)
     said = str(raised.value)
-    for name in ("Sm90", "Sm80"):
-        assert f"  {name}: D = 136, Dv = 32: the largest head dimension is 128\n" in said
+    for name, largest in (("Sm90", 128), ("Sm80", 256)):
+        assert f"  {name}: D = 264, Dv = 32: the largest head dimension is {largest}\n" in said
     assert "  Sm75: compute capability 9.0 is served by sm90\n" in said
     assert "  Cpu: tensors are on cuda:0, not on the CPU\n" in said
 

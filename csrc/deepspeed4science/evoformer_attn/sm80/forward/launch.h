@@ -17,7 +17,7 @@ namespace ds4s {
 template <typename scalar_t_,  // half_t, bfloat16_t, float
           typename ArchTag,    // the family: Sm70, Sm75, Sm80
           bool kAligned,       // q, k, v, o: pointers and strides are multiples of 16 bytes, D and Dv of 16 / size
-          int kHeadDim,        // tier: 16, 32, 48, 64, 96, 128
+          int kHeadDim,        // tier: 16, 32, 48, 64, 96, 128; 256 in several value iterations
           int kHeadDimValue,   // tier of Dv
           bool kBias1,         // bias1 is given
           bool kBias2,         // bias2 is given
@@ -26,16 +26,17 @@ struct Forward {
   using scalar_t = scalar_t_;
   static constexpr ForwardTiles kTiles =
       forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kBias1 || kBias2>();
+  static constexpr bool kSingleValueIteration = kHeadDim <= kLargestTier && kHeadDimValue <= kLargestTier;
   template <bool kGiven, template <typename, typename, typename> class Broadcast>
   struct Choose {
     template <typename M, typename S, typename T>
     using Type = typename cutlass::platform::conditional<kGiven, Broadcast<M, S, T>, BroadcastNoLoad<M, S, T>>::type;
   };
-  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys,
-                                 /*kSingleValueIteration=*/true, kBias1 || kBias2,
-                                 Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
-                                 kHeadDim, kHeadDimValue, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
-                                 /*kIsComplete=*/true>;
+  using Kernel =
+      AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, kSingleValueIteration, kBias1 || kBias2,
+                      Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
+                      kTiles.head_dim, kTiles.head_dim_value, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
+                      /*kIsComplete=*/true>;
 
   static int64_t workspace_bytes(const FwdParams& p) {
     return KeyMaskBuffers<FwdParams>(p).bytes() + copy1_bytes(p) + (needs_copy2(p) ? rows2(p).bytes() : 0);

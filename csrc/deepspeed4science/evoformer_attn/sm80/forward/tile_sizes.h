@@ -9,25 +9,32 @@ namespace ds4s {
 // Meanings: AttentionKernel's parameters.
 struct ForwardTiles {
   int queries, keys, stripes, in_flight, warps;
+  int head_dim, head_dim_value;  // tiers; past kLargestTier what passes at a time
 };
+
+// Up to here all of Q, K, V and O is there at once; kSingleValueIteration = false beyond.
+constexpr int kLargestTier = 128;
 
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias>
 constexpr ForwardTiles forward_tiles() {
   constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
   constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
+  constexpr int D = kHeadDim, Dv = kHeadDimValue;
+  // Not timed: 44 KiB, which 7.5 has room for, without spills.
+  if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
   constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
   constexpr bool kStaged = kRoomy && has_large_shared_memory();
-  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps};
+  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps, D, Dv};
   // (1,768,768,4,32): 1.44 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69. Without
   // biases 1.09 with one stripe, 1.14 with four: nothing but K and V is waited for, and the loop is no shorter.
-  if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps};
+  if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
-  if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12};
+  if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12, D, Dv};
   // (1,256,1024,4,64): 1.25 ms, with one in flight 1.33 to 1.43, one stripe 1.37 to 1.42, 128 x 32 1.37.
-  if (kLargest <= 64) return {64, 32, kStaged ? 2 : 1, kStaged ? 2 : 1, kWarps};
+  if (kLargest <= 64) return {64, 32, kStaged ? 2 : 1, kStaged ? 2 : 1, kWarps, D, Dv};
   // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30.
-  return {128, 32, kStaged ? 2 : 1, 1, kWarps};
+  return {128, 32, kStaged ? 2 : 1, 1, kWarps, D, Dv};
 }
 
 }  // namespace ds4s
