@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import DEVICES, DTYPES, Case
+from tests.numeric.cases import DEVICES, DTYPES, Case, cuda_family
 from tests.numeric.law import check, ours, run
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -107,6 +107,22 @@ def test_all_queries_of_a_head_see_nothing_in_values_that_are_nan(dtype, device,
     for x in (o, dq, dk, dv):
         assert (x[:, :, :, 1] == 0).all()
     assert (dbias2[:, :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_dtype
+def test_o_of_unseen_queries_is_zero_whatever_values_hold(dtype, device, request):
+    """All queries of a head, by bias2."""
+    if device == "cuda" and (dtype == torch.float32 or cuda_family() != "sm90"):
+        reason = "a query hidden by bias2 reads what V holds with the Sm80 templates"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+    inputs, unseen = hidden_inputs(by_bias2, nan_in_do, dtype, device)
+    inputs.bias2[:, :, 1] = -math.inf
+    inputs.v[..., 1, :] = math.nan
+    with torch.no_grad():
+        o = ours(*inputs.tensors())
+    assert (o[unseen] == 0).all() and (o[:, :, :, 1] == 0).all()
+    assert o.isfinite().all()
 
 
 @pytest.mark.parametrize("Lk", [9, 150], ids=["few-keys", "many-keys"])

@@ -218,18 +218,24 @@ struct ForwardMainloop {
 
   // O = O / l through shared memory; lse.
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
-                                    const Coordinates& block, const float (&o)[kHeadDim / 2], RowSoftmax& softmax,
+                                    const Coordinates& block, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
                                     const ConsumerCoord& at) {
     softmax.finish_sums();
     int query = block.query + at.tile * kQueries, n = block.row + at.row;
     float inverse[2];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = softmax.l[r] == 0.f ? 0.f : 1.f / softmax.l[r];
+      inverse[r] = 1.f / softmax.l[r];
       int i = query + 16 * at.warp + at.lane / 4 + 8 * r;
       if (args.lse != nullptr && at.lane % 4 == 0 && i < args.Lq) {
         args.lse[((int64_t(block.batch) * args.N + n) * args.H + block.head) * args.Lq + i] = softmax.logsumexp(r);
       }
+    }
+    if (ptx::any(softmax.l[0] == 0.f || softmax.l[1] == 0.f)) {  // a query that sees no key, whatever V holds
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kHeadDim / 2; ++x) o[x] = softmax.l[row_of(x)] == 0.f ? 0.f : o[x];
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) inverse[r] = softmax.l[r] == 0.f ? 0.f : inverse[r];
     }
     at.sync();  // no warp's products read Q any more
     store_tile<Element, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
