@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
@@ -88,6 +89,10 @@ class EvoformerAttention(nn.Module):
         q, k, v = (tensor.unflatten(-1, (self.no_heads, -1)) for tensor in (q, k, v))
         o = DS4Sci_EvoformerAttention(q, k, v, biases).flatten(-2)
         for gate in gates:
-            o = o * gate.sigmoid()
+            if torch.compiler.is_compiling():
+                # Fused, float32 costs nothing. What its backward then keeps is the gate, a part of
+                # the projection that is kept anyway, and not the sigmoid as another tensor.
+                gate = gate.float()
+            o = (o * gate.sigmoid()).to(o.dtype)
         result: Tensor = self.linear_o(o)
         return result

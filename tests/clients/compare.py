@@ -70,7 +70,7 @@ def check(module, shapes, plain, switched, *, autocast, read=None):
         compared = {}
         for name, ours, eager, reference in zip(names, *results, strict=True):
             assert (ours is None) == (reference is None), f"{name}: whether there is a gradient"
-            if ours is not None:
+            if ours is not None and not law.is_rounding(reference):
                 assert law.same_non_finite(ours, reference), name
                 allowed = 1.25 * law.relative_error(eager, reference) + ulp
                 compared[name] = law.relative_error(ours, reference), allowed
