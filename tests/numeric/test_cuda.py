@@ -26,7 +26,10 @@ def attention(tensors):
     return DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
+FEW_SCORES = [c for c in SHAPES if c.B * c.N * c.H * c.Lq * (c.Lk or c.Lq) <= 4096]
+
+
+@pytest.mark.parametrize("case", FEW_SCORES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_kernels_take_few_scores_too(case, dtype, kernels_only):
     """As they would if float64 were not more exact."""
