@@ -73,14 +73,15 @@ def describe(call: Call) -> Problem:
             f"Q {shape_of(q)}, K {shape_of(k)}, V {shape_of(v)}."
         )
     B, N, Lq, H, D = q.shape
-    Lk, Dv = k.shape[2], v.shape[4]
+    of_k, of_v = k.shape, v.shape
+    Lk, Dv = of_k[2], of_v[4]
     dtype, device = q.dtype, q.device
-    if k.shape != (B, N, Lk, H, D):
+    if of_k != (B, N, Lk, H, D):
         raise InvalidInputError(
             f"K: expected [B, N, Lk, H, D] = [{B}, {N}, Lk, {H}, {D}] to match Q {shape_of(q)}; "
             f"got {shape_of(k)}."
         )
-    if v.shape != (B, N, Lk, H, Dv):
+    if of_v != (B, N, Lk, H, Dv):
         raise InvalidInputError(
             f"V: expected [B, N, Lk, H, Dv] = [{B}, {N}, {Lk}, {H}, Dv] to match K {shape_of(k)}; "
             f"got {shape_of(v)}."
