@@ -76,8 +76,7 @@ def run_forward(choice: KernelChoice, problem: Problem, call: ForwardCall) -> tu
     """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 (no elements unless asked for)."""
     p, backend = problem, choice.backend
     if call.with_lse:  # somebody will differentiate: both directions are compiled side by side
-        ahead = choose(p, "bwd", call[:3])
-        ahead.backend.kernels.prefetch(ahead.kernel)
+        _prefetch_backward(p, call)
     call = backend.prepare(p, call)
     o = torch.empty((p.B, p.N, p.Lq, p.H, p.Dv), dtype=call.q.dtype, device=p.device)
     if call.with_lse:
@@ -90,6 +89,14 @@ def run_forward(choice: KernelChoice, problem: Problem, call: ForwardCall) -> tu
     )
     _launch(choice, p, params.FWD, packed)
     return (o if o.dtype == p.dtype else o.to(p.dtype)), lse
+
+
+def _prefetch_backward(problem: Problem, call: ForwardCall) -> None:
+    try:
+        ahead = choose(problem, "bwd", call[:3])
+    except NoBackendError:  # lse alone may be wanted; a backward says it itself
+        return
+    ahead.backend.kernels.prefetch(ahead.kernel)
 
 
 def run_backward(choice: KernelChoice, problem: Problem, call: BackwardCall) -> Gradients:

@@ -46,6 +46,15 @@ class CudaBackend:
         major, minor = capability(device)
         return f"compute capability {major}.{minor} is served by {serving[0]}"
 
+    def head_dim_obstacles(self, problem: Problem, direction: str) -> list[str]:
+        """Above the family's largest head dimension."""
+        head_dims = self.family.head_dims
+        if max(problem.D, problem.Dv) <= head_dims[direction]:
+            return []
+        sizes = f"D = {problem.D}, Dv = {problem.Dv}"
+        whose = " of a backward" if head_dims[direction] < head_dims["fwd"] else ""
+        return [f"{sizes}: the largest head dimension{whose} is {head_dims[direction]}"]
+
     def row(self, problem: Problem, direction: str, dtype: str, *, aligned: bool) -> CudaKernel:
         """The kernel of this family that computes a call in `dtype`."""
         bias = _BIAS_NAMES[problem.bias1_dtype is not None, problem.bias2_dtype is not None]
@@ -91,13 +100,3 @@ def serving_families(device: torch.device, forced: str | None) -> tuple[str, ...
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def head_dim_obstacles(problem: Problem, family: Family, direction: str) -> list[str]:
-    """Above the family's largest head dimension."""
-    largest = family.head_dims[direction]
-    if max(problem.D, problem.Dv) <= largest:
-        return []
-    sizes = f"D = {problem.D}, Dv = {problem.Dv}"
-    whose = " of a backward" if largest < family.head_dims["fwd"] else ""
-    return [f"{sizes}: the largest head dimension{whose} is {largest}"]

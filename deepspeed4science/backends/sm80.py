@@ -30,7 +30,7 @@ class Sm80Backend(cuda.CudaBackend):
     """Takes tensors of any strides."""
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
-        found = cuda.head_dim_obstacles(problem, self.family, direction)
+        found = self.head_dim_obstacles(problem, direction)
         dtype = self._dtype(problem, direction)
         most = device_head_dim(cuda.capability(problem.device), dtype)
         if not found and max(problem.D, problem.Dv) > most:

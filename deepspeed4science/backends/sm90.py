@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed4science.backends.cuda import CudaBackend, head_dim_obstacles
+from deepspeed4science.backends.cuda import CudaBackend
 from deepspeed4science.backends.prepare import CallT, unit_strides, with_biases_in_dtype
 from deepspeed4science.call import BackwardCall
 from deepspeed4science.problem import DTYPE_NAMES, Problem
@@ -26,7 +26,7 @@ class Sm90Backend(CudaBackend):
     """
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
-        found = head_dim_obstacles(problem, self.family, direction)
+        found = self.head_dim_obstacles(problem, direction)
         if not self.family.dtype_for(direction, DTYPE_NAMES[problem.dtype]):
             return ["float32: wgmma multiplies 16-bit numbers", *found]
         piece = _PIECE_BYTES // problem.dtype.itemsize

@@ -304,3 +304,14 @@ def test_what_a_kernel_runs_is_told_at_its_first_call(verbose, lines, monkeypatc
             kernels.tell_plan(SimpleNamespace(name="fast", plan=lambda params: "tiles=3"), b"")
             kernels.tell_plan(SimpleNamespace(name="plain", plan=lambda params: ""), b"")
     assert [record.getMessage() for record in caplog.records] == lines
+
+
+def test_a_forward_without_a_backward_gives_lse(launched, monkeypatch):
+    """Head dimensions that only a forward has; a backward, when it comes, is refused."""
+    problem = PROBLEM._replace(D=136, Dv=136)
+    q = torch.empty(1, 3, 40, 2, 136, dtype=torch.bfloat16)
+    choice = choose(problem, "fwd", (q, q, q))
+    _, lse = run_forward(choice, problem, ForwardCall(q, q, q, None, None, with_lse=True))
+    assert lse.shape == (1, 3, 2, 40)
+    with pytest.raises(NoBackendError):
+        choose(problem, "bwd", (q, q, q))
