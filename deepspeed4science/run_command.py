@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from deepspeed4science.errors import DropInError
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
+        _check_installed(options.client)
         switched = clients.switch(options.client, any_version=options.any_version)
         if options.dry_run:
             with switched:
@@ -24,6 +26,15 @@ def main(argv: Sequence[str]) -> int:
         return 1
     launching.start(options.client, options.arguments)
     return 0
+
+
+def _check_installed(client: str) -> None:
+    package = next(iter(clients.find(client).functions)).partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise DropInError(
+            f"{client}: expected it to be installed; {sys.executable} finds no package {package}. "
+            f"Install it (pip install {client}), or run this with the Python that has it."
+        )
 
 
 def _dry_run(client: str) -> int:

@@ -185,7 +185,8 @@ def _attributes(client: Client, module: ModuleType) -> Mapping[str, Any]:
         if not hasattr(module, name):
             raise DropInError(
                 f"{module.__name__}: expected {name}, as in {client.name} "
-                f"{client.versions[0]}; {client.name} {version(client)} does not have it. Install "
+                f"{client.versions[0]}; {client.name} {version(client) or 'here'} does not have "
+                "it. Install "
                 f'"{client.name}>={client.versions[0]},<{client.versions[1]}".'
             )
     for name in client.flags.get(module.__name__, ()):

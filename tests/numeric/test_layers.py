@@ -19,9 +19,8 @@ C, D, H, L, CS = 12, 8, 2, 9, 10
 
 
 def norm(x, w, name):
-    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-    x = x * w[f"{name}.weight"] if f"{name}.weight" in w else x
-    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+    weight, bias = w.get(f"{name}.weight"), w.get(f"{name}.bias")
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
 
 
 def linear(x, w, name):

@@ -278,6 +278,12 @@ def test_dry_run_says_what_would_be_switched_and_what_is_gone(site):
     assert done.returncode == 1 and "expected kernel_triangular_attn" in done.stderr
 
 
+def test_a_model_that_is_not_installed_is_told(tmp_path):
+    done = run(tmp_path, "-m", "deepspeed4science", "run", "boltz", "predict", check=False)
+    assert done.returncode == 1
+    assert "boltz: expected it to be installed" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_every_client_has_its_launcher_and_its_replacements():
     for client in clients.CLIENTS.values():
         launcher = clients.LAUNCHERS / f"run_{client.name}.py"
