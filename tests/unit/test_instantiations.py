@@ -1,5 +1,6 @@
 """The list of kernels: names that are unique, sources that name what exists."""
 
+import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from op_builder.cache.loaded_kernel import ABI_VERSION, EXPORTS
+from op_builder.ops import instantiations
 from op_builder.ops.instantiations import CPU_KERNELS, FAMILIES, CpuKernel, serving
 from op_builder.paths import csrc_root
 
@@ -70,6 +72,32 @@ def test_a_family_is_whole(family):
             assert family.dtype_for(direction, dtype) == dtype, "a kernel of another's dtype"
         assert family.usual_seconds[direction] > 0
     assert bool(family.target) == bool(family.first_cuda)
+
+
+def names_a_family(node):
+    """A family or a compute capability, written out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.fullmatch(r"[sS]m\d+", node.value) is not None
+    capabilities = [list(end) for one in FAMILIES.values() for end in (one.first, (7, 5))]
+    return (
+        isinstance(node, ast.Tuple)
+        and [getattr(part, "value", None) for part in node.elts] in capabilities
+    )
+
+
+def test_nothing_else_names_a_family_or_its_devices():
+    """Which family serves what stands in one list: a new one needs no other line."""
+    root = Path(instantiations.__file__).parents[2]
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for package in ("op_builder", "deepspeed4science")
+        for path in sorted((root / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if names_a_family(node) and path != Path(instantiations.__file__)
+    ]
+    assert found == []
+    assert names_a_family(ast.parse("x == (9, 0)").body[0].value.comparators[0])
+    assert names_a_family(ast.parse('family == "sm90"').body[0].value.comparators[0])
 
 
 def test_rows_are_values():
