@@ -94,8 +94,8 @@ class VisibleSteps {
 
 // For kernels that own keys and walk over rows n: of each tile of keys of a b the rows n that see one of them.
 struct RowLists {
-  const int32_t* rows;    // [B, tiles, N], the first `count` of each; null: all rows n see all tiles
-  const int32_t* counts;  // [B, tiles]
+  int32_t* rows;    // [B, tiles, N], the first `count` of each; null: all rows n see all tiles
+  int32_t* counts;  // [B, tiles]
   int32_t N, tiles;
 
   CUTLASS_DEVICE int count(int b, int tile) const {
@@ -128,6 +128,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
   using Rule = MaskRule<scalar_t>;
   constexpr int kWarps = kKeyMaskThreads / 32;
+  ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
   const int64_t bn = blockIdx.x, b = uint32_t(bn) / args.N, n = bn - b * args.N;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -191,23 +192,19 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   if (bn == 0) *args.counter = 0;
 }
 
-// One block for each tile of kKeys keys of a b.
-constexpr int kListThreads = 512;
-template <int kKeys>
-__global__ void __launch_bounds__(kListThreads)
-    list_visible_rows(const KeyMask mask, const RowLists lists, int32_t* rows, int32_t* counts) {
-  constexpr int kWarps = kListThreads / 32;
-  ptx::wait_for_kernel_before();
-  ptx::let_next_kernel_start();
-  const int b = int(blockIdx.x) / lists.tiles, tile = int(blockIdx.x) % lists.tiles;
+// A block of kThreads threads for each tile of so many keys of a b.
+template <int kThreads>
+CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int keys, int block) {
+  constexpr int kWarps = kThreads / 32;
+  const int b = block / lists.tiles, tile = block % lists.tiles;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   __shared__ int sVotes[2][kWarps];
-  rows += int64_t(blockIdx.x) * lists.N;
+  int32_t* rows = lists.rows + int64_t(block) * lists.N;
   int count = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int first = 0, turn = 0; first < lists.N; first += kListThreads, turn ^= 1) {
+  for (int first = 0, turn = 0; first < lists.N; first += kThreads, turn ^= 1) {
     const int n = first + int(threadIdx.x);
-    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * kKeys, kKeys / KeyMask::kUnit) != 0;
+    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * keys, keys / KeyMask::kUnit) != 0;
     const uint32_t votes = __ballot_sync(0xffffffffu, sees);
     if (lane == 0) sVotes[turn][warp] = __popc(votes);
     __syncthreads();
@@ -219,7 +216,7 @@ __global__ void __launch_bounds__(kListThreads)
     }
     if (sees) rows[before + __popc(votes & ((1u << lane) - 1))] = n;
   }
-  if (threadIdx.x == 0) counts[blockIdx.x] = count;
+  if (threadIdx.x == 0) lists.counts[block] = count;
 }
 
 }  // namespace ds4s

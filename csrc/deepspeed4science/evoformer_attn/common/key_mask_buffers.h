@@ -28,24 +28,27 @@ class KeyMaskBuffers {
   int32_t* counter(void* place) const { return needed() ? ds4s::at<int32_t>(place, layout_.counter()) : nullptr; }
 
   // copy: of bias1 in rows of Lk neighbours, or null.
+  KeyMaskArgs arguments(void* place, void* copy) const {
+    KeyMask mask = at(place);
+    return {p_.bias1,
+            {p_.bias1_stride[0], p_.bias1_stride[1], p_.bias1_stride[2]},
+            p_.row_mask,
+            {p_.row_mask_stride[0], p_.row_mask_stride[1]},
+            uint32_t(p_.N),
+            p_.Lk,
+            const_cast<float*>(mask.shift),
+            const_cast<uint32_t*>(mask.visible),
+            const_cast<int2*>(mask.range),
+            layout_.words(),
+            p_.bias1 != nullptr ? copy : nullptr,
+            counter(place)};
+  }
+  int64_t num_blocks() const { return layout_.rows(); }
   template <typename scalar_t>
   cudaError_t fill(void* place, void* copy, cudaStream_t stream) const {
-    if (!needed() || layout_.rows() == 0) return cudaSuccess;
+    if (!needed() || num_blocks() == 0) return cudaSuccess;
     if (place == nullptr) return cudaErrorInvalidValue;
-    KeyMask mask = at(place);
-    KeyMaskArgs args{p_.bias1,
-                     {p_.bias1_stride[0], p_.bias1_stride[1], p_.bias1_stride[2]},
-                     p_.row_mask,
-                     {p_.row_mask_stride[0], p_.row_mask_stride[1]},
-                     uint32_t(p_.N),
-                     p_.Lk,
-                     const_cast<float*>(mask.shift),
-                     const_cast<uint32_t*>(mask.visible),
-                     const_cast<int2*>(mask.range),
-                     layout_.words(),
-                     p_.bias1 != nullptr ? copy : nullptr,
-                     counter(place)};
-    find_visible_keys<scalar_t><<<unsigned(layout_.rows()), kKeyMaskThreads, 0, stream>>>(args);
+    find_visible_keys<scalar_t><<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(place, copy));
     return cudaGetLastError();
   }
 

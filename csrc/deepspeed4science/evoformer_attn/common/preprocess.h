@@ -72,13 +72,12 @@ struct PrepareRows {
   };
 
   // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta) {
-    ptx::wait_for_kernel_before();
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-    int64_t bn = blockIdx.x / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
-    uint32_t first = (blockIdx.x - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
+    int64_t bn = block / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
+    uint32_t first = (block - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
     int lane = threadIdx.x % kGroup;
     Row row(first, H);
     const Row step(kRowsAtOnce, H);
@@ -114,7 +113,8 @@ struct PrepareRows {
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta) {
-  PrepareRows<Config>::run(args, negative_delta);
+  ptx::wait_for_kernel_before();
+  PrepareRows<Config>::run(args, negative_delta, blockIdx.x);
 }
 
 // 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of

@@ -7,11 +7,13 @@
 
 namespace ds4s {
 
+constexpr int64_t kMostSlices = 16;
+
 // `least` or more, of at least eight n each: the fewest waves for each slice, a slice counting as 2 % of a wave (it
 // reads bias2 and adds dbias2 once more).
 inline int64_t choose_slices(int64_t N, int64_t num_tiles, int64_t resident_blocks, int64_t least = 1) {
   resident_blocks = std::max(resident_blocks, int64_t(1));
-  const int64_t most = std::max(std::min(N / 8, int64_t(16)), int64_t(1)), first = std::min(least, most);
+  const int64_t most = std::max(std::min(N / 8, kMostSlices), int64_t(1)), first = std::min(least, most);
   int64_t best = first;
   double best_cost = 0;
   for (int64_t slices = first; slices <= most; ++slices) {

@@ -15,34 +15,35 @@ struct BackwardArgs {
   const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
   int64_t bias2_stride[3];  // B, H, Lq
   KeyMask mask;
-  RowLists row_lists;           // of the bias pass's tiles of keys
+  RowLists row_lists;           // of kernel_dbias2's tiles of keys
   const float* lse;             // [B, N, H, Lq], of the shifted scores
   const float* negative_delta;  // [B, N, H, Lq]
   float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_accumulators;  // [num_dq_accumulators] of what dq_global.h adds to, zeros where nobody does; or null
-  int32_t* dq_progress;    // [B N H], in the order of tiles: blocks that have added, and then that have written dq
-  int32_t* dq_accumulators_back;  // [B N H]: accumulators that have been handed back, from 1 on, one after another
-  int32_t* dq_num_back;           // how many have
-  int32_t* next_tile;             // which no block has taken yet (tile_scheduler.h)
-  int32_t* next_bias_tile;  // the same for the bias pass (cluster_tile_scheduler.h); null: every block has its own
-  float* dbias2_global;     // where the pass over keys adds dS (dbias2_global.h), or null
+  float* dq_accumulators;     // [num_dq_accumulators] of what dq_global.h adds to, zeros where nobody does; or null
+  int32_t* dq_progress;       // [B N H], in the order of tiles: blocks that have added, and then that have written dq
+  int32_t* dq_released;       // [B N H]: accumulators that have been released, from 1 on, one after another
+  int32_t* dq_num_released;   // how many have
+  int32_t* next_tile;         // which no block has taken yet (tile_scheduler.h)
+  int32_t* next_dbias2_tile;  // the same for kernel_dbias2 (cluster_tile_scheduler.h); null: every block has its own
+  float* dbias2_global;       // where the pass over keys adds dS (dbias2_global.h), or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;
-  int32_t num_blocks;      // row pass: blocks of tiles per row n and head
-  int32_t num_row_groups;  // row pass: N in groups of kRows
+  int32_t num_blocks;      // kernel_dq_dkdv: blocks of tiles per row n and head
+  int32_t num_row_groups;  // kernel_dq_dkdv: N in groups of kRows
   int32_t num_tiles;       // of the whole grid
-  // Bias pass: its tiles, innermost first; slices are parts of N.
-  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches, by_slices;
+  int32_t num_slices;      // kernel_dbias2: into so many the rows n are cut; 0: it chooses itself
+  // kernel_dbias2: its tiles of one slice, innermost first.
+  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
-  bool stores_first, stores_second;  // row pass: which results are wanted
+  bool stores_first, stores_second;  // kernel_dq_dkdv: which results are wanted
   bool stores_dbias1;                // each head its own part
   bool adds_dbias2;                  // several slices add into one result
-  bool stores_dbias2;                // N = 1: dS is dbias2, and the row pass over queries stores it
+  bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv of queries stores it
   bool waits;                        // the kernel before brings what this one reads
-  bool dbias2_is_lent;               // the kernel before writes there too: accumulators of dq
+  bool waits_before_stores;          // the kernel before writes there too: accumulators of dq
 
   // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
   // beginning and some in the exponent: P = 2^(c s).

@@ -32,16 +32,16 @@ CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_
 CUTLASS_DEVICE void wait_in_cluster(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
 #undef DS4S_TRY_WAIT
 
-// To the same place of the block `rank`, whose barrier at this address announces it.
-CUTLASS_DEVICE void store_async(int* place, int value, FullBarrier& announces, uint32_t rank) {
+// To the same address of the block `rank`, whose barrier at this address announces it.
+CUTLASS_DEVICE void store_async(int* address, int value, FullBarrier& announces, uint32_t rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
-                   cute::set_block_rank(shared_address(place), rank)),
+                   cute::set_block_rank(shared_address(address), rank)),
                "r"(value), "r"(cute::set_block_rank(shared_address(&announces), rank))
                : "memory");
 }
-CUTLASS_DEVICE void store_async(uint32_t place, const float* four, uint32_t announces) {
+CUTLASS_DEVICE void store_async(uint32_t address, const float* four, uint32_t announces) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(place),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(announces)
       : "memory");
 }

@@ -34,13 +34,13 @@ struct ClusterReduce {
  private:
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& mine, const Result& theirs,
                                       uint32_t partner, uint32_t parity, const ConsumerCoord& at) {
-    float4* place = reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128;
+    float4* buffer = reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128;
     auto& ready = shared.dq.ready[at.tile];
     auto& received = shared.dq.received[at.tile];
     if (at.issues()) received.arrive_and_expect_tx(128 * sizeof(Result));
-    arrive_relaxed(ready, partner);  // what this place held is in registers
+    arrive_relaxed(ready, partner);  // what this buffer held is in registers
     wait_relaxed(ready, parity);
-    uint32_t remote = cute::set_block_rank(shared_address(place), partner);
+    uint32_t remote = cute::set_block_rank(shared_address(buffer), partner);
     uint32_t announced = cute::set_block_rank(shared_address(&received), partner);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
@@ -49,7 +49,7 @@ struct ClusterReduce {
     wait_in_cluster(received, parity);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-      float4 x = place[128 * i];
+      float4 x = buffer[128 * i];
       mine[4 * i] += x.x, mine[4 * i + 1] += x.y, mine[4 * i + 2] += x.z, mine[4 * i + 3] += x.w;
     }
     at.sync();  // everybody has read what the finished result is written over

@@ -2,29 +2,36 @@
 // where tiles cost different amounts (hidden keys). The first block takes it from a counter in global memory and sends
 // its number to all blocks; each one's barrier counts the bytes.
 //
-// Places are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
-// at most a ring of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
+// Entries are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
+// at most a round of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
 // in one of three steps: nobody is 16 tiles behind for up to eight stages.
 #pragma once
 
-#include "sm90/backward/args.h"
 #include "sm90/backward/cluster_barrier.h"
+#include "sm90/backward/visible_slices.h"
 
 namespace ds4s::sm90 {
 
 struct ClusterTileQueue {
-  static constexpr int kPlaces = 32;
-  using Pipe = PipelineState<kPlaces>;
-  int tiles[kPlaces];
-  FullBarrier full[kPlaces];
+  static constexpr int kSize = 32;
+  using Pipe = PipelineState<kSize>;
+  int tiles[kSize];
+  FullBarrier full[kSize];
+  int num_slices, num_tiles;  // of the rows n, of all slices
 
   CUTLASS_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1);
   }
+  // By a warp, before anything else is read.
+  CUTLASS_DEVICE void count_tiles(const BackwardArgs& args) {
+    const int slices =
+        args.num_slices > 0 ? args.num_slices : choose_visible_slices(args, int(cute::cluster_grid_dims().x));
+    if (threadIdx.x % 32 == 0) num_slices = slices, num_tiles = args.num_tiles * slices;
+  }
 };
 
-// One warp's way through them; `tile` is args.num_tiles or more behind the last one. kTakes: the one thread that brings
-// tiles.
+// One warp's way through them; `tile` is the queue's num_tiles or more behind the last one. kTakes: the one thread that
+// brings tiles.
 template <typename Config, bool kTakes>
 class ClusterTileScheduler {
  public:
@@ -32,14 +39,14 @@ class ClusterTileScheduler {
 
   CUTLASS_DEVICE ClusterTileScheduler(ClusterTileQueue& tile_queue, const BackwardArgs& args)
       : queue_(tile_queue), args_(args) {
-    if (args.next_bias_tile == nullptr) {
+    if (args.next_dbias2_tile == nullptr) {
       tile = int(cute::cluster_id_in_grid().x);
     } else {
       advance();
     }
   }
   CUTLASS_DEVICE void advance() {
-    if (args_.next_bias_tile == nullptr) {
+    if (args_.next_dbias2_tile == nullptr) {
       tile += int(cute::cluster_grid_dims().x);
       return;
     }
@@ -51,20 +58,20 @@ class ClusterTileScheduler {
   // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
   // nothing to do.
   CUTLASS_DEVICE void take_next() {
-    if (has_next_ || args_.next_bias_tile == nullptr) return;
+    if (has_next_ || args_.next_dbias2_tile == nullptr) return;
     has_next_ = true;
     FullBarrier& full = queue_.full[pipe_.index];
-    int& place = queue_.tiles[pipe_.index];
+    int& entry = queue_.tiles[pipe_.index];
     const uint32_t num_blocks = cute::cluster_shape().x;
     if (num_blocks > 1) full.arrive_and_expect_tx(sizeof(int));
     if (cute::block_rank_in_cluster() != 0) return;
     const int number = take();
     if (num_blocks == 1) {  // st.async is not legal without a cluster
-      place = number;
+      entry = number;
       full.arrive();
       return;
     }
-    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&place, number, full, rank);
+    for (uint32_t rank = 0; rank < num_blocks; ++rank) store_async(&entry, number, full, rank);
   }
 
  private:
@@ -72,9 +79,9 @@ class ClusterTileScheduler {
   CUTLASS_DEVICE int take() {
     int number;
     do {
-      number = atomicAdd(args_.next_bias_tile, 1);
-    } while (number < args_.num_tiles && args_.adds_dbias2 &&
-             !Config::Rows(args_, Config::locate(args_, number)).exist(args_));
+      number = atomicAdd(args_.next_dbias2_tile, 1);
+    } while (number < queue_.num_tiles && args_.adds_dbias2 &&
+             !Config::Rows(args_, queue_.num_slices, Config::locate(args_, number)).exist(args_));
     return number;
   }
 

@@ -13,13 +13,14 @@
 
 namespace ds4s::sm90 {
 
-// Of a unit's row-major places, the one where four registers of a lane lie, and the one where the e-th of them belongs.
+// Of a unit's row-major elements, the one where four registers of a lane lie, and the one where the e-th of them
+// belongs.
 struct Dbias2Unit {
   static constexpr int kQueries = 8, kKeys = 64;
   int64_t pitch;
   int warp, lane;
 
-  CUTLASS_DEVICE int64_t place() const { return (2 * warp + lane / 16) * pitch + 4 * (lane % 16); }
+  CUTLASS_DEVICE int64_t offset() const { return (2 * warp + lane / 16) * pitch + 4 * (lane % 16); }
   CUTLASS_DEVICE int query(int e) const { return 2 * (lane % 4) + e % 2; }
   CUTLASS_DEVICE int key(int e) const { return 16 * warp + lane / 4 + e / 2 * 8; }
   CUTLASS_DEVICE int64_t home(int e) const { return query(e) * pitch + key(e); }
@@ -30,48 +31,49 @@ struct Dbias2Global {
   static_assert(Config::kOwned == Dbias2Unit::kKeys, "a warpgroup's keys");
 
   // A warpgroup's way through the steps of one tile.
-  struct Walk {
+  struct Position {
     float* next;  // of the step's first unit, this lane's four elements; null where dbias2 is not wanted
     int queries_left, keys_left;
 
-    CUTLASS_DEVICE Walk(const BackwardArgs& args, const typename Config::Coordinates& block, const ConsumerCoord& at) {
+    CUTLASS_DEVICE Position(const BackwardArgs& args, const typename Config::Coordinates& block,
+                            const ConsumerCoord& at) {
       const int key = block.owned + at.tile * Config::kOwned;
       queries_left = args.Lq, keys_left = args.Lk - key;
       next = args.dbias2_global;
       if (next == nullptr) return;
       next += (int64_t(block.batch) * args.H + block.head) * args.Lq * args.Lk + key;
-      next += Dbias2Unit{args.Lk, at.warp, at.lane}.place();
+      next += Dbias2Unit{args.Lk, at.warp, at.lane}.offset();
     }
   };
 
   template <int kCount>
-  CUTLASS_DEVICE static void add(Walk& walk, const float (&ds)[kCount], const BackwardArgs& args,
+  CUTLASS_DEVICE static void add(Position& position, const float (&ds)[kCount], const BackwardArgs& args,
                                  const ConsumerCoord& at) {
-    if (walk.next == nullptr) return;
-    if (walk.queries_left >= Config::kColumns && walk.keys_left >= Dbias2Unit::kKeys) {
+    if (position.next == nullptr) return;
+    if (position.queries_left >= Config::kColumns && position.keys_left >= Dbias2Unit::kKeys) {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kCount; x += 4) atomic_add_vector(walk.next + 2 * x * args.Lk, ds + x);
+      for (int x = 0; x < kCount; x += 4) atomic_add_vector(position.next + 2 * x * args.Lk, ds + x);
     } else {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kCount; x += 4) add_ragged(walk, 2 * x, ds + x, args, at);
+      for (int x = 0; x < kCount; x += 4) add_ragged(position, 2 * x, ds + x, args, at);
     }
-    walk.next += int64_t(Config::kColumns) * args.Lk, walk.queries_left -= Config::kColumns;
+    position.next += int64_t(Config::kColumns) * args.Lk, position.queries_left -= Config::kColumns;
   }
 
  private:
-  CUTLASS_DEVICE static void add_ragged(const Walk& walk, int query, const float* four, const BackwardArgs& args,
-                                        const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void add_ragged(const Position& position, int query, const float* four,
+                                        const BackwardArgs& args, const ConsumerCoord& at) {
     const Dbias2Unit unit{args.Lk, at.warp, at.lane};
-    float* dst = walk.next + int64_t(query) * args.Lk;
-    const int queries = walk.queries_left - query;
-    if (queries >= Dbias2Unit::kQueries && walk.keys_left >= Dbias2Unit::kKeys) {
+    float* dst = position.next + int64_t(query) * args.Lk;
+    const int queries = position.queries_left - query;
+    if (queries >= Dbias2Unit::kQueries && position.keys_left >= Dbias2Unit::kKeys) {
       atomic_add_vector(dst, four);
       return;
     }
-    dst -= unit.place();
+    dst -= unit.offset();
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      if (unit.query(e) < queries && unit.key(e) < walk.keys_left) atomicAdd(dst + unit.home(e), four[e]);
+      if (unit.query(e) < queries && unit.key(e) < position.keys_left) atomicAdd(dst + unit.home(e), four[e]);
     }
   }
 };
@@ -92,7 +94,7 @@ static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs ar
   float4 four[kOrderUnits];
   CUTLASS_PRAGMA_UNROLL
   for (int u = 0; u < kOrderUnits; ++u) {
-    if (u < count) four[u] = *reinterpret_cast<const float4*>(dst + u * kQueries * unit.pitch + unit.place());
+    if (u < count) four[u] = *reinterpret_cast<const float4*>(dst + u * kQueries * unit.pitch + unit.offset());
   }
   __syncthreads();
   CUTLASS_PRAGMA_UNROLL

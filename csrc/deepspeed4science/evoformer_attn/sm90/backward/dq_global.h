@@ -1,16 +1,17 @@
-// dq in the pass over keys where it does not fit into shared memory: every block adds its keys' share to fp32 rows that
-// stay in L2, and once all blocks of a (b, n, h) have, each of them writes a part of dq. Only those that are under way
-// have a accumulator, one after the other.
+// dq in kernel_dq_dkdv of keys where it does not fit into shared memory: every block adds its keys' share to fp32 rows
+// that stay in L2, and once all blocks of a (b, n, h) have, each of them writes a part of dq. Only those that are under
+// way have an accumulator, one after the other.
 //
 //   consumers      dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added to
 //                  the accumulator, which has them in the order of the accumulators
 //   accumulator warp      finds the accumulator of a tile, and counts a tile that has been added
-//   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros; the last one hands
-//                  the accumulator back
+//   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros; the last one
+//   releases
+//                  the accumulator
 //
-// The first (b, n, h), in the order of tiles, have a accumulator each; the later ones get those that are handed back,
+// The first (b, n, h), in the order of tiles, have an accumulator each; the later ones get those that are released,
 // in the same order. Whoever is waited for gets on: blocks take tiles in order (tile_scheduler.h), and as long as one
-// waits for a accumulator, all are with earlier (b, n, h), of which the first waits for nobody.
+// waits for an accumulator, all are with earlier (b, n, h), of which the first waits for nobody.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -25,7 +26,7 @@ struct DqGlobal {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using OwnedTile = typename Config::OwnedTile;
-  using WalkedTile = typename Config::WalkedTile;
+  using StreamedTile = typename Config::StreamedTile;
   using DsTile = typename Config::BiasTile;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
   // A warpgroup's part of a step's product.
@@ -34,24 +35,24 @@ struct DqGlobal {
   using Sum = float[kQueries / 2];
 
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
-    for (auto& place : barriers.full)
-      for (auto& barrier : place) barrier.init(128);
+    for (auto& stage : barriers.full)
+      for (auto& barrier : stage) barrier.init(128);
     for (auto& barrier : barriers.empty) barrier.init(128 * kTiles);
     barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
   }
 
-  // The (b, n, h) of a tile, and where a accumulator is.
+  // The (b, n, h) of a tile, and where an accumulator is.
   CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
-  // Of a accumulator: what one warpgroup adds in one step.
+  // Of an accumulator: what one warpgroup adds in one step.
   static constexpr int kPart = 64 * kQueries;
   CUTLASS_DEVICE static int num_parts(const BackwardArgs& args) { return (args.Lq + kColumns - 1) / kColumns * kTiles; }
 
   // A consumer's way through the steps of all its tiles.
-  struct Walk {
-    using Pipe = PipelineState<Config::DqGlobalTiles::kPlaces>;
+  struct State {
+    using Pipe = PipelineState<Config::DqGlobalTiles::kDsStages>;
     Pipe given, taken;
     uint32_t accumulator_phase = 0;
     float* next;  // this lane's first element of the next step
@@ -60,45 +61,46 @@ struct DqGlobal {
 
   // dS of this warpgroup's keys, each 8x8 matrix transposed to where `offset` says.
   template <typename Packed>
-  CUTLASS_DEVICE static void hand_over(const Packed& ds, Walk& walk, Shared& shared, uint32_t offset,
-                                       const ConsumerCoord& at) {
-    const typename Walk::Pipe& pipe = walk.given;
+  CUTLASS_DEVICE static void store_ds(const Packed& ds, State& state, Shared& shared, uint32_t offset,
+                                      const ConsumerCoord& at) {
+    const typename State::Pipe& pipe = state.given;
     shared.dq_global_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
     uint32_t address = shared_address(shared.dq_global.ds[pipe.index][at.tile]) + offset;
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumns / 16; ++g) stmatrix_trans(address + g * 16 * DsTile::kRowBytes, ds + 4 * g);
     cutlass::arch::fence_view_async_shared();
     shared.dq_global_barriers.full[pipe.index][at.tile].arrive();
-    walk.given.advance();
+    state.given.advance();
   }
 
-  // dS that has been handed over last, of this warpgroup's keys; dS of the next step for dq, of all keys.
-  CUTLASS_DEVICE static void wait_for_own(const Walk& walk, Shared& shared, const ConsumerCoord& at) {
-    typename Walk::Pipe last = walk.given.before();
+  // dS that has been stored last, of this warpgroup's keys; dS of the next step for dq, of all keys.
+  CUTLASS_DEVICE static void wait_for_own(const State& state, Shared& shared, const ConsumerCoord& at) {
+    typename State::Pipe last = state.given.before();
     shared.dq_global_barriers.full[last.index][at.tile].wait(last.phase);
   }
-  CUTLASS_DEVICE static void wait_for_all(const Walk& walk, Shared& shared) {
-    for (auto& barrier : shared.dq_global_barriers.full[walk.taken.index]) barrier.wait(walk.taken.phase);
+  CUTLASS_DEVICE static void wait_for_all(const State& state, Shared& shared) {
+    for (auto& barrier : shared.dq_global_barriers.full[state.taken.index]) barrier.wait(state.taken.phase);
   }
 
-  // dk += dS^T Q of the step whose dS has been handed over last.
+  // dk += dS^T Q of the step whose dS has been stored last.
   template <int kCount>
-  CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const Walk& walk, const Shared& shared, uint32_t queries,
+  CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const State& state, const Shared& shared, uint32_t queries,
                                        const ConsumerCoord& at) {
     uint32_t ds =
-        place_of(shared.dq_global.ds[0]) + (walk.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
+        start_address(shared.dq_global.ds[0]) + (state.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumns / 16; ++step) {
-      wgmma<Element, 2 * kCount, Major::MN, Major::MN>(dk, DsTile::descriptor(ds + DsTile::rows_step(step)),
-                                                       WalkedTile::descriptor(queries + WalkedTile::rows_step(step)));
+      wgmma<Element, 2 * kCount, Major::MN, Major::MN>(
+          dk, DsTile::descriptor(ds + DsTile::rows_step(step)),
+          StreamedTile::descriptor(queries + StreamedTile::rows_step(step)));
     }
   }
   // sum = K^T dS^T of the next step for dq; then sum is added.
-  CUTLASS_DEVICE static void start(Sum& sum, const Walk& walk, const Shared& shared, uint32_t owned,
+  CUTLASS_DEVICE static void start(Sum& sum, const State& state, const Shared& shared, uint32_t owned,
                                    const ConsumerCoord& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     uint32_t keys = owned + at.tile % kBoxes * (OwnedTile::kBoxBytes >> 4);
-    uint32_t ds = place_of(shared.dq_global.ds[0]) + walk.taken.index * (kTiles * kNextDs) +
+    uint32_t ds = start_address(shared.dq_global.ds[0]) + state.taken.index * (kTiles * kNextDs) +
                   DsTile::rows_step(at.tile / kBoxes * (kQueries / 16));
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
@@ -111,25 +113,25 @@ struct DqGlobal {
       }
     }
   }
-  CUTLASS_DEVICE static void add(Sum& sum, Walk& walk, const BackwardArgs& args, Shared& shared,
+  CUTLASS_DEVICE static void add(Sum& sum, State& state, const BackwardArgs& args, Shared& shared,
                                  const ConsumerCoord& at) {
-    shared.dq_global_barriers.empty[walk.taken.index].arrive();
-    walk.taken.advance();
-    if (walk.begins) {
-      shared.dq_global_barriers.accumulator_free.wait(walk.accumulator_phase);
-      walk.accumulator_phase ^= 1, walk.begins = false;
-      walk.next =
+    shared.dq_global_barriers.empty[state.taken.index].arrive();
+    state.taken.advance();
+    if (state.begins) {
+      shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
+      state.accumulator_phase ^= 1, state.begins = false;
+      state.next =
           address_of(args, shared.dq_global_barriers.accumulator) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(walk.next + 128 * x, sum + x);
-    walk.next += kTiles * kPart;
+    for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(state.next + 128 * x, sum + x);
+    state.next += kTiles * kPart;
   }
 
   // A tile of which no key is visible: its accumulator stays as it is.
-  CUTLASS_DEVICE static void add_nothing(Walk& walk, Shared& shared) {
-    shared.dq_global_barriers.accumulator_free.wait(walk.accumulator_phase);
-    walk.accumulator_phase ^= 1;
+  CUTLASS_DEVICE static void add_nothing(State& state, Shared& shared) {
+    shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
+    state.accumulator_phase ^= 1;
     shared.dq_global_barriers.added.arrive();
   }
 
@@ -160,7 +162,7 @@ struct DqGlobal {
         __threadfence();
         if (atomicAdd(progress, 1) == 2 * args.num_blocks - 1) {
           __threadfence();
-          hand_back(args, accumulator);
+          release(args, accumulator);
         }
       }
     }
@@ -168,16 +170,14 @@ struct DqGlobal {
 
  private:
   CUTLASS_DEVICE static int accumulator_of(const BackwardArgs& args, int pair) {
-    return pair < args.num_dq_accumulators
-               ? pair
-               : wait_for(args.dq_accumulators_back + pair - args.num_dq_accumulators, 1) - 1;
+    return pair < args.num_dq_accumulators ? pair : wait_for(args.dq_released + pair - args.num_dq_accumulators, 1) - 1;
   }
-  CUTLASS_DEVICE static void hand_back(const BackwardArgs& args, int accumulator) {
-    ptx::store_release(args.dq_accumulators_back + atomicAdd(args.dq_num_back, 1), accumulator + 1);
+  CUTLASS_DEVICE static void release(const BackwardArgs& args, int accumulator) {
+    ptx::store_release(args.dq_released + atomicAdd(args.dq_num_released, 1), accumulator + 1);
   }
-  CUTLASS_DEVICE static int wait_for(const int* place, int at_least) {
+  CUTLASS_DEVICE static int wait_for(const int* counter, int at_least) {
     int x;
-    while ((x = ptx::load_acquire(place)) < at_least) __nanosleep(200);
+    while ((x = ptx::load_acquire(counter)) < at_least) __nanosleep(200);
     return x;
   }
   // Every num_blocks-th part, from the block-th on: 16 queries at a time, the next ones on their way to shared memory.
@@ -185,7 +185,7 @@ struct DqGlobal {
                                    const TensorView<5>& dq, const typename Config::Coordinates& at, int block,
                                    int lane) {
     constexpr int kVectors = 64 * 16 / 4, kOfPart = kPart / (64 * 16);  // float4 of 16 queries
-    constexpr int kPlaces = Config::DqGlobalTiles::kSums;
+    constexpr int kStages = Config::DqGlobalTiles::kSums;
     const int lane_query = lane % 16 / 4 * 2 + lane % 2, lane_column = lane / 16 * 16 + lane % 4 / 2 * 8;
     Element* out = static_cast<Element*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
                    at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
@@ -194,20 +194,20 @@ struct DqGlobal {
     auto part_of = [&](int i) { return block + i / kOfPart * args.num_blocks; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
-      float4* place = shared.dq_global.sums[i % kPlaces] + lane;
+      float4* stage = shared.dq_global.sums[i % kStages] + lane;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kVectors; x += 32) {
-        if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], place[x]);
+        if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], stage[x]);
       }
       cute::cp_async_fence();
     };
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPlaces - 1; ++i) load(i);
+    for (int i = 0; i < kStages - 1; ++i) load(i);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < count; ++i) {
-      cute::cp_async_wait<kPlaces - 2>();
-      __syncwarp();  // all lanes' loads of this place are there, and all have read the last one
-      load(i + kPlaces - 1);
+      cute::cp_async_wait<kStages - 2>();
+      __syncwarp();  // all lanes' loads of this stage are there, and all have read the last one
+      load(i + kStages - 1);
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kVectors; x += 32) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
       const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
@@ -219,7 +219,7 @@ struct DqGlobal {
         uint4 eights[2];             // both before stores that may be left out
         CUTLASS_PRAGMA_UNROLL
         for (int y = 0; y < 2; ++y) {
-          eights[y] = eight_columns(shared.dq_global.sums[i % kPlaces] + 128 * j + 64 * y, args.scale, lane);
+          eights[y] = eight_columns(shared.dq_global.sums[i % kStages] + 128 * j + 64 * y, args.scale, lane);
         }
         const bool exists = query + 8 * j + lane_query < dq.size[1];
         CUTLASS_PRAGMA_UNROLL

@@ -1,4 +1,4 @@
-// dq in the pass over keys. The warpgroups of a block hand over what they have of dS, queries by keys, and take turns
+// dq in kernel_dq_dkdv of keys. The warpgroups of a block store what they have of dS, queries by keys, and take turns
 // at multiplying it, dq += dS K of all keys of the block. dq of one (b, n, h) stays in shared memory while its block
 // goes from key to key.
 #pragma once
@@ -23,19 +23,19 @@ struct DqShared {
     for (auto& barrier : dq.keys_read) barrier.init(128 * kTiles);
   }
 
-  // What a walk over the queries of one tile of keys knows.
-  struct Walk {
+  // What is known of one tile of keys.
+  struct TileState {
     const DqDkdvMaps& maps;
     const typename Config::Coordinates& block;
     const typename Config::OwnedPipe& owned_pipe;
     bool first, last;  // of the blocks of this (b, n, h) that see a key
   };
 
-  // The product of a step, the index-th of its walk, if it is this warpgroup's turn. All others hand theirs over soon.
-  CUTLASS_DEVICE static void add(const Walk& walk, int index, const typename Config::Pipe& pipe, Shared& shared,
+  // The product of a step, the index-th of its state, if it is this warpgroup's turn. All others store theirs soon.
+  CUTLASS_DEVICE static void add(const TileState& state, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;
-    const bool first = walk.first, last = walk.last;
+    const bool first = state.first, last = state.last;
     const typename Config::Columns columns = Config::columns(args);
     auto& tile = shared.dq.tiles[index];
     if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
@@ -46,34 +46,34 @@ struct DqShared {
     Sum sum = {};
     if (!first) load(sum, mine);
     for (int t = 0; t < kTiles; ++t) shared.dq.full[pipe.index][t].wait(pipe.phase);
-    multiply(sum, place_of(shared.stages[pipe.index].bias2), place_of(shared.owned[walk.owned_pipe.index]));
+    multiply(sum, start_address(shared.stages[pipe.index].bias2), start_address(shared.owned[state.owned_pipe.index]));
     shared.empty[pipe.index].arrive();
     if (!last) {
       store(mine, sum);
       return;
     }
     at.sync();  // everybody has read what is written over now
-    store_out(walk, tile, sum, columns.begin + index * kColumns, args, at);
+    store_out(state, tile, sum, columns.begin + index * kColumns, args, at);
   }
 
   // dq of a (b, n, h) that sees no key.
-  CUTLASS_DEVICE static void store_zeros(const Walk& walk, Shared& shared, const BackwardArgs& args,
+  CUTLASS_DEVICE static void store_zeros(const TileState& state, Shared& shared, const BackwardArgs& args,
                                          const ConsumerCoord& at) {
     const typename Config::Columns columns = Config::columns(args);
     if (at.issues()) cute::tma_store_wait<0>();  // of the last (b, n, h)
     at.sync();
     const Sum zeros = {};
     for (int index = at.tile; index < columns.num_steps(); index += kTiles) {
-      store_out(walk, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
+      store_out(state, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
     }
   }
 
  private:
-  CUTLASS_DEVICE static void store_out(const Walk& walk, typename Config::DqTile& tile, const Sum& sum, int query,
+  CUTLASS_DEVICE static void store_out(const TileState& state, typename Config::DqTile& tile, const Sum& sum, int query,
                                        const BackwardArgs& args, const ConsumerCoord& at) {
     const float scale[2] = {args.scale, args.scale};
-    store_tile<Element, OwnedTile>(walk.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
-                                   walk.block.head, walk.block.row, walk.block.batch);
+    store_tile<Element, OwnedTile>(state.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
+                                   state.block.head, state.block.row, state.block.batch);
   }
   CUTLASS_DEVICE static void load(Sum& sum, const float4* mine) {
     CUTLASS_PRAGMA_UNROLL

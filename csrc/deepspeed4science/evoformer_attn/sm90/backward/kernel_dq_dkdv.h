@@ -1,12 +1,12 @@
 // dk and dv (Config::kKeys), or dq, on Hopper: each tile of 64 keys or queries of one (b, n, h) belongs to a warpgroup
-// that walks over all queries or keys. Blocks are persistent; who does what: producer.h, mainloop.h.
+// that streams all queries or keys. Blocks are persistent; who does what: producer.h, mainloop.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 
-#include "sm90/backward/mainloop.h"
+#include "sm90/backward/consumer.h"
 
 namespace ds4s::sm90 {
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    DqDkdvMainloop<Config>::run(shared, args, maps);
+    DqDkdvConsumer<Config>::run(shared, args, maps);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;

@@ -1,4 +1,4 @@
-// A row pass over keys that adds dq to accumulators as well (dq_global.h): how a consumer walks over the queries. As in
+// The mainloop of kernel_dq_dkdv where dq is added to accumulators (dq_global.h). As in
 // mainloop.h but for the order of products: those of a step's results come after both of the next step's
 // scores, and run beside all that is computed from these.
 //
@@ -13,16 +13,16 @@
 
 namespace ds4s::sm90 {
 
-template <typename Consumer>
+template <typename Config>
 struct DqGlobalMainloop {
-  using Config = typename Consumer::PassConfig;
+  using Products = StepProducts<Config>;
   using Dq = DqGlobal<Config>;
   using Dbias2 = Dbias2Global<Config>;
   using Shared = typename Config::Shared;
-  using Scores = typename Consumer::Scores;
-  using Packed = typename Consumer::Packed;
-  using Results = typename Consumer::Results;
-  using Operands = typename Consumer::Operands;
+  using Scores = typename Products::Scores;
+  using Packed = typename Products::Packed;
+  using Results = typename Products::Results;
+  using Operands = typename Products::Operands;
   static constexpr int kColumns = Config::kColumns;
 
   // A warpgroup's state: products that are under way, and what they read.
@@ -30,39 +30,39 @@ struct DqGlobalMainloop {
     Scores s, dp;
     Packed p;
     typename Dq::Sum sum;
-    typename Dbias2::Walk dbias2;
+    typename Dbias2::Position dbias2;
     bool adds = false;    // sum is of a step, not of nothing
     int last_stage = -1;  // that the results under way read
-    CUTLASS_DEVICE explicit State(const typename Dbias2::Walk& walk) : dbias2(walk) {}
+    CUTLASS_DEVICE explicit State(const typename Dbias2::Position& position) : dbias2(position) {}
   };
 
   CUTLASS_DEVICE static void start_scores(State& state, const Operands& operands, int stage) {
-    Consumer::start_scores(state.s, operands.owned, operands.walked + stage * Operands::kNextStage);
-    Consumer::start_products(state.dp, operands, stage);
+    Products::start_scores(state.s, operands.owned, operands.streamed + stage * Operands::kNextStage);
+    Products::start_products(state.dp, operands, stage);
   }
   // dv and dk of the last step, dq of the one before. All dS that they read must be there.
-  CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::Walk& walk,
+  CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::State& dq,
                                            const Shared& shared, const Operands& operands, const ConsumerCoord& at) {
-    uint32_t walked = operands.walked + state.last_stage * Operands::kNextStage;
-    Consumer::start_result(results.of_p, state.p, walked + Operands::kWalkedSecond);
-    Dq::start_own(results.of_ds, walk, shared, walked, at);
-    Dq::start(state.sum, walk, shared, operands.owned_tiles, at);
+    uint32_t streamed = operands.streamed + state.last_stage * Operands::kNextStage;
+    Products::start_result(results.of_p, state.p, streamed + Operands::kStreamedSecond);
+    Dq::start_own(results.of_ds, dq, shared, streamed, at);
+    Dq::start(state.sum, dq, shared, operands.owned_tiles, at);
     wgmma_commit();
   }
   // What they read is free, and dq is added.
-  CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::Walk& walk,
+  CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::State& dq,
                                             const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     wgmma_wait<0>();
-    Consumer::keep(state.p);
+    Products::keep(state.p);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     fence_registers(state.sum);
     if (state.last_stage >= 0) shared.empty[state.last_stage].arrive();
-    if (state.adds) Dq::add(state.sum, walk, args, shared, at);
+    if (state.adds) Dq::add(state.sum, dq, args, shared, at);
   }
 
-  // From s and dp, which are under way: P, packed, and dS, handed over.
-  CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::Walk& walk,
+  // From s and dp, which are under way: P, packed, and dS, stored.
+  CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::State& dq,
                                            const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     Scores &s = state.s, &dp = state.dp;
     Packed p, ds;
@@ -70,7 +70,7 @@ struct DqGlobalMainloop {
     fence_registers(s);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
-    Consumer::pack(p, s);
+    Products::pack(p, s);
     fence_registers(s);  // all of it before waiting for more
     wgmma_wait<1>();
     fence_registers(dp);
@@ -80,10 +80,10 @@ struct DqGlobalMainloop {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
     }
-    Consumer::pack(ds, s);
-    Dq::hand_over(ds, walk, shared, Consumer::bias2_offset(at), at);
+    Products::pack(ds, s);
+    Dq::store_ds(ds, dq, shared, Products::bias2_offset(at), at);
     if constexpr (Config::kAddsDbias2) Dbias2::add(state.dbias2, s, args, at);
-    finish_results(state, results, walk, args, shared, at);
+    finish_results(state, results, dq, args, shared, at);
     replace(state.p, p, args);
   }
 
@@ -96,43 +96,43 @@ struct DqGlobalMainloop {
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
-                                 const Operands& operands, Results& results, typename Dq::Walk& walk,
+                                 const Operands& operands, Results& results, typename Dq::State& dq,
                                  EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
                                  const ConsumerCoord& at) {
-    State state(typename Dbias2::Walk(args, block, at));
+    State state(typename Dbias2::Position(args, block, at));
     const int num_steps = Config::columns(args).num_steps();
     shared.full[pipe.index].wait(pipe.phase);
-    Consumer::begin(state.s, shared, pipe.index, args.unit, at);
+    Products::begin(state.s, shared, pipe.index, args.unit, at);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     wgmma_begin();
     start_scores(state, operands, pipe.index);
     wgmma_commit();  // of no results yet
     for (int step = 1;; ++step) {
-      finish_scores(state, results, walk, args, shared, at);
+      finish_scores(state, results, dq, args, shared, at);
       state.last_stage = pipe.index, state.adds = step > 1;
       pipe.advance();
       if (step == num_steps) break;
       shared.full[pipe.index].wait(pipe.phase);
-      Consumer::begin(state.s, shared, pipe.index, args.unit, at);
+      Products::begin(state.s, shared, pipe.index, args.unit, at);
       wgmma_begin();
       start_scores(state, operands, pipe.index);
-      Dq::wait_for_own(walk, shared, at);
-      if (state.adds) Dq::wait_for_all(walk, shared);
+      Dq::wait_for_own(dq, shared, at);
+      if (state.adds) Dq::wait_for_all(dq, shared);
       wgmma_begin();
-      start_results(state, results, walk, shared, operands, at);
+      start_results(state, results, dq, shared, operands, at);
     }
-    Dq::wait_for_own(walk, shared, at);
-    if (state.adds) Dq::wait_for_all(walk, shared);
+    Dq::wait_for_own(dq, shared, at);
+    if (state.adds) Dq::wait_for_all(dq, shared);
     wgmma_begin();
-    start_results(state, results, walk, shared, operands, at);
-    finish_results(state, results, walk, args, shared, at);
-    Dq::wait_for_all(walk, shared);
+    start_results(state, results, dq, shared, operands, at);
+    finish_results(state, results, dq, args, shared, at);
+    Dq::wait_for_all(dq, shared);
     wgmma_begin();
-    Dq::start(state.sum, walk, shared, operands.owned_tiles, at);
+    Dq::start(state.sum, dq, shared, operands.owned_tiles, at);
     wgmma_commit();
     wgmma_wait<0>();
-    Dq::add(state.sum, walk, args, shared, at);
+    Dq::add(state.sum, dq, args, shared, at);
     owned_empty.arrive();
     shared.dq_global_barriers.added.arrive();
   }

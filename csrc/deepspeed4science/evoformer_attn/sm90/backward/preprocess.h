@@ -1,4 +1,4 @@
-// Before the passes of the Hopper backward: what common/preprocess.h wants to know.
+// Before the other kernels of the Hopper backward: delta of each query, lists of rows n, and zeros where they add.
 #pragma once
 
 #include "common/preprocess.h"
@@ -12,5 +12,48 @@ struct PrepareConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kIsAligned = true, kTf32 = false;
 };
+
+// Floats, or integers, that become 0 before others add to them.
+struct Zeros {
+  float* ptr;
+  int64_t count;
+
+  CUTLASS_DEVICE void store(int64_t thread, int64_t num_threads) const {
+    if (reinterpret_cast<uintptr_t>(ptr) % 16 != 0) {
+      for (int64_t i = thread; i < count; i += num_threads) ptr[i] = 0.f;
+      return;
+    }
+    for (int64_t i = thread; i < count / 4; i += num_threads) {
+      reinterpret_cast<float4*>(ptr)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    if (thread < count % 4) ptr[count - 1 - thread] = 0.f;
+  }
+};
+
+// All that one launch needs to know.
+struct PreprocessArgs {
+  ds4s::BackwardArgs rows;  // parameters and mask
+  float* negative_delta;    // [B, N, H, Lq]
+  RowLists row_lists;
+  int32_t num_lists, keys_per_list;
+  Zeros dbias1, dbias2, accumulators, counters;  // of dq_global.h the last two
+};
+
+// The first blocks list what sees each tile of keys of kernel_dbias2; the others have queries, and a share of what
+// becomes 0.
+template <typename Config>
+__global__ void __launch_bounds__(kPrepareThreads) preprocess(const __grid_constant__ PreprocessArgs args) {
+  ptx::wait_for_kernel_before();
+  if (int(blockIdx.x) < args.num_lists) {
+    list_visible_rows<kPrepareThreads>(args.rows.mask, args.row_lists, args.keys_per_list, int(blockIdx.x));
+    return;
+  }
+  const uint32_t block = blockIdx.x - uint32_t(args.num_lists);
+  const int64_t thread = int64_t(block) * kPrepareThreads + threadIdx.x;
+  const int64_t num_threads = int64_t(gridDim.x - uint32_t(args.num_lists)) * kPrepareThreads;
+  args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
+  args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
+  PrepareRows<Config>::run(args.rows, args.negative_delta, block);
+}
 
 }  // namespace ds4s::sm90

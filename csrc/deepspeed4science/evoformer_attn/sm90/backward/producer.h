@@ -1,4 +1,4 @@
-// What brings tiles to a row pass: one thread for everything that TMA takes, a warp of each row n for the
+// What brings tiles to kernel_dq_dkdv: one thread for everything that TMA takes, a warp of each row n for the
 // statistics of its queries and keys, which begin anywhere.
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace ds4s::sm90 {
 
-// Tensor maps of a row pass; results in place of the owned tiles.
+// Tensor maps of kernel_dq_dkdv; results over the owned tiles.
 struct DqDkdvMaps {
-  CUtensorMap owned_first, owned_second, walked_first, walked_second, bias2, result_first, result_second;
-  CUtensorMap dq;                         // fused
-  TensorView<5> first_rows, second_rows;  // the results again, for kHandsBack
+  CUtensorMap owned_first, owned_second, streamed_first, streamed_second, bias2, result_first, result_second;
+  CUtensorMap dq;                         // kDqInShared
+  TensorView<5> first_rows, second_rows;  // the results again, for kReleasesEarly
   TensorView<5> dq_rows;                  // kDqInGlobal
 };
 
@@ -20,7 +20,7 @@ struct DqDkdvProducer {
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using OwnedTile = typename Config::OwnedTile;
-  using WalkedTile = typename Config::WalkedTile;
+  using StreamedTile = typename Config::StreamedTile;
   using BiasTile = typename Config::BiasTile;
   static constexpr int kRows = Config::kRows, kTiles = Config::kTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
@@ -28,15 +28,17 @@ struct DqDkdvProducer {
 
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
-    constexpr uint32_t kStageBytes = 2 * kRows * WalkedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
+    constexpr uint32_t kStageBytes = 2 * kRows * StreamedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       typename Config::Visible visible = Config::visible(args, at);
-      if constexpr (Config::kDqInShared)
+      if constexpr (Config::kDqInShared) {
         visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
+        visible.at = at;
+      }
       FullBarrier& owned_full = shared.owned_full[owned_pipe.index];
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       shared.visible[owned_pipe.index] = visible;
@@ -60,10 +62,10 @@ struct DqDkdvProducer {
         shared.empty[pipe.index].wait(pipe.phase ^ 1);
         full.arrive_and_expect_tx(kStageBytes);
         for (int r = 0; r < kRows; ++r) {
-          load_tile<WalkedTile>(maps.walked_first, full, stage.walked[r].first, 0, column, at.head, at.row + r,
-                                at.batch);
-          load_tile<WalkedTile>(maps.walked_second, full, stage.walked[r].second, 0, column, at.head, at.row + r,
-                                at.batch);
+          load_tile<StreamedTile>(maps.streamed_first, full, stage.streamed[r].first, 0, column, at.head, at.row + r,
+                                  at.batch);
+          load_tile<StreamedTile>(maps.streamed_second, full, stage.streamed[r].second, 0, column, at.head, at.row + r,
+                                  at.batch);
         }
         if constexpr (kBias2) {
           for (int t = 0; t < kTiles; ++t) {
@@ -81,7 +83,7 @@ struct DqDkdvProducer {
     }
   }
 
-  // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their place.
+  // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their stage.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;

@@ -5,21 +5,21 @@
 #pragma once
 
 #include "sm90/backward/args.h"
+#include "sm90/backward/tile_sizes.h"
 #include "sm90/mma/pipeline.h"
 
 namespace ds4s::sm90 {
 
-// In shared memory. Its places are how far a warp that waits for other blocks may be behind: a (b, n, h) of more tiles
-// than all blocks have places would never be done.
+// In shared memory.
 template <int kReaders>
 struct TileQueue {
-  static constexpr int kPlaces = 32;
-  using Pipe = PipelineState<kPlaces>;
-  int tiles[kPlaces];
-  EmptyBarrier full[kPlaces], empty[kPlaces];
+  static constexpr int kSize = kTileQueueSize;
+  using Pipe = PipelineState<kSize>;
+  int tiles[kSize];
+  EmptyBarrier full[kSize], empty[kSize];
 
   CUTLASS_DEVICE void init() {
-    for (int place = 0; place < kPlaces; ++place) full[place].init(1), empty[place].init(kReaders);
+    for (int i = 0; i < kSize; ++i) full[i].init(1), empty[i].init(kReaders);
   }
   CUTLASS_DEVICE int take(Pipe& pipe, int* counter) {
     empty[pipe.index].wait(pipe.phase ^ 1);
@@ -67,7 +67,7 @@ struct TileScheduler {
   typename TileQueue<1>::Pipe pipe_;
 };
 
-// A fused pass, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
+// kDqInShared, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
 // last; of a row n that sees nothing the first one. Then the next (b, n, h) of this block.
 template <typename Config>
 struct GroupedTileScheduler {
@@ -75,8 +75,9 @@ struct GroupedTileScheduler {
   bool first;  // of its (b, n, h)
   int end;     // behind the last one
 
-  CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(load(args, walk())) {
-    begin(args, walk());
+  CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args)
+      : keys_(load(args, first_pair())) {
+    begin(args, first_pair());
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
@@ -84,17 +85,17 @@ struct GroupedTileScheduler {
   }
 
  private:
-  CUTLASS_DEVICE static int walk() { return int(blockIdx.x) / Config::kClusterBlocks; }
+  CUTLASS_DEVICE static int first_pair() { return int(blockIdx.x) / Config::kClusterBlocks; }
   CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kClusterBlocks; }
-  CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int walk) {
-    return walk * args.num_blocks < args.num_tiles ? args.mask.keys(walk / args.H, args.Lk) : make_int2(0, 0);
+  CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int pair) {
+    return pair * args.num_blocks < args.num_tiles ? args.mask.keys(pair / args.H, args.Lk) : make_int2(0, 0);
   }
-  CUTLASS_DEVICE void begin(const BackwardArgs& args, int walk) {
+  CUTLASS_DEVICE void begin(const BackwardArgs& args, int pair) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
     const bool sees = keys_.x < keys_.y;
-    tile = end = walk * args.num_blocks, first = true;
+    tile = end = pair * args.num_blocks, first = true;
     tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
-    keys_ = load(args, walk + step());  // long before it is needed
+    keys_ = load(args, pair + step());  // long before it is needed
   }
 
   int2 keys_;  // in which the next (b, n, h) has visible ones

@@ -1,38 +1,81 @@
-// Tile sizes of the Hopper backward's passes.
+// Tile sizes of the Hopper backward's kernels for each tier of D, with the measurement or the limit that chose them
+// (one H200, bf16, both biases, ms; docs/kernels-sm90.md has more). Numbers only: the plan of a call needs them, too.
 #pragma once
 
-#include "sm90/backward/config.h"
+#include <type_traits>
 
 namespace ds4s::sm90 {
 
-// For each tier; docs/kernels-sm90.md has what was measured.
+constexpr int kOwned = 64;  // rows of one wgmma: keys or queries of a consumer warpgroup of kernel_dq_dkdv
+
+// Tiles that a warp which waits for other blocks may be behind (tile_scheduler.h): a (b, n, h) of more tiles than all
+// blocks have together would never be done.
+constexpr int kTileQueueSize = 32;
+
+template <int kRows_,                 // rows n of a block; they share tiles of bias2
+          int kTiles_,                // owned tiles of 64 of each n; they share what is streamed
+          int kColumns_,              // columns of a step
+          int kStages_,               // steps in flight
+          int kBuffers_,              // of owned tiles: 2, and the next ones arrive during the last steps
+          int kQueries_ = 0,          // of keys: dq as well, of so many queries at most (dq_smem.h)
+          int kClusterBlocks_ = 1,    // kQueries: blocks of a cluster, that have so many queries each
+          bool kDqInGlobal_ = false,  // of keys: dq as well, by additions to accumulators in L2 (dq_global.h)
+          bool kAddsDbias2_ = false>  // kDqInGlobal: dbias2 as well, where it is asked for (dbias2_global.h)
+struct DqDkdvTiles {
+  static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
+  static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
+  static constexpr bool kDqInGlobal = kDqInGlobal_, kAddsDbias2 = kAddsDbias2_;
+};
+
+template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
+          int kKeyTiles_,    // warpgroups side by side; they share queries and gradients
+          int kKeys_,        // keys of each: 64 or 128
+          int kScores_,      // keys of one product Q K^T
+          int kColumns_,     // keys of one product dO V^T: 64, or 32 to save registers
+          int kStages_>      // products in flight: of each row n two
+struct Dbias2Tiles {
+  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kScores = kScores_;
+  static constexpr int kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kBlockQueries = 64 * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
+};
+
+// One of three, by the tier.
+template <int kHeadDim, typename UpTo32, typename UpTo64, typename UpTo128>
+using ForTier = std::conditional_t<kHeadDim <= 32, UpTo32, std::conditional_t<kHeadDim <= 64, UpTo64, UpTo128>>;
+
 template <int kHeadDim>
-struct BackwardChoice {
-  using Keys = cute::conditional_t<
-      kHeadDim <= 32, DqDkdvTiles<3, 1, 64, 4, 2>,
-      cute::conditional_t<kHeadDim <= 64, DqDkdvTiles<1, 2, 64, 4, 2>, DqDkdvTiles<1, 2, 32, 6, 1>>>;
-  using Queries = cute::conditional_t<
-      kHeadDim <= 32, DqDkdvTiles<3, 1, 64, 4, 2>,
-      cute::conditional_t<kHeadDim <= 64, DqDkdvTiles<3, 1, 64, 3, 1>, DqDkdvTiles<1, 2, 64, 3, 1>>>;
-  // The same for so few rows that blocks for several would stay empty: (1,1,768,16,24).
-  using FewKeys = cute::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 2, 64, 4, 2>, Keys>;
-  using FewQueries = cute::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 2, 64, 4, 2>,
-                                         cute::conditional_t<kHeadDim <= 64, DqDkdvTiles<1, 2, 64, 3, 1>, Queries>>;
-  // dk, dv and dq in one pass: where dq of a row and head fits into shared memory, or one half of it.
+struct BackwardTiles {
+  // (1,768,768,4,32): 1.11, four warpgroups with 32 columns a step 1.27. Above D = 32 one row n: dk and dv of three
+  // take more registers than there are. Above D = 64 32 columns, so that s and dp leave room for both results.
+  using Keys = ForTier<kHeadDim, DqDkdvTiles<3, 1, 64, 4, 2>, DqDkdvTiles<1, 2, 64, 4, 2>, DqDkdvTiles<1, 2, 32, 6, 1>>;
+  // (1,768,768,4,32): 0.99, two owned tiles for each warpgroup 1.10. D = 128: three stages are what fits.
+  using Queries =
+      ForTier<kHeadDim, DqDkdvTiles<3, 1, 64, 4, 2>, DqDkdvTiles<3, 1, 64, 3, 1>, DqDkdvTiles<1, 2, 64, 3, 1>>;
+  // The same for so few rows that blocks for several would stay empty. (1,1,768,16,24): 0.043, as above 0.075.
+  using FewKeys = ForTier<kHeadDim, DqDkdvTiles<1, 2, 64, 4, 2>, Keys, Keys>;
+  using FewQueries = ForTier<kHeadDim, DqDkdvTiles<1, 2, 64, 4, 2>, DqDkdvTiles<1, 2, 64, 3, 1>, Queries>;
+
+  // dk, dv and dq in one kernel: where dq of a (b, n, h), or of one half of its queries, fits into shared memory.
+  // (1,384,384,4,32) 0.225, keys and queries apart 0.31; (1,768,768,4,32) 1.66, apart 2.10. At D = 48 two warpgroups.
   static constexpr bool kHasDqShared = kHeadDim <= 48;
-  using Fused = cute::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 2, 512>, DqDkdvTiles<1, 2, 64, 3, 1, 384>>;
-  using LongFused = cute::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768>, Fused>;
+  using Fused = std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 2, 512>, DqDkdvTiles<1, 2, 64, 3, 1, 384>>;
+  // (1,768,768,4,32): 1.66; with two stages, and room for the next K and V, 2.55.
+  using LongFused = std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768>, Fused>;
   using SplitFused =
-      cute::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768, 2>, DqDkdvTiles<1, 2, 64, 3, 1, 384, 2>>;
-  // dk, dv and dq in one pass, dq by additions; where a score costs more than its addition, dbias2 as well.
+      std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768, 2>, DqDkdvTiles<1, 2, 64, 3, 1, 384, 2>>;
+
+  // dk, dv and dq in one kernel, dq by additions; where a score costs more than its addition, dbias2 as well.
+  // All kernels: (1,256,1024,4,64) 2.23, apart 2.52; (1,64,1024,8,128) 1.78, without dbias2 2.08, apart 2.18.
   static constexpr bool kHasDqGlobal = kHeadDim > 32;
-  using DqGlobal = cute::conditional_t<kHeadDim <= 64, DqDkdvTiles<1, 2, 64, 3, 1, 0, 1, true>,
-                                       DqDkdvTiles<1, 2, 32, 4, 1, 0, 1, true, true>>;
-  using Bias = cute::conditional_t<
-      kHeadDim <= 32, Dbias2Tiles<1, 3, 64, 64, 64, 8>,
-      cute::conditional_t<kHeadDim <= 64, Dbias2Tiles<2, 1, 128, 128, 64, 4>, Dbias2Tiles<2, 1, 128, 128, 64, 3>>>;
+  using DqGlobal = std::conditional_t<kHeadDim <= 64, DqDkdvTiles<1, 2, 64, 3, 1, 0, 1, true>,
+                                      DqDkdvTiles<1, 2, 32, 4, 1, 0, 1, true, true>>;
+
+  // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.69, tiles of 64 keys 0.72; (1,48,768,16,48):
+  // 0.35, with five stages 0.385. D = 128: three stages are what fits.
+  using Dbias2 = ForTier<kHeadDim, Dbias2Tiles<1, 3, 64, 64, 64, 8>, Dbias2Tiles<2, 1, 128, 128, 64, 4>,
+                         Dbias2Tiles<2, 1, 128, 128, 64, 3>>;
   // Where it leaves less of its tiles empty: (1,256,256,4,32) 0.045 instead of 0.055; (1,768,768,4,32) 0.90 for 0.83.
-  using SquareBias = cute::conditional_t<kHeadDim <= 32, Dbias2Tiles<2, 2, 64, 32, 32, 8>, Bias>;
+  using SquareDbias2 = ForTier<kHeadDim, Dbias2Tiles<2, 2, 64, 32, 32, 8>, Dbias2, Dbias2>;
 };
 
 }  // namespace ds4s::sm90

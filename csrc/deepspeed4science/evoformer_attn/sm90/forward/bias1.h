@@ -1,5 +1,5 @@
 // How a warp brings bias1 of a step into shared memory, f (bias1 - shift) as floats and -inf past the last key. TMA
-// would not take rows that begin anywhere. The loads of a step are under way while its place is waited for.
+// would not take rows that begin anywhere. The loads of a step are under way while its stage is waited for.
 #pragma once
 
 #include "sm90/forward/config.h"

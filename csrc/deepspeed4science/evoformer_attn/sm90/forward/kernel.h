@@ -1,6 +1,6 @@
 // O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
 //
-// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and walks over the keys, 64 at a time,
+// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 at a time,
 // without steps in which none of its rows n sees a key.
 // Each of its kRows * kQueryTiles consumer warpgroups (mainloop.h) has one tile of one n; the last warpgroup
 // (producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2

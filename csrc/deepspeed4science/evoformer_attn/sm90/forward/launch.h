@@ -26,7 +26,7 @@ struct ForwardLaunch {
   static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
   static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
 
-  static cudaError_t run(const FwdParams& p, const Bias2Rows<Element>& bias2, cudaStream_t stream) {
+  static cudaError_t run(const FwdParams& p, const TensorView<5>& bias2, cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     CUtensorMap q, k, v, o, b{};
@@ -34,7 +34,7 @@ struct ForwardLaunch {
     if (error == cudaSuccess) error = make_tile_map<Element, KTile>(k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
     if (error == cudaSuccess) error = make_tile_map<Element, KTile>(v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
     if (error == cudaSuccess) error = make_tile_map<Element, QTile>(o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2.view);
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
@@ -47,7 +47,7 @@ struct ForwardLaunch {
   }
 
  private:
-  static ForwardArgs make_args(const FwdParams& p, const Bias2Rows<Element>& bias2) {
+  static ForwardArgs make_args(const FwdParams& p, const TensorView<5>& bias2) {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
@@ -60,7 +60,7 @@ struct ForwardLaunch {
     args.by_query_blocks = cutlass::FastDivmod(int(num_query_blocks(p)));
     args.by_heads = cutlass::FastDivmod(int(p.H)), args.by_row_groups = cutlass::FastDivmod(int(num_row_groups(p)));
     args.num_tiles = int32_t(num_tiles(p));
-    args.bias2_H = bias2.view.size[2] > 1, args.bias2_B = bias2.view.size[4] > 1;
+    args.bias2_H = bias2.size[2] > 1, args.bias2_B = bias2.size[4] > 1;
     args.q_factor = Config::kScalesQ ? std::exp2(std::floor(std::log2(p.scale))) : 1.f;
     args.f = args.q_factor / p.scale;
     args.c = kLog2e / args.f;
@@ -70,7 +70,7 @@ struct ForwardLaunch {
 
 template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
 struct Forward {
-  static int64_t workspace_bytes(const FwdParams& p) { return Bias2Rows<Element>(p).workspace_bytes(); }
+  static int64_t workspace_bytes(const FwdParams& p) { return Bias2View(p).workspace_bytes(); }
 
   static int run(const FwdParams& p, cudaStream_t stream) {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -80,9 +80,10 @@ struct Forward {
     if (!fits) return cudaErrorInvalidValue;
     if (p.B * p.N * p.H == 0) return cudaSuccess;
 
-    Bias2Rows<Element> bias2(p);
-    cudaError_t error = bias2.prepare(p.workspace, stream);
+    const Bias2View view(p);
+    cudaError_t error = copy_bias2_rows<Element>(view, p.workspace, stream);
     if (error != cudaSuccess) return error;
+    const TensorView<5> bias2 = view.read(p.workspace);
     using Choice = ForwardChoice<kHeadDim>;
     if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
     int blocks = 0;

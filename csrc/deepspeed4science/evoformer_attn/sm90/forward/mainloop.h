@@ -46,7 +46,7 @@ struct ForwardMainloop {
   }
 
   // Low words of the descriptors of this warpgroup's operands in stage 0.
-  // And the place of this lane's row of bias2, as ldmatrix wants it.
+  // And the address of this lane's row of bias2, as ldmatrix wants it.
   struct Operands {
     uint32_t k, v;
     int bias2;

@@ -114,7 +114,7 @@ struct ForwardProducer {
   }
 
  private:
-  // The mask of a tile; null without one. Between the two it stays in its place.
+  // The mask of a tile; null without one. Between the two it stays where it is.
   CUTLASS_DEVICE static const Mask* begin_mask(Shared& shared, const ForwardArgs& args, const QPipe& pipe) {
     if (!args.has_mask()) return nullptr;
     shared.mask_full[pipe.index].wait(pipe.phase);

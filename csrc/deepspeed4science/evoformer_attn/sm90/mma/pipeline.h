@@ -39,7 +39,7 @@ struct RegisterShares {
   static constexpr int kConsumer = kShare < 240 ? kShare : 240;
 };
 
-// The place of a consumer in its block: kTiles warpgroups for each row n.
+// Coordinates of a consumer in its block: kTiles warpgroups for each row n.
 struct ConsumerCoord {
   int warpgroup, row, tile, warp, lane;
 
@@ -53,8 +53,8 @@ struct ConsumerCoord {
   CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
 };
 
-// The store of the last tile, which still reads the place of its operand; finished when the next tile is well on its
-// way. Then all lanes hand the place back, each for what it has read of what belongs to it.
+// The store of the last tile, which still reads its buffer; finished when the next tile is well on its way. Then all
+// lanes release the buffer, each for what it has read of what belongs to it.
 struct PendingStore {
   int buffer = -1;
   CUTLASS_DEVICE void finish(EmptyBarrier* empty, const ConsumerCoord& at) {
@@ -96,7 +96,7 @@ CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint
   }
 }
 
-// The same to the same place of both blocks of a cluster; each one's barrier at this address announces it.
+// The same to the same address in both blocks of a cluster; each one's barrier at this address announces it.
 template <typename Tile>
 CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
                                        int x2, int x3, int x4) {
@@ -159,7 +159,7 @@ CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
                : make_uint4(pairs[0][0], pairs[0][1], got[0], got[1]);
 }
 
-// Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a place in shared memory.
+// Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a buffer in shared memory.
 template <typename Element, int kCount>
 CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor,
                                const ConsumerCoord& at, int x1, int x2, int x3, int x4) {

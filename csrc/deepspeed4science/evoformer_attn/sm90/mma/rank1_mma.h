@@ -50,7 +50,7 @@ struct Rank1Terms {
     *reinterpret_cast<uint4*>(tile + Rank1Tile::offset(row, 1)) = make_uint4(0, 0, 0, 0);
   }
 
-  // x = the sum of a row's term and a column's, by their places.
+  // x = the sum of a row's term and a column's, by their start addresses.
   template <int kN>
   CUTLASS_DEVICE static void start_sum(float (&x)[kN / 2], uint32_t rows, uint32_t columns) {
     wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), Rank1Tile::descriptor(columns), ScaleOut::Zero);
@@ -67,8 +67,8 @@ struct Rank1Terms {
 
  private:
   // Eight rows that stand for all: the step to the next eight is 0.
-  CUTLASS_DEVICE static uint64_t same_rows(uint32_t place) {
-    return Rank1Tile::descriptor(place) & ~(uint64_t(0x3fff) << 32);
+  CUTLASS_DEVICE static uint64_t same_rows(uint32_t start) {
+    return Rank1Tile::descriptor(start) & ~(uint64_t(0x3fff) << 32);
   }
   static constexpr uint32_t kUpper = 0xffff0000u, kOne = 0x3f800000u;
   CUTLASS_DEVICE static uint32_t pack(uint32_t x, uint32_t y) { return __byte_perm(x, y, 0x7632); }  // upper halves

@@ -36,9 +36,9 @@ struct SwizzledTile {
   CUTLASS_DEVICE static uint32_t descriptor_low(uint32_t address) {
     return uint32_t(kBoxBytes >> 4) << 16 | (address & 0x3ffff) >> 4;
   }
-  // The same from a place, an address in units of 16 bytes, so that constant offsets of places stay constants.
-  CUTLASS_DEVICE static uint64_t descriptor(uint32_t place) {
-    return kDescriptorHigh | uint64_t((uint32_t(kBoxBytes >> 4) << 16) + place);
+  // The same from a start address, in units of 16 bytes, so that constant offsets of addresses stay constants.
+  CUTLASS_DEVICE static uint64_t descriptor(uint32_t start) {
+    return kDescriptorHigh | uint64_t((uint32_t(kBoxBytes >> 4) << 16) + start);
   }
   // To the columns 16 step .. 16 step + 15 as the contracted index; rows are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t columns_step(int step) {
@@ -49,7 +49,7 @@ struct SwizzledTile {
 };
 
 CUTLASS_DEVICE uint32_t shared_address(const void* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
-CUTLASS_DEVICE uint32_t place_of(const void* pointer) { return shared_address(pointer) >> 4; }
+CUTLASS_DEVICE uint32_t start_address(const void* pointer) { return shared_address(pointer) >> 4; }
 
 // Four 8x8 matrices of 16-bit elements, lanes 8i..8i+7 giving the rows of matrix i: ldmatrix (9.7.15.5.15) by the
 // address in shared memory, which is in a register already.

@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 #include <cutlass/numeric_types.h>
 
-#include <cstdint>
+#include "sm90/mma/tensor_view.h"
 
 namespace ds4s::sm90 {
 
@@ -25,24 +25,6 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(ok ? function : nullptr);
   }();
   return encoder;
-}
-
-// A tensor of 16-bit elements, innermost dimension first; strides in elements, that of the innermost is 1.
-template <int kRank>
-struct TensorView {
-  const void* ptr;
-  int64_t size[kRank];
-  int64_t stride[kRank];
-};
-
-// What the accelerator asks of a tensor (PTX ISA 5.5.8): 16-byte base and strides, no repeated elements.
-template <int kRank>
-bool has_tensor_map(const TensorView<kRank>& t) {
-  bool ok = reinterpret_cast<uintptr_t>(t.ptr) % 16 == 0 && (t.stride[0] == 1 || t.size[0] == 1);
-  for (int d = 1; d < kRank; ++d) {
-    ok = ok && (t.size[d] == 1 || (t.stride[d] > 0 && t.stride[d] % 8 == 0 && t.stride[d] < (int64_t(1) << 39)));
-  }
-  return ok;
 }
 
 // Boxes of box0 x box1 elements and one in every further dimension, their rows swizzled over their whole width. What
@@ -75,12 +57,6 @@ cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor) {
   constexpr auto kType = cutlass::platform::is_same<Element, cutlass::half_t>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows);
-}
-
-// [B, N, L, H, D] by its strides over B, N, L and H.
-template <typename Params>
-TensorView<5> tensor_view(const Params& p, const void* ptr, const int64_t (&stride)[4], int64_t L, int64_t D) {
-  return {ptr, {D, L, p.H, p.N, p.B}, {1, stride[2], stride[3], stride[1], stride[0]}};
 }
 
 }  // namespace ds4s::sm90

@@ -61,7 +61,7 @@ CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t* a, uint64_t b, Sca
 // Which of the thread's two rows (lane / 4, and 8 more) value `index` of an accumulator lies in.
 CUTLASS_HOST_DEVICE constexpr int row_of(int index) { return index >> 1 & 1; }
 
-// Registers change behind the compiler's back while a product runs; this marks where they have been handed over.
+// Registers change behind the compiler's back while a product runs; this marks where they belong to it again.
 template <int kCount>
 CUTLASS_DEVICE void fence_registers(float (&d)[kCount]) {
   CUTLASS_PRAGMA_UNROLL

@@ -1,0 +1,95 @@
+// The shape of kernel_dbias2: tile sizes, what lies in shared memory, how registers are shared out.
+#pragma once
+
+#include "sm90/backward/cluster_tile_scheduler.h"
+#include "sm90/backward/tile_sizes.h"
+#include "sm90/mma/rank1_mma.h"
+
+namespace ds4s::sm90 {
+
+// dbias2 of 64 queries by 64 or 128 keys for each warpgroup, for all rows n that see one of the keys.
+template <typename Element_, int kHeadDim_, typename Tiles>
+struct Dbias2Config {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
+  static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;
+  static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
+  static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
+  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
+  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
+
+  // No more than rows n in flight, so that none is a whole round of stages ahead: a barrier could not tell that.
+  static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;
+
+  using QueryTile = SwizzledTile<kBlockQueries, kHeadDim>;
+  using KeyTile = SwizzledTile<kBlockKeys, kHeadDim>;
+  static constexpr int kHeadSteps = (kHeadDim + 15) / 16;
+
+  // The operands of one product: Q and K of an n, or dO and V; and what enters it by sm90/mma/rank1_mma.h: -lse / scale
+  // and bias1 / scale, or -delta.
+  template <typename Tile>
+  struct Operand {
+    alignas(1024) uint8_t tile[Tile::kBytes];
+    uint8_t terms[Tile::kRows * Rank1Tile::kRowBytes];
+  };
+  struct Stage {
+    Operand<QueryTile> queries;
+    Operand<KeyTile> keys;
+  };
+  struct Shared {
+    alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
+    Stage stages[kStages];
+    FullBarrier full[kStages];
+    EmptyBarrier empty[kStages];
+    EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
+    int num_rows[kStages];                // of Q and K of a tile's first row n: how many there are
+    ClusterTileQueue tile_queue;
+  };
+  static constexpr int kSharedBytes = int(sizeof(Shared));
+  static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
+  using Pipe = PipelineState<kStages>;
+
+  // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
+  struct Coordinates {
+    int query, key, head, batch, slice;
+  };
+  // A cluster of two blocks has the same keys: one block brings K to both, the other V.
+  CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
+  CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
+  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
+    Coordinates at;
+    args.by_key_blocks(tile, at.key, tile);
+    args.by_query_blocks(tile, at.query, tile);
+    args.by_heads(tile, at.head, tile);
+    args.by_batches(at.slice, at.batch, tile);
+    at.key *= kBlockKeys, at.query = (at.query * num_blocks() + rank()) * kBlockQueries;
+    return at;
+  }
+  // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
+  // key it is N, of which the tensor memory accelerator reads zeros.
+  struct Rows {
+    const int32_t* list;  // from the first one on; null: they are neighbours
+    int first, count;
+
+    CUTLASS_DEVICE Rows(const BackwardArgs& args, int num_slices, const Coordinates& at) {
+      const RowLists& lists = args.row_lists;
+      const int all = lists.count(at.batch, at.key / kBlockKeys);
+      count = all / num_slices;
+      const int rest = all - count * num_slices;  // one more for the first slices
+      first = at.slice * count + min(at.slice, rest), count += at.slice < rest;
+      list = lists.rows == nullptr || count == 0 ? nullptr : lists.list(at.batch, at.key / kBlockKeys) + first;
+      if (count == 0) first = args.N, count = 1;
+    }
+    CUTLASS_DEVICE bool exist(const BackwardArgs& args) const { return first < args.N; }
+    // Does not wait for what it loads.
+    CUTLASS_DEVICE void load(int& row, int i) const {
+      row = first + i;
+      if (list != nullptr) ptx::load_int(row, list + i);
+    }
+  };
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,97 @@
+// A consumer warpgroup of kernel_dq_dkdv: one owned tile after another.
+#pragma once
+
+#include "sm90/backward/epilogue.h"
+#include "sm90/backward/mainloop.h"
+#include "sm90/backward/mainloop_dq_global.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct DqDkdvConsumer {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  using Mainloop = DqDkdvMainloop<Config>;
+  using Operands = typename StepProducts<Config>::Operands;
+  using Results = typename StepProducts<Config>::Results;
+  using DqTileState = typename DqShared<Config>::TileState;
+  static constexpr int kOwned = Config::kOwned;
+  static constexpr bool kKeys = Config::kKeys, kDqInShared = Config::kDqInShared, kDqInGlobal = Config::kDqInGlobal;
+
+  // kDqInGlobal: where it is among all accumulators.
+  struct DqGlobalState {
+    typename DqGlobal<Config>::State state;
+  };
+  struct NoDqGlobal {};
+
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
+    ConsumerCoord at = ConsumerCoord::of_thread<Config::kTiles>();
+    typename Config::Pipe pipe;
+    typename Config::OwnedPipe owned_pipe;
+    PendingStore pending;
+    uint32_t exchanged = 0;  // parity of how often results have been
+    cute::conditional_t<kDqInGlobal, DqGlobalState, NoDqGlobal> dq_global;
+    for (typename Config::template Scheduler<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args), owned_pipe.advance()) {
+      const int buffer = owned_pipe.index;
+      Coordinates block;
+      if constexpr (!kDqInShared) {
+        block = Config::locate(args, tiles.tile);
+        shared.owned_full[buffer].wait(owned_pipe.phase);
+      }
+      const typename Config::Visible visible = shared.visible[buffer];
+      if constexpr (kDqInShared) block = visible.at;
+      const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
+      DqTileState dq{maps, block, owned_pipe, false, false};
+      if constexpr (kDqInShared) {
+        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
+      }
+      const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
+      // kDqInGlobal: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
+      const bool computes = kDqInGlobal ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
+      if constexpr (kDqInGlobal) dq_global.state.begins = true;
+      Results results{};
+      if (computes) {
+        const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
+        results.row[0] = exponents[0], results.row[1] = exponents[8];
+        if constexpr (!kKeys) Mainloop::find_dbias2(results, args, block, at);
+        if constexpr (kDqInGlobal) {
+          DqGlobalMainloop<Config>::run(shared, args, pipe, Operands(shared, buffer, at), results, dq_global.state,
+                                        shared.owned_empty[buffer], block, at);
+        } else {
+          const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
+          Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
+        }
+      } else {  // nothing to compute, but stages go round
+        if constexpr (Config::kReleasesEarly && !kDqInShared) shared.owned_empty[buffer].arrive();
+        if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
+        pending.finish(shared.owned_empty, at);
+        const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
+        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+          shared.full[pipe.index].wait(pipe.phase);
+          if constexpr (kDqInShared) Mainloop::store_zero_ds(shared, pipe.index, exists, at);
+          shared.empty[pipe.index].arrive();
+          if constexpr (kDqInShared) DqShared<Config>::add(dq, step, pipe, shared, args, at);
+        }
+        if constexpr (kDqInShared) {
+          if (!computed && dq.first && dq.last) DqShared<Config>::store_zeros(dq, shared, args, at);
+          if constexpr (Config::kReleasesEarly) {
+            shared.owned_empty[buffer].arrive();
+          } else {
+            shared.dq.keys_read[buffer].arrive();
+          }
+        }
+      }
+      if (exists)
+        DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
+      if constexpr (Config::kReleasesEarly) continue;
+      pending.buffer = buffer;
+      if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this buffer
+    }
+    if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
+    ptx::wait_for_kernel_before();
+  }
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,66 @@
+// Results of one owned tile of kernel_dq_dkdv, out to global memory: dk and dv, or dq, and the tile's share of dbias1.
+#pragma once
+
+#include "sm90/backward/cluster_reduce.h"
+#include "sm90/backward/step_products.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct DqDkdvEpilogue {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  using OwnedTile = typename Config::OwnedTile;
+  using Results = typename StepProducts<Config>::Results;
+  static constexpr int kOwned = Config::kOwned;
+  static constexpr bool kKeys = Config::kKeys, kDqInShared = Config::kDqInShared;
+
+  CUTLASS_DEVICE static void finish(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps,
+                                    const Coordinates& block, const typename Config::OwnedPipe& pipe, bool computed,
+                                    Results& results, uint32_t& exchanged, const ConsumerCoord& at) {
+    auto& owned = shared.owned[pipe.index][at.warpgroup];
+    int l = block.owned + at.tile * kOwned, n = block.row + at.row;
+    if (kKeys && args.dbias1 != nullptr) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float sum = results.sums[r];
+        sum += ptx::shfl_xor(sum, 1);
+        sum += ptx::shfl_xor(sum, 2);
+        int k = l + 16 * at.warp + at.lane / 4 + 8 * r;
+        if (at.lane % 4 != 0 || k >= args.Lk) continue;
+        int64_t bn = int64_t(block.batch) * args.N + n;
+        if (args.stores_dbias1) {
+          args.dbias1[(bn * args.H + block.head) * args.Lk + k] = sum;
+        } else if (computed) {
+          atomicAdd(args.dbias1 + bn * args.Lk + k, sum);
+        }
+      }
+    }
+    bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
+    if constexpr (Config::kReleasesEarly) {
+      if (stores_second) store_rows<Element>(maps.second_rows, results.of_p, 1.f, at, l, block.head, n, block.batch);
+      if (stores_first) {
+        store_rows<Element>(maps.first_rows, results.of_ds, args.scale, at, l, block.head, n, block.batch);
+      }
+      return;
+    }
+    if constexpr (kDqInShared) shared.dq.keys_read[pipe.index].wait(pipe.phase);
+    at.sync();  // no warp's products read the owned tiles any more
+    if constexpr (Config::kClusterBlocks > 1) {
+      if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+      (Config::rank() == 0 ? stores_second : stores_first) = false;
+    }
+    const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
+    if (stores_second) {
+      store_tile<Element, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
+                                     block.batch);
+    }
+    if (stores_first) {
+      store_tile<Element, OwnedTile>(maps.result_first, owned.first, results.of_ds, scale, at, l, block.head, n,
+                                     block.batch);
+    }
+  }
+};
+
+}  // namespace ds4s::sm90

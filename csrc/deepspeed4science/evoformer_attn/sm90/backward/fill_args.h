@@ -1,0 +1,126 @@
+// Host side: what each launch of a backward is told, from the caller's parameters and the plan. Values; whoever has one
+// does not change it.
+#pragma once
+
+#include "common/key_mask_buffers.h"
+#include "sm90/backward/kernels.h"
+#include "sm90/backward/preprocess.h"
+
+namespace ds4s::sm90 {
+
+class BackwardFill {
+ public:
+  BackwardFill(const BwdParams& p, const BackwardPlan& plan) : p_(p), plan_(plan), bias2_(p), key_mask_(p) {}
+
+  template <typename T>
+  T* at(int64_t offset) const {
+    return ds4s::at<T>(p_.workspace, offset);
+  }
+  const Bias2View& bias2() const { return bias2_; }
+  const KeyMaskBuffers<BwdParams>& key_mask() const { return key_mask_; }
+  KeyMaskArgs find_visible_keys() const { return key_mask_.arguments(at<void>(plan_.key_mask), at<void>(plan_.bias1)); }
+
+  PreprocessArgs preprocess() const {
+    PreprocessArgs args{};
+    args.rows.p = p_, args.rows.mask = mask();
+    args.negative_delta = at<float>(plan_.delta);
+    args.row_lists = row_lists();
+    args.keys_per_list = int32_t(plan_.keys_per_list);
+    args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
+    if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
+    if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
+    if (plan_.dq_global) {
+      const bool are_zero = plan_.adds_dbias2;  // they lie in dbias2
+      if (!are_zero)
+        args.accumulators = {dq_accumulators(), plan_.dq_global.num_accumulators * plan_.dq_global.accumulator_size};
+      args.counters = {at<float>(plan_.counters), plan_.dq_global.num_counters};
+    }
+    return args;
+  }
+
+  // kernel_dq_dkdv with these tiles.
+  template <typename Config>
+  BackwardArgs dq_dkdv(bool waits) const {
+    BackwardArgs args = common(waits);
+    const int64_t num_owned = Config::kKeys ? p_.Lk : p_.Lq;
+    args.num_blocks = int32_t(ceil_div(num_owned, Config::kTiles * Config::kOwned));
+    args.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
+    args.num_tiles = int32_t(args.num_blocks * p_.H * args.num_row_groups * p_.B);
+    args.stores_second = p_.dv != nullptr;
+    if constexpr (Config::kKeys) {
+      args.stores_first = p_.dk != nullptr;
+      args.stores_dbias1 = plan_.dbias1_parts >= 0;
+      args.dbias1 = args.stores_dbias1 ? at<float>(plan_.dbias1_parts) : p_.dbias1;
+    } else {
+      args.stores_first = true;
+      args.stores_dbias2 = plan_.stores_dbias2, args.dbias2 = p_.dbias2;
+      // dbias2 of hidden keys is stored too.
+      if (args.stores_dbias2) args.mask.visible = nullptr, args.mask.range = nullptr;
+    }
+    if constexpr (Config::kDqInGlobal) {
+      const int64_t pairs = p_.B * p_.N * p_.H;
+      args.dq_accumulators = dq_accumulators();
+      args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
+      args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + pairs;
+      args.dq_num_released = args.dq_released + pairs, args.next_tile = args.dq_num_released + 1;
+      args.dbias2_global = plan_.dq_global.adds_dbias2 ? p_.dbias2 : nullptr;
+    }
+    return args;
+  }
+
+  BackwardArgs dbias2(const Dbias2ClusterTile& tile, bool waits) const {
+    BackwardArgs args = common(waits);
+    args.dbias2 = plan_.dbias2_parts < 0 ? p_.dbias2 : at<float>(plan_.dbias2_parts);
+    args.adds_dbias2 = plan_.adds_dbias2;
+    args.waits_before_stores = bool(plan_.dq_global);
+    args.row_lists = row_lists();
+    args.next_dbias2_tile = key_mask_.counter(at<void>(plan_.key_mask));
+    args.by_key_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lk, tile.keys)));
+    args.by_query_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lq, tile.queries)));
+    args.by_heads = cutlass::FastDivmod(int(p_.H)), args.by_batches = cutlass::FastDivmod(int(p_.B));
+    args.num_tiles = int32_t(tile.num_tiles(p_));
+    args.num_slices = plan_.device_chooses_slices ? 0 : int32_t(plan_.num_slices);
+    return args;
+  }
+
+ private:
+  // What every kernel reads.
+  BackwardArgs common(bool waits) const {
+    BackwardArgs args{};
+    const bool copied = plan_.bias1 >= 0;
+    args.bias1 = copied ? at<void>(plan_.bias1) : p_.bias1;
+    args.bias1_stride[0] = copied ? p_.N * p_.Lk : p_.bias1_stride[0];
+    args.bias1_stride[1] = copied ? p_.Lk : p_.bias1_stride[1];
+    const TensorView<5> bias2 = bias2_.read(at<void>(plan_.bias2));
+    args.bias2_H = bias2.size[2] > 1, args.bias2_B = bias2.size[4] > 1;
+    args.bias2 = bias2.ptr;
+    args.bias2_stride[0] = args.bias2_B ? bias2.stride[4] : 0;
+    args.bias2_stride[1] = args.bias2_H ? bias2.stride[2] : 0;
+    args.bias2_stride[2] = bias2.stride[1];
+    args.mask = mask();
+    args.lse = p_.lse;
+    args.negative_delta = at<const float>(plan_.delta);
+    args.B = int32_t(p_.B), args.N = int32_t(p_.N), args.H = int32_t(p_.H);
+    args.Lq = int32_t(p_.Lq), args.Lk = int32_t(p_.Lk);
+    args.waits = waits;
+    args.scale = p_.scale, args.unit = 1.f / p_.scale, args.c = p_.scale * kLog2e;
+    return args;
+  }
+  KeyMask mask() const { return key_mask_.at(at<void>(plan_.key_mask)); }
+  RowLists row_lists() const {
+    RowLists lists{};
+    lists.N = int32_t(p_.N);
+    if (plan_.keys_per_list == 0) return lists;
+    lists.tiles = int32_t(ceil_div(p_.Lk, plan_.keys_per_list));
+    lists.counts = at<int32_t>(plan_.row_lists), lists.rows = lists.counts + p_.B * lists.tiles;
+    return lists;
+  }
+  float* dq_accumulators() const { return plan_.dq_global.adds_dbias2 ? at<float>(plan_.accumulators) : p_.dbias2; }
+
+  const BwdParams& p_;
+  const BackwardPlan& plan_;
+  Bias2View bias2_;
+  KeyMaskBuffers<BwdParams> key_mask_;
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,79 @@
+// The kernels of one tier, by their names in plan.h, and how many of their blocks the present device holds.
+#pragma once
+
+#include <atomic>
+
+#include "common/device_query.h"
+#include "sm90/backward/kernel_dbias2.h"
+#include "sm90/backward/kernel_dq_dkdv.h"
+#include "sm90/backward/plan.h"
+#include "sm90/persistent_grid.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+using DqDkdvGrid =
+    PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, Config::kSharedBytes, Config::kClusterBlocks>;
+template <typename Config, int kCluster>
+using Dbias2Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
+
+template <typename Element, int kHeadDim, bool kBias2>
+struct BackwardKernels {
+  using Tiles = BackwardTiles<kHeadDim>;
+  template <typename Shape>
+  using OfKeys = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, Shape>;
+  template <typename Shape>
+  using OfQueries = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, Shape>;
+  template <typename Shape>
+  using OfDbias2 = Dbias2Config<Element, kHeadDim, Shape>;
+
+  // Asks each device once.
+  static cudaError_t query(BackwardFacts& facts) {
+    static std::atomic<const BackwardFacts*> known[64];
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const BackwardFacts* found = device < 64 ? known[device].load(std::memory_order_acquire) : nullptr;
+    if (found != nullptr) {
+      facts = *found;
+      return cudaSuccess;
+    }
+    error = query_device(facts);
+    if (error == cudaSuccess) error = count_blocks(facts);
+    // Never freed: a few hundred bytes for each device, read by every later call.
+    if (error == cudaSuccess && device < 64) known[device].store(new BackwardFacts(facts), std::memory_order_release);
+    return error;
+  }
+
+ private:
+  static cudaError_t count_blocks(BackwardFacts& facts) {
+    cudaError_t error = cudaSuccess;
+    auto count = [&](Kernel kernel, auto grid) {
+      int blocks = 0;
+      const cudaError_t status = error == cudaSuccess ? decltype(grid)::resident_blocks(blocks) : error;
+      // The device has no room for one: no error, the plan takes another kernel.
+      const bool no_room = status == cudaErrorInvalidConfiguration || status == cudaErrorInvalidValue;
+      if (no_room) cudaGetLastError();
+      if (!no_room) error = status;
+      facts.resident_blocks[int(kernel)] = no_room ? 0 : blocks;
+    };
+    count(Kernel::kKeys, DqDkdvGrid<OfKeys<typename Tiles::Keys>>{});
+    count(Kernel::kFewKeys, DqDkdvGrid<OfKeys<typename Tiles::FewKeys>>{});
+    count(Kernel::kQueries, DqDkdvGrid<OfQueries<typename Tiles::Queries>>{});
+    count(Kernel::kFewQueries, DqDkdvGrid<OfQueries<typename Tiles::FewQueries>>{});
+    if constexpr (Tiles::kHasDqShared) {
+      count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
+      count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
+      count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
+    }
+    if constexpr (kBias2) {
+      if constexpr (Tiles::kHasDqGlobal) count(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});
+      count(Kernel::kPairedDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 2>{});
+      count(Kernel::kSingleDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 1>{});
+      count(Kernel::kSquareDbias2, Dbias2Grid<OfDbias2<typename Tiles::SquareDbias2>, 1>{});
+    }
+    return error;
+  }
+};
+
+}  // namespace ds4s::sm90

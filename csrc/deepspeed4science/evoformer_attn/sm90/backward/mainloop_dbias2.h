@@ -1,0 +1,166 @@
+// What kernel_dbias2 computes of one tile: bias2 into registers (load_bias2), dbias2 += P (dP - delta) over the rows n
+// (the mainloop), dbias2 out (store).
+#pragma once
+
+#include "common/atomic_add.h"
+#include "sm90/backward/config_dbias2.h"
+#include "sm90/mma/rank1_mma.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct Dbias2Mainloop {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Stage = typename Config::Stage;
+  using Coordinates = typename Config::Coordinates;
+  using QueryTile = typename Config::QueryTile;
+  using KeyTile = typename Config::KeyTile;
+  static constexpr int kKeys = Config::kKeys, kScores = Config::kScores, kColumns = Config::kColumns;
+  using Scores = float[kScores / 2];
+  using Products = float[kColumns / 2];
+  using Sums = float[kKeys / 2];
+  // bias2, packed where it would take too many registers.
+  static constexpr bool kPacked = kScores > 64;
+  using Biases = cute::conditional_t<kPacked, uint32_t, float>[kKeys / (kPacked ? 4 : 2)];
+
+  // The coordinates of a lane's first element.
+  CUTLASS_DEVICE static int first_query(const Coordinates& block, const ConsumerCoord& at) {
+    return block.query + at.row * Config::kQueries + 16 * at.warp + at.lane / 4;
+  }
+  CUTLASS_DEVICE static int first_key(const Coordinates& block, const ConsumerCoord& at) {
+    return block.key + at.tile * Config::kKeys + 2 * (at.lane % 4);
+  }
+
+  // log2(e) bias2, as accumulators have it; nothing is read past its ends.
+  CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
+                                        const ConsumerCoord& at) {
+    int query = first_query(block, at), key = first_key(block, at);
+    const Element* ptr = static_cast<const Element*>(args.bias2) + block.batch * args.bias2_stride[0] +
+                         block.head * args.bias2_stride[1];
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < Config::kKeys / 2; x += 2) {
+      int i = query + 8 * row_of(x), j = key + x / 4 * 8;
+      uint32_t pair = 0;
+      const Element* element = ptr + i * args.bias2_stride[2] + j;
+      if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
+      if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
+      if constexpr (kPacked) {
+        bias2[x / 2] = pair;
+      } else {
+        float2 value = ptx::unpack<Element>(pair);
+        bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
+      }
+    }
+    // Kept as they are, not unpacked again for every row n.
+    if constexpr (!kPacked) fence_registers(bias2);
+  }
+  // s becomes P; bias2 from its element `part` on.
+  CUTLASS_DEVICE static void exponentiate(Scores& s, const Biases& bias2, int part, float c) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kScores / 2; x += 2) {
+      float2 value;
+      if constexpr (kPacked) {
+        uint32_t pair = bias2[(part + x) / 2];
+        asm volatile("" : "+r"(pair));  // not before
+        value = ptx::unpack<Element>(pair);
+        value.x *= kLog2e, value.y *= kLog2e;
+      } else {
+        value = make_float2(bias2[part + x], bias2[part + x + 1]);
+      }
+      s[x] = ptx::exp2(fmaf(s[x], c, value.x)), s[x + 1] = ptx::exp2(fmaf(s[x + 1], c, value.y));
+    }
+  }
+
+  // x += queries keys^T
+  template <int kN>
+  CUTLASS_DEVICE static void start(float (&x)[kN / 2], uint32_t queries, uint32_t keys) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < Config::kHeadSteps; ++step) {
+      wgmma<Element, kN, Major::K>(x, QueryTile::descriptor(queries + QueryTile::columns_step(step)),
+                                   KeyTile::descriptor(keys + KeyTile::columns_step(step)));
+    }
+    wgmma_commit();
+  }
+
+  CUTLASS_DEVICE static void run_steps(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
+                                       const Coordinates& block, const Biases& bias2, Sums& dbias2,
+                                       const ConsumerCoord& at) {
+    constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
+    // Start addresses of this warpgroup's rows of the first stage, and of what enters their products.
+    const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 16);
+    const uint32_t first_queries = start_address(shared.stages[0].queries.tile) + QueryTile::rows_step(row);
+    const uint32_t first_keys = start_address(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
+    const uint32_t first_query_terms = start_address(shared.stages[0].queries.terms) + Rank1Tile::rows_step(row);
+    const uint32_t first_key_terms = start_address(shared.stages[0].keys.terms) + Rank1Tile::rows_step(key);
+    const uint32_t ones = start_address(shared.ones);
+    Scores s;
+    Products dp;
+    shared.full[pipe.index].wait(pipe.phase);
+    int left = uniform(shared.num_rows[pipe.index]);
+    CUTLASS_PRAGMA_NO_UNROLL
+    do {
+      const typename Config::Pipe of_scores = pipe;
+      pipe.advance();
+      const typename Config::Pipe of_products = pipe;
+      pipe.advance();
+      shared.full[of_scores.index].wait(of_scores.phase);
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < kKeys; part += kColumns) {
+        const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
+        if (part % kScores == 0) {
+          uint32_t stage = of_scores.index * kNextStage;
+          wgmma_begin();
+          Rank1Terms::start_sum<kScores>(s, stage + first_query_terms,
+                                         stage + first_key_terms + Rank1Tile::rows_step(part / 16));
+          start<kScores>(s, stage + first_queries, stage + keys);
+        }
+        if (part == 0) shared.full[of_products.index].wait(of_products.phase);
+        uint32_t stage = of_products.index * kNextStage;
+        wgmma_begin();
+        Rank1Terms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
+        start<kColumns>(dp, stage + first_queries, stage + keys);
+        if (part % kScores == 0) {
+          wgmma_wait<1>();
+          fence_registers(s);
+          if (part + kScores == kKeys) shared.empty[of_scores.index].arrive();
+          exponentiate(s, bias2, part / 2, args.c);
+          fence_registers(s);  // all of it before waiting for more
+        }
+        wgmma_wait<0>();
+        fence_registers(dp);
+        if (part + kColumns == kKeys) shared.empty[of_products.index].arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kColumns / 2; ++x) {
+          float& sum = dbias2[part / 2 + x];
+          sum = fmaf(s[part % kScores / 2 + x], dp[x], sum);
+        }
+      }
+    } while (--left != 0);
+  }
+
+  CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
+                                   const ConsumerCoord& at) {
+    if (args.waits_before_stores) ptx::wait_for_kernel_before();
+    int query = first_query(block, at), key = first_key(block, at);
+    int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
+    if (!args.adds_dbias2) offset += int64_t(block.slice) * args.B * args.H * args.Lq;
+    bool odd = at.lane % 2 != 0;
+    query += odd ? 8 : 0, key -= odd ? 2 : 0;
+    float* out = args.dbias2 + (offset + query) * args.Lk + key;
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < Config::kKeys / 2; x += 4) {
+      float value[4];
+      four_of_a_row(value, dbias2 + x, odd);
+      int valid = query < args.Lq ? args.Lk - (key + 2 * x) : 0;
+      float* dst = out + 2 * x;
+      if (args.adds_dbias2) {
+        atomic_add_access<4>(dst, value, valid);
+      } else {
+        store_four(dst, value, valid, args.Lk % 4 == 0);
+      }
+    }
+  }
+};
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,231 @@
+// Which kernels a backward on Hopper runs, with which tiles, and where in the workspace their pieces lie: a value that
+// follows from the call, the device and the tier of D. No CUDA here: a host test plans for any device.
+//
+//   choose_kernels   which kernels run
+//   plan_dbias2      how kernel_dbias2 cuts the rows n into slices
+#pragma once
+
+#include "common/device_facts.h"
+#include "common/key_mask_layout.h"
+#include "common/plan_print.h"
+#include "common/slices.h"
+#include "sm90/backward/dq_global_plan.h"
+#include "sm90/bias2_view.h"
+
+namespace ds4s::sm90 {
+
+// kernel_dq_dkdv and kernel_dbias2, with the tiles of tile_sizes.h that have these names.
+enum class Kernel : int {
+  kNone,
+  kFused,       // dk, dv and dq; dq in shared memory
+  kLongFused,   // the same for more queries
+  kSplitFused,  // the same in clusters of two blocks, each with half of the queries
+  kDqGlobal,    // dk, dv and dq; dq by additions
+  kKeys,        // dk and dv
+  kFewKeys,
+  kQueries,  // dq
+  kFewQueries,
+  kPairedDbias2,  // blocks in clusters of two, which share keys
+  kSingleDbias2,
+  kSquareDbias2,
+};
+constexpr int kNumKernels = 12;
+constexpr const char* kKernelNames[kNumKernels] = {"none",        "fused",         "long_fused",    "split_fused",
+                                                   "dq_global",   "keys",          "few_keys",      "queries",
+                                                   "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+
+struct BackwardFacts : DeviceFacts {
+  int64_t resident_blocks[kNumKernels] = {};  // 0: the device has no room for one
+
+  int64_t blocks_of(Kernel kernel) const { return resident_blocks[int(kernel)]; }
+};
+
+struct BackwardPlan {
+  // In the order in which they run; but the one for dbias2 comes behind kDqGlobal.
+  Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
+  bool stores_dbias2 = false;  // N = 1: dS is dbias2, and the kernel for dq stores it
+  // Slices of the rows n of kernel_dbias2; chosen on the device by what is visible, at most so many.
+  int64_t num_slices = 1;
+  bool device_chooses_slices = false;
+  bool adds_dbias2 = false;   // several slices add into one result
+  int64_t keys_per_list = 0;  // of the lists of rows n that see a tile of keys; 0: no lists
+  DqGlobalPlan dq_global;
+
+  // Offsets in the workspace.
+  int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
+  int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
+  int64_t dbias2_parts = kNotReserved;
+  int64_t workspace_bytes = 0;
+
+  void print(PlanText& text) const;
+};
+
+// A tile of dbias2 that a cluster works on at a time.
+struct Dbias2ClusterTile {
+  int64_t queries, keys;
+  int cluster_blocks;
+
+  int64_t num_tiles(const BwdParams& p) const { return ceil_div(p.Lq, queries) * ceil_div(p.Lk, keys) * p.H * p.B; }
+  // Elements of all tiles: what is computed, needed or not.
+  int64_t num_covered(const BwdParams& p) const { return num_tiles(p) * queries * keys; }
+};
+template <int kHeadDim>
+constexpr Dbias2ClusterTile dbias2_cluster_tile(Kernel kernel) {
+  using Tiles = typename BackwardTiles<kHeadDim>::Dbias2;
+  using Square = typename BackwardTiles<kHeadDim>::SquareDbias2;
+  if (kernel == Kernel::kSquareDbias2) return {Square::kBlockQueries, Square::kBlockKeys, 1};
+  const int blocks = kernel == Kernel::kPairedDbias2 ? 2 : 1;
+  return {Tiles::kBlockQueries * blocks, Tiles::kBlockKeys, blocks};
+}
+
+template <int kHeadDim, bool kHasBias2>
+class BackwardPlanner {
+ public:
+  BackwardPlanner(const BwdParams& p, const BackwardFacts& device) : p_(p), device_(device) {}
+
+  BackwardPlan plan() {
+    choose_kernels();
+    const KeyMaskLayout key_mask(p_);
+    const int64_t rows = p_.B * p_.N, pairs = rows * p_.H;
+    if (plan_.dbias2 != Kernel::kNone) plan_dbias2(key_mask.needed());
+    const DqGlobalPlan& dq = plan_.dq_global;
+    plan_.delta = layout_.reserve(true, pairs * p_.Lq * 4);
+    plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
+    plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
+    plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
+    if (plan_.keys_per_list > 0) {
+      plan_.row_lists = layout_.reserve(true, p_.B * ceil_div(p_.Lk, plan_.keys_per_list) * (p_.N + 1) * 4);
+    }
+    plan_.bias1 = layout_.reserve(p_.bias1 && p_.bias1_stride[2] != 1, rows * p_.Lk * 2);
+    plan_.dbias1_parts = layout_.reserve(p_.dbias1 && p_.deterministic, pairs * p_.Lk * 4);
+    const Bias2View bias2(p_);
+    plan_.bias2 = layout_.reserve(bias2.copied, bias2.workspace_bytes());
+    plan_.dbias2_parts =
+        layout_.reserve(plan_.num_slices > 1 && p_.deterministic, plan_.num_slices * p_.B * p_.H * p_.Lq * p_.Lk * 4);
+    plan_.workspace_bytes = layout_.bytes();
+    return plan_;
+  }
+
+ private:
+  using Tiles = BackwardTiles<kHeadDim>;
+
+  // Gradients of keys and of queries come from one kernel where that is less work than two; dbias2 from one of its own,
+  // unless one of the others has it from its dS.
+  void choose_kernels() {
+    const bool of_keys = p_.dk || p_.dv || p_.dbias1;
+    if (of_keys && p_.dq) plan_.keys = fused_kernel();
+    const bool fuses = plan_.keys != Kernel::kNone;
+    if (!fuses) plan_.dq_global = plan_dq_global();
+    if (plan_.dq_global) plan_.keys = Kernel::kDqGlobal;
+    if (plan_.keys == Kernel::kNone) {
+      if (of_keys)
+        plan_.keys =
+            fewer_rounds<typename Tiles::FewKeys, typename Tiles::Keys>(Kernel::kFewKeys, Kernel::kKeys, p_.Lk);
+      if (p_.dq)
+        plan_.queries = fewer_rounds<typename Tiles::FewQueries, typename Tiles::Queries>(Kernel::kFewQueries,
+                                                                                          Kernel::kQueries, p_.Lq);
+    }
+    plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
+    if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
+  }
+
+  Kernel fused_kernel() const {
+    if constexpr (Tiles::kHasDqShared) {
+      if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
+      if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
+      // Both blocks of a cluster would store the same parts of dbias1.
+      const bool same_parts = p_.dbias1 && p_.deterministic;
+      if (!same_parts && suits<typename Tiles::SplitFused>(Kernel::kSplitFused)) return Kernel::kSplitFused;
+    }
+    return Kernel::kNone;
+  }
+  // It takes about 0.7 of the time of two where all its warpgroups have keys and all blocks a (b, n, h), and is still
+  // faster where three in eight have none.
+  template <typename Fused>
+  bool suits(Kernel kernel) const {
+    const int64_t most = Fused::kClusterBlocks * Fused::kQueries, too_few = most - Fused::kQueries;
+    if (p_.Lq <= too_few || p_.Lq > most) return false;  // each block of a cluster has queries
+    const int64_t clusters = device_.blocks_of(kernel) / Fused::kClusterBlocks;
+    if (clusters == 0) return false;
+    const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;
+    const int64_t computed = ceil_div(key_tiles, Fused::kTiles) * Fused::kTiles * ceil_div(pairs, clusters) * clusters;
+    return 5 * computed <= 8 * key_tiles * pairs;
+  }
+
+  DqGlobalPlan plan_dq_global() const {
+    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
+      const bool wanted = p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
+      const int64_t blocks = device_.blocks_of(Kernel::kDqGlobal);
+      if (wanted && blocks > 0) return DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks);
+    }
+    return {};
+  }
+
+  // The one whose blocks come to fewer tiles each.
+  template <typename Few, typename Many>
+  Kernel fewer_rounds(Kernel few, Kernel many, int64_t owned) const {
+    return num_rounds<Few>(few, owned) < num_rounds<Many>(many, owned) ? few : many;
+  }
+  template <typename Shape>
+  int64_t num_rounds(Kernel kernel, int64_t owned) const {
+    const int64_t tiles = ceil_div(owned, Shape::kTiles * kOwned) * ceil_div(p_.N, Shape::kRows) * p_.H * p_.B;
+    return ceil_div(tiles, std::max(device_.blocks_of(kernel), int64_t(1)));
+  }
+
+  // Clusters where at most a tenth of their queries does not exist; square tiles where the others leave more empty.
+  Kernel dbias2_kernel() const {
+    const int64_t paired = num_covered(Kernel::kPairedDbias2), single = num_covered(Kernel::kSingleDbias2);
+    const bool pairs = 10 * paired <= 11 * single && device_.blocks_of(Kernel::kPairedDbias2) > 0;
+    if (11 * num_covered(Kernel::kSquareDbias2) < 10 * (pairs ? paired : single)) return Kernel::kSquareDbias2;
+    return pairs ? Kernel::kPairedDbias2 : Kernel::kSingleDbias2;
+  }
+  int64_t num_covered(Kernel kernel) const { return dbias2_cluster_tile<kHeadDim>(kernel).num_covered(p_); }
+
+  void plan_dbias2(bool has_mask) {
+    const Dbias2ClusterTile tile = dbias2_cluster_tile<kHeadDim>(plan_.dbias2);
+    const int64_t tiles = tile.num_tiles(p_);
+    const int64_t clusters = std::max(device_.blocks_of(plan_.dbias2) / tile.cluster_blocks, int64_t(1));
+    plan_.keys_per_list = has_mask ? tile.keys : 0;
+    // With hidden keys tiles cost different amounts. What is visible only the device knows; where it is not asked, at
+    // least four tiles for each cluster: it is not where each slice takes memory, and behind kDqGlobal, where blocks
+    // begin as that one's end, at different times.
+    plan_.device_chooses_slices = has_mask && p_.N >= 16 && !p_.deterministic && !plan_.dq_global;
+    const int64_t least = has_mask ? ceil_div(4 * clusters, tiles) : 1;
+    plan_.num_slices = choose_slices(p_.N, tiles, clusters, least);
+    // Where blocks come to many tiles, slices of 96 n are faster: (1,1536,1536,4,32) 22.4 instead of 22.9.
+    if (tiles >= 4 * clusters && !p_.deterministic) {
+      plan_.num_slices = std::max(plan_.num_slices, std::min(ceil_div(p_.N, 96), kMostSlices));
+    }
+    if (plan_.device_chooses_slices) plan_.num_slices = std::min(p_.N / 8, kMostSlices);
+    plan_.adds_dbias2 = plan_.num_slices > 1 && !p_.deterministic;
+  }
+
+  const BwdParams& p_;
+  const BackwardFacts& device_;
+  BackwardPlan plan_;
+  WorkspaceLayout layout_;
+};
+
+template <int kHeadDim, bool kHasBias2>
+BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device) {
+  return BackwardPlanner<kHeadDim, kHasBias2>(p, device).plan();
+}
+
+inline void BackwardPlan::print(PlanText& text) const {
+  auto kernel = [&](const char* name, Kernel which) {
+    if (which != Kernel::kNone) text.add(name, kKernelNames[int(which)]);
+  };
+  kernel("dbias2", dbias2), kernel("dkdv", keys), kernel("dq", queries);
+  if (stores_dbias2) text.add("dbias2", "stored_with_dq");
+  if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
+  if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
+  if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
+  text.add_offset("delta", delta), text.add_offset("counters", counters);
+  text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
+  text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
+  text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);
+  text.add_offset("dbias2_parts", dbias2_parts);
+  text.add("workspace_bytes", workspace_bytes);
+}
+
+}  // namespace ds4s::sm90

@@ -1,0 +1,129 @@
+// The products of one step of kernel_dq_dkdv, and what they read: for the mainloops of mainloop.h and
+// mainloop_dq_global.h. Of keys, all of it is the transpose of what the names say: rows of s are keys then, columns
+// queries.
+#pragma once
+
+#include "sm90/backward/config.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct StepProducts {
+  using Element = typename Config::Element;
+  using Shared = typename Config::Shared;
+  using Stage = typename Config::Stage;
+  using OwnedTile = typename Config::OwnedTile;
+  using StreamedTile = typename Config::StreamedTile;
+  using BiasTile = typename Config::BiasTile;
+  static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns;
+  static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
+  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kDqInShared = Config::kDqInShared;
+
+  using Scores = float[kColumns / 2];
+  using Packed = uint32_t[kColumns / 4];
+  using Result = float[kHeadDim / 2];
+
+  // What becomes of one owned tile, in registers.
+  struct Results {
+    float row[2];                          // the rows' part of the exponent
+    Result of_ds;                          // dk or dq
+    float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
+    float sums[2];                         // of dS over columns, this lane's share
+    float* dbias2;                         // where dS goes too: this lane's next four keys, or null
+    int keys_left;                         // from there on
+  };
+
+  // Start addresses of a warpgroup's operands, streamed ones in stage 0.
+  struct Operands {
+    uint32_t owned, owned_tiles, streamed, products, ones;
+    static constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
+    static constexpr uint32_t kNextProducts = Config::kRows * Config::kProductsBytes >> 4;  // of streamed queries
+    static constexpr uint32_t kOwnedSecond = OwnedTile::kBytes >> 4, kStreamedSecond = StreamedTile::kBytes >> 4;
+
+    CUTLASS_DEVICE Operands(const Shared& shared, int buffer, const ConsumerCoord& at)
+        : owned(start_address(&shared.owned[buffer][at.warpgroup])),
+          owned_tiles(start_address(shared.owned[buffer])),
+          streamed(start_address(&shared.stages[0].streamed[at.row])),
+          products(start_address(shared.products[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup])),
+          ones(start_address(shared.ones)) {}
+  };
+
+  // Of the row of an 8x8 matrix that a lane names to ldmatrix.
+  CUTLASS_DEVICE static uint32_t bias2_offset(const ConsumerCoord& at) {
+    return kKeys ? BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
+                 : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+  }
+  CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const ConsumerCoord& at) {
+    return shared_address(shared.stages[stage].bias2[kBias2 || kDqInShared ? at.tile : 0]) + bias2_offset(at);
+  }
+  // s before its product: biases, and what belongs to columns.
+  CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const ConsumerCoord& at) {
+    const float* columns = shared.scores[stage][at.row] + 2 * (at.lane % 4);
+    uint32_t bias2 = bias2_address(shared, stage, at);
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < kColumnSteps; ++g) {
+      uint32_t pairs[4];
+      if constexpr (kBias2) {
+        if constexpr (kKeys) {
+          ldmatrix_trans(pairs, bias2 + g * 16 * BiasTile::kRowBytes);
+        } else {  // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes
+          ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int x = 8 * g + 2 * i;
+        float2 value = *reinterpret_cast<const float2*>(columns + 16 * g + 8 * (i >> 1));
+        if constexpr (kBias2) {
+          float2 b2 = ptx::unpack<Element>(pairs[i]);
+          value.x = fmaf(b2.x, unit, value.x), value.y = fmaf(b2.y, unit, value.y);
+        }
+        s[x] = value.x, s[x + 1] = value.y;
+      }
+    }
+    fence_registers(s);
+  }
+
+  // dp = dO V^T - delta
+  CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage) {
+    if constexpr (kKeys) {
+      Rank1Terms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
+    } else {
+      Rank1Terms::start_rows<kColumns>(dp, operands.products, operands.ones);
+    }
+    start_scores(dp, operands.owned + Operands::kOwnedSecond,
+                 operands.streamed + stage * Operands::kNextStage + Operands::kStreamedSecond);
+  }
+  // x += owned streamed^T
+  CUTLASS_DEVICE static void start_scores(Scores& x, uint32_t owned, uint32_t streamed) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kHeadSteps; ++step) {
+      wgmma<Element, kColumns, Major::K>(x, OwnedTile::descriptor(owned + OwnedTile::columns_step(step)),
+                                         StreamedTile::descriptor(streamed + StreamedTile::columns_step(step)));
+    }
+    wgmma_commit();
+  }
+  // result += x streamed
+  CUTLASS_DEVICE static void start_result(Result& result, const Packed& x, uint32_t streamed) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kColumnSteps; ++step) {
+      wgmma<Element, kHeadDim, Major::MN>(result, x + 4 * step,
+                                          StreamedTile::descriptor(streamed + StreamedTile::rows_step(step)));
+    }
+  }
+
+  CUTLASS_DEVICE static void pack(Packed& packed, const Scores& x) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kColumns / 4; ++i) packed[i] = ptx::pack<Element>(x[2 * i], x[2 * i + 1]);
+  }
+
+  // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is
+  // read from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-global.md, Registers of a
+  // product.
+  CUTLASS_DEVICE static void keep(Packed& x) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");
+  }
+};
+
+}  // namespace ds4s::sm90

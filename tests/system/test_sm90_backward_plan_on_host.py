@@ -1,0 +1,141 @@
+"""What Hopper's backward would run (sm90/backward/plan.h), compiled for the host: no GPU needed."""
+
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths
+from op_builder.toolchain import host_compiler
+
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+DEFAULTS = {"B": 1, "H": 4, "D": 32, "dq": 1, "dk": 1, "dv": 1, "bias2": 1, "dbias2": 1}
+OFFSETS = (
+    *("delta", "counters", "accumulators", "key_mask", "row_lists", "bias1"),
+    *("dbias1_parts", "bias2", "dbias2_parts"),
+)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """plan(N=..., Lq=..., ...) -> {name: value or offset}"""
+    host = host_compiler.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path_factory.mktemp("host") / "sm90_backward_plan"
+    source = HOST / "sm90_backward_plan.cpp"
+    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", source, "-o", path]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(**call):
+        words = [f"{name}={int(value)}" for name, value in (DEFAULTS | call).items()]
+        text = subprocess.check_output([str(path), *words], text=True)
+        return dict(re.split("[=@]", word) for word in text.split())
+
+    return run
+
+
+def square(L, **more):
+    return {"N": L, "Lq": L, "Lk": L, **more}
+
+
+# What one call runs; names that a plan leaves out are None.
+@pytest.mark.parametrize(
+    ("call", "dkdv", "dq", "dbias2"),
+    [
+        (square(384), "fused", None, "paired_dbias2"),
+        (square(256), "fused", None, "square_dbias2"),
+        (square(768), "long_fused", None, "paired_dbias2"),
+        (square(1536), "split_fused", None, "paired_dbias2"),
+        (square(1600), "keys", "queries", "paired_dbias2"),
+        (square(384, clusters=0), "fused", None, "single_dbias2"),
+        (square(1536, clusters=0), "keys", "queries", "single_dbias2"),
+        (square(384, no_fused=1), "keys", "queries", "paired_dbias2"),
+        (square(384, dq=0), "keys", None, "paired_dbias2"),
+        (square(384, dk=0, dv=0), None, "queries", "paired_dbias2"),
+        (square(384, dbias2=0), "fused", None, None),
+        (square(384, dq=0, dk=0, dv=0), None, None, "paired_dbias2"),
+        (square(384, bias2=0, dbias2=0), "fused", None, None),
+        (square(1536, bias1=1, dbias1=1, deterministic=1), "keys", "queries", "paired_dbias2"),
+        (square(1536, bias1=1, deterministic=1), "split_fused", None, "paired_dbias2"),
+        ({"N": 1, "Lq": 768, "Lk": 768, "H": 16}, "few_keys", "few_queries", "stored_with_dq"),
+        (
+            {"N": 1, "Lq": 768, "Lk": 768, "H": 16, "row_mask": 1},
+            *("few_keys", "few_queries", "paired_dbias2"),
+        ),
+        ({"N": 1, "Lq": 768, "Lk": 768, "dq": 0}, "keys", None, "paired_dbias2"),
+        (
+            {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48},
+            *("split_fused", None, "paired_dbias2"),
+        ),
+        (
+            {"N": 256, "Lq": 1024, "Lk": 1024, "D": 64},
+            *("dq_global", None, "paired_dbias2"),
+        ),
+        (
+            {"N": 64, "Lq": 1024, "Lk": 1024, "H": 8, "D": 128},
+            *("dq_global", None, "added_with_dkdv"),
+        ),
+        (
+            {"N": 64, "Lq": 1024, "Lk": 1022, "H": 8, "D": 128},
+            *("dq_global", None, "paired_dbias2"),
+        ),
+        (
+            {"N": 64, "Lq": 1024, "Lk": 1024, "H": 8, "D": 128, "deterministic": 1},
+            *("keys", "queries", "paired_dbias2"),
+        ),
+    ],
+)
+def test_kernels_of(call, dkdv, dq, dbias2, plan):
+    found = plan(**call)
+    assert [found.get(name) for name in ("dkdv", "dq", "dbias2")] == [dkdv, dq, dbias2], found
+
+
+def test_slices(plan):
+    """The device chooses them where it knows more than the host: what masks leave visible."""
+    assert plan(**square(384))["slices"] == "8"
+    assert plan(**square(768))["slices"] == "2"
+    assert plan(**square(1536))["slices"] == "16"
+    assert plan(**square(384, bias1=1))["most_slices"] == "16"
+    assert plan(**square(40, bias1=1))["most_slices"] == "5"
+    assert plan(**square(384, bias1=1, deterministic=1))["slices"] == "11"
+    wide = plan(N=256, Lq=1024, Lk=1024, D=64, bias1=1)  # behind dq_global the host chooses
+    assert (wide["dkdv"], wide["slices"]) == ("dq_global", "3")
+
+
+def test_pieces_of_the_workspace_are_apart(plan):
+    """Offsets on 256 bytes; each piece ends before the next one, the last one within the whole."""
+    seed = random.randrange(2**31)
+    pick = random.Random(seed)
+    seen = set()
+    for step in range(200):
+        call = {"B": pick.choice((1, 2)), "N": pick.randint(1, 100), "H": pick.randint(1, 16)}
+        call |= {"Lq": pick.randint(1, 1700), "Lk": pick.randint(1, 1700)}
+        call["D"] = pick.choice((8, 32, 48, 64, 128))
+        for name in ("bias1", "row_mask", "odd_bias2", "deterministic", "dbias1", "dbias2", "dq"):
+            call[name] = pick.random() < 0.5
+        call["dbias1"] &= call["bias1"]
+        if step == 0:
+            call = {"B": 1, "N": 64, "Lq": 1024, "Lk": 1024, "H": 8, "D": 128}
+        found = plan(**call)
+        rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
+        matrix = call["B"] * call["H"] * call["Lq"] * call["Lk"]
+        least = {
+            "delta": 4 * rows * call["Lq"],
+            "counters": 8 * rows + 8,
+            "key_mask": 12 * call["B"] * call["N"],
+            "row_lists": 4 * call["B"] * (call["N"] + 1),
+            "dbias1_parts": 4 * rows * call["Lk"],
+            "bias2": 2 * matrix,
+            "dbias2_parts": 4 * matrix * int(found.get("slices", 1)),
+        }
+        pieces = sorted((int(found[name]), name) for name in OFFSETS if name in found)
+        ends = [offset for offset, _ in pieces[1:]] + [size]
+        for (offset, name), end in zip(pieces, ends, strict=True):
+            assert offset % 256 == 0, (seed, call, found)
+            assert end - offset >= least.get(name, 1), (seed, call, found, name)
+        seen |= {name for _, name in pieces}
+    assert seen == set(OFFSETS) - {"bias1"}, seed
