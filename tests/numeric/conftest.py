@@ -46,3 +46,19 @@ def ran(monkeypatch, kernels_only):
 
         monkeypatch.setattr(backend, "launch", note)
     return names
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """What CUDA kernels said that they would run, in order: of each its choices by name."""
+    from deepspeed4science.backends.cuda import CudaBackend
+
+    found, launch = [], CudaBackend.launch
+
+    def note(self, kernel, layout, packed, device):
+        words = kernel.plan(packed).split()
+        found.append(dict(word.split("=") for word in words if "=" in word))
+        return launch(self, kernel, layout, packed, device)
+
+    monkeypatch.setattr(CudaBackend, "launch", note)
+    return found
