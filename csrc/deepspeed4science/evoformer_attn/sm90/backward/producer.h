@@ -83,6 +83,43 @@ struct DqDkdvProducer {
     }
   }
 
+  // Statistics of the owned keys or queries of a row n, on their way to shared memory.
+  struct OwnedStatistics {
+    static constexpr int kPerLane = kTiles * kOwned / 32;
+    uint32_t keys[kKeys ? kPerLane : 1];
+    float2 queries[kKeys ? 1 : kPerLane];
+  };
+  CUTLASS_DEVICE static void load_owned(OwnedStatistics& owned, const Bias1OfRow<Element>& bias1,
+                                        const QueryStatistics& queries, const Coordinates& at, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < OwnedStatistics::kPerLane; ++i) {
+      int l = at.owned + 32 * i + lane;
+      if constexpr (kKeys) {
+        owned.keys[i] = bias1.load(l);
+      } else {
+        owned.queries[i] = queries.load(l);
+      }
+    }
+  }
+  CUTLASS_DEVICE static void store_owned(Shared& shared, int buffer, const OwnedStatistics& owned,
+                                         const Bias1OfRow<Element>& bias1, const BackwardArgs& args,
+                                         const Coordinates& at, int r, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < OwnedStatistics::kPerLane; ++i) {
+      int x = 32 * i + lane, t = r * kTiles + x / kOwned, l = at.owned + x;
+      float2 statistics;
+      if constexpr (kKeys) {
+        statistics = make_float2(bias1.value(owned.keys[i], l), 0.f);
+      } else {
+        statistics = QueryStatistics::value(owned.queries[i], l, args.Lq);
+      }
+      shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
+      if constexpr (!kKeys) {
+        Rank1Terms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
+      }
+    }
+  }
+
   // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their stage.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
@@ -118,33 +155,10 @@ struct DqDkdvProducer {
       };
       int column = steps.next();
       load(column);
-      uint32_t owned_keys[kKeys ? kTiles * kOwned / 32 : 1];
-      float2 owned_queries[kKeys ? 1 : kTiles * kOwned / 32];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
-        int l = at.owned + 32 * i + lane;
-        if constexpr (kKeys) {
-          owned_keys[i] = bias1.load(l);
-        } else {
-          owned_queries[i] = queries.load(l);
-        }
-      }
+      OwnedStatistics owned;
+      load_owned(owned, bias1, queries, at, lane);
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
-      int buffer = owned_pipe.index;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kTiles * kOwned / 32; ++i) {
-        int x = 32 * i + lane, t = r * kTiles + x / kOwned, l = at.owned + x;
-        float2 statistics;
-        if constexpr (kKeys) {
-          statistics = make_float2(bias1.value(owned_keys[i], l), 0.f);
-        } else {
-          statistics = QueryStatistics::value(owned_queries[i], l, args.Lq);
-        }
-        shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
-        if constexpr (!kKeys) {
-          Rank1Terms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
-        }
-      }
+      store_owned(shared, owned_pipe.index, owned, bias1, args, at, r, lane);
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
