@@ -181,7 +181,10 @@ FAMILIES: dict[str, Family] = {
                 "fwd": (f"{_SM90_FORWARD}::workspace_bytes", f"{_SM90_FORWARD}::run"),
                 "bwd": (f"{_SM90_BACKWARD}::workspace_bytes", f"{_SM90_BACKWARD}::run"),
             },
-            plans={"bwd": f"{_SM90_BACKWARD}::print_plan"},
+            plans={
+                "fwd": f"{_SM90_FORWARD}::print_plan",
+                "bwd": f"{_SM90_BACKWARD}::print_plan",
+            },
             usual_seconds={"fwd": 8.0, "bwd": 12.0},
             target="9.0a",
             first_cuda="12.0",

@@ -4,19 +4,10 @@
 #include "common/arch.h"
 #include "sm90/forward/args.h"
 #include "sm90/forward/mask.h"
+#include "sm90/forward/tile_sizes.h"
 #include "sm90/mma/pipeline.h"
 
 namespace ds4s::sm90 {
-
-template <int kRows_,         // rows n of a block; they share tiles of bias2
-          int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
-          int kStages_,       // steps in flight
-          int kBlocksPerSm_,  // blocks resident on one multiprocessor
-          bool kPipelined_>   // O += P V of a step runs beside the exponentials of the next
-struct ForwardTiles {
-  static constexpr int kRows = kRows_, kQueryTiles = kQueryTiles_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kPipelined = kPipelined_;
-};
 
 template <typename Element_,  // half_t, bfloat16_t
           int kHeadDim_,      // tier of D and Dv

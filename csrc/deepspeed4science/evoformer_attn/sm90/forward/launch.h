@@ -7,7 +7,7 @@
 #include "params.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward/kernel.h"
-#include "sm90/forward/tile_sizes.h"
+#include "sm90/forward/plan.h"
 #include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
@@ -80,23 +80,40 @@ struct Forward {
     if (!fits) return cudaErrorInvalidValue;
     if (p.B * p.N * p.H == 0) return cudaSuccess;
 
+    ForwardFacts device;
+    if (cudaError_t error = query(p, device); error != cudaSuccess) return error;
+    const ForwardPlan plan = make_plan<kHeadDim>(p, device);
     const Bias2View view(p);
-    cudaError_t error = copy_bias2_rows<Element>(view, p.workspace, stream);
-    if (error != cudaSuccess) return error;
+    if (cudaError_t error = copy_bias2_rows<Element>(view, p.workspace, stream); error != cudaSuccess) return error;
     const TensorView<5> bias2 = view.read(p.workspace);
-    using Choice = ForwardChoice<kHeadDim>;
-    if (p.N > 1) return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
-    int blocks = 0;
-    error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
-    if (error != cudaSuccess) return error;
-    bool few = Launch<typename Choice::OneRow>::num_tiles(p) < blocks;
-    return few ? Launch<typename Choice::FewTiles>::run(p, bias2, stream)
-               : Launch<typename Choice::OneRow>::run(p, bias2, stream);
+    switch (plan.kernel) {
+      case ForwardKernel::kManyRows:
+        return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
+      case ForwardKernel::kOneRow:
+        return Launch<typename Choice::OneRow>::run(p, bias2, stream);
+      default:
+        return Launch<typename Choice::FewTiles>::run(p, bias2, stream);
+    }
+  }
+
+  static void print_plan(const FwdParams& p, PlanText& text) {
+    ForwardFacts device;
+    if (query(p, device) == cudaSuccess) make_plan<kHeadDim>(p, device).print(text);
   }
 
  private:
+  using Choice = ForwardChoice<kHeadDim>;
   template <typename Tiles>
   using Launch = ForwardLaunch<ForwardConfig<Element, kHeadDim, kBias1, kBias2, Tiles>>;
+
+  // What the plan asks for; kernels that it does not choose stay unloaded.
+  static cudaError_t query(const FwdParams& p, ForwardFacts& device) {
+    if (p.N != 1) return cudaSuccess;
+    int blocks = 0;
+    const cudaError_t error = Launch<typename Choice::OneRow>::resident_blocks(blocks);
+    device.one_row_blocks = blocks;
+    return error;
+  }
 };
 
 }  // namespace ds4s::sm90

@@ -1,23 +1,32 @@
 // Tile sizes of the Hopper forward for each tier, with what was measured (H200, bf16, both biases, ms;
-// docs/kernels-sm90.md has more).
+// docs/kernels-sm90.md has more). Numbers only: the plan of a call needs them, too.
 #pragma once
 
-#include "sm90/forward/config.h"
+#include <type_traits>
 
 namespace ds4s::sm90 {
+
+template <int kRows_,         // rows n of a block; they share tiles of bias2
+          int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
+          int kStages_,       // steps in flight
+          int kBlocksPerSm_,  // blocks resident on one multiprocessor
+          bool kPipelined_>   // O += P V of a step runs beside the exponentials of the next
+struct ForwardTiles {
+  static constexpr int kRows = kRows_, kQueryTiles = kQueryTiles_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kPipelined = kPipelined_;
+};
 
 template <int kHeadDim>
 struct ForwardChoice {
   // (1,768,768,4,32): 0.90; not pipelined 0.99, 1 x 4 tiles 0.95, 3 x 1 1.28, three stages 0.95.
   // (1,48,768,16,48): 0.288; pipelined 0.306 (spills). (1,256,1024,4,64): 0.648; pipelined 0.82 (spills), 1 x 2 0.76.
   // (1,64,1024,8,128): 0.507; not pipelined 0.64, 1 x 3 tiles 0.78.
-  using ManyRows =
-      cute::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
-                          cute::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
-                                              ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
+  using ManyRows = std::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
+                                      std::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
+                                                         ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
   // One row n has no other to share bias2 with. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
-  using OneRow = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
-  using FewTiles = cute::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
+  using OneRow = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
+  using FewTiles = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
 };
 
 }  // namespace ds4s::sm90

@@ -1,0 +1,42 @@
+"""Which kernel Hopper's forward runs (sm90/forward/plan.h), on the host: no GPU needed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths
+from op_builder.toolchain import host_compiler
+
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """plan(D, N, L, H, copied, blocks) -> text"""
+    host = host_compiler.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path_factory.mktemp("host") / "sm90_forward_plan"
+    source = HOST / "sm90_forward_plan.cpp"
+    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", source, "-o", path]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return lambda *numbers: subprocess.check_output(
+        [str(path), *(str(int(number)) for number in numbers)], text=True
+    ).strip()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((32, 384, 384, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
+        ((24, 1, 768, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 48 tiles
+        ((24, 1, 4096, 16, False, 132), "kernel=one_row workspace_bytes=0"),  # 256
+        ((24, 1, 4096, 16, False, 264), "kernel=few_tiles workspace_bytes=0"),
+        ((32, 2, 100, 3, True, 132), "kernel=many_rows bias2=copied workspace_bytes=62400"),
+        ((128, 8, 64, 2, False, 132), "kernel=many_rows workspace_bytes=0"),
+    ],
+)
+def test_plan_of(call, expected, plan):
+    assert plan(*call) == expected
