@@ -43,6 +43,22 @@ struct KeyMask {
     if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
+  // How many tiles of kKeys keys have a visible one.
+  template <int kKeys>
+  CUTLASS_DEVICE int num_visible(int64_t bn, int Lk) const {
+    static_assert(kWordKeys % kKeys == 0, "a tile's units are in one word");
+    if (visible == nullptr) return (Lk + kKeys - 1) / kKeys;
+    int count = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int word = 0; word < words; ++word) {
+      const uint32_t bits = __ldg(visible + bn * words + word);
+      CUTLASS_PRAGMA_UNROLL
+      for (int unit = 0; unit < 32; unit += kKeys / kUnit) {
+        count += (bits >> unit & (kKeys / kUnit < 32 ? (1u << kKeys / kUnit % 32) - 1 : ~0u)) != 0;
+      }
+    }
+    return count;
+  }
 };
 
 // One after another, the steps of 64 keys in which one of up to kRows neighbouring rows n sees a key.

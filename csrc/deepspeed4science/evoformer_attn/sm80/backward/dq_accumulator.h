@@ -4,11 +4,17 @@
 //   DsTile              dS of one column tile, 16 bits, [keys][queries] in shared memory: where warps hand it to one
 //                       another
 //   DqProduct           dq += dS K, dbias2 += dS, for 16 queries a warp and all keys of the block
-//   DqAccumulatorPool   the fp32 rows. Only pairs that are under way have an accumulator: a block that needs the one of
-//                       an earlier pair waits until that one's dq is written. Blocks draw their numbers when they
-//                       begin, so those that are waited for have begun. Accumulators may lie in the memory of dk: the
-//                       last pairs, whose dk that is, do without them, and write dk when nobody uses them any more.
-//   OrderedDqAdd        one block's part in it; a block whose keys are hidden adds nothing, but counts
+//   DqAccumulatorPool   the fp32 rows
+//   OrderedDqAdd        one block's part in it
+//
+// Invariants:
+// 1. Blocks draw their numbers when they begin, so blocks of smaller numbers have begun.
+// 2. Only blocks with a visible key add and count. A pair is done when as many have counted as its keys have such
+//    blocks: the last one writes dq. A pair whose row n sees nothing never has an accumulator and says so.
+// 3. A pair adds to its accumulator when the last pair before it that had the same one is done. All blocks of that one
+//    have smaller numbers, so waiting ends however few multiprocessors there are.
+// 4. Accumulators may lie in the memory of dk and dv of the last rows n. Those late pairs use the workspace's
+//    accumulators only, and write dk and dv when all earlier pairs are done with theirs.
 #pragma once
 
 #include "common/atomic_add.h"
@@ -18,16 +24,20 @@ namespace ds4s {
 
 struct DqAccumulatorPool {
   float* own;         // [num_own, padded_queries, kHeadDim], zeros where nobody adds
-  float* lent;        // [num_accumulators - num_own, the same], in the memory of dk
-  int32_t* progress;  // [B N H], in the order of the blocks: how many have added; one more once dq is written
+  float* in_dk;       // [num_in_dk, the same]
+  float* in_dv;       // [num_accumulators - num_own - num_in_dk, the same]
+  int32_t* progress;  // [B N H], in the order of the blocks: how many have added, or one of the two below
   uint32_t* ticket;   // the next block's number
   uint32_t num_own;   // at least kSideBySide: whose accumulator is waited for has all its blocks' numbers behind it
+  uint32_t num_in_dk;
   uint32_t num_accumulators;
-  uint32_t
-      first_late;  // from this pair on own accumulators only; a multiple of kSideBySide H, at least num_accumulators
+  uint32_t first_late;     // a multiple of kSideBySide H, at least num_accumulators
   int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
   int32_t padded_keys;
   float* dbias2;  // [B, H, padded_queries, padded_keys]; null where it is not wanted
+
+  static constexpr int32_t kDone = -1;         // dq is written, the accumulator zeros again
+  static constexpr int32_t kSeesNothing = -2;  // the pair has no accumulator
 };
 
 // Where a block adds.
@@ -35,6 +45,7 @@ struct DqOutputs {
   float* accumulator;
   float* dbias2;  // query 0, the block's first key
   int64_t dbias2_pitch;
+  int32_t num_keys;  // all visible ones are before this one
 };
 
 template <typename Config>
@@ -97,6 +108,7 @@ struct DqProduct {
     float acc[kTiles][4] = {};
     CUTLASS_PRAGMA_UNROLL
     for (int first = 0; first < kSteps; first += kChunkSteps) {
+      if (first > 0 && 16 * first >= outputs.num_keys) break;
       FragDs a[kChunkSteps];
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kChunkSteps; ++step) {
@@ -169,7 +181,6 @@ struct OrderedDqAdd {
   using scalar_t = typename Config::scalar_t;
   const DqAccumulatorPool& pool;
   uint32_t pair;
-  int32_t blocks;  // of keys, for each pair
 
   CUTLASS_DEVICE static uint32_t draw(const DqAccumulatorPool& pool, char* shared) {
     uint32_t* sNumber = reinterpret_cast<uint32_t*>(shared);
@@ -179,71 +190,73 @@ struct OrderedDqAdd {
     __syncthreads();
     return number;
   }
-  CUTLASS_DEVICE bool is_late() const { return pair >= pool.first_late; }
-  CUTLASS_DEVICE uint32_t index() const {
-    return is_late() ? (pair - pool.first_late) % pool.num_own : pair % pool.num_accumulators;
+  // The accumulator of a pair, and the pair that had it before; negative: none.
+  CUTLASS_DEVICE uint32_t index_of(uint32_t x) const {
+    return x < pool.first_late ? x % pool.num_accumulators : (x - pool.first_late) % pool.num_own;
+  }
+  CUTLASS_DEVICE int32_t before(uint32_t x) const {
+    if (x < pool.first_late) return int32_t(x - pool.num_accumulators);
+    const uint32_t number = x - pool.first_late;
+    if (number >= pool.num_own) return int32_t(x - pool.num_own);
+    return int32_t(pool.first_late - 1 - (pool.first_late - 1 - number) % pool.num_accumulators);
   }
   CUTLASS_DEVICE float* accumulator() const {
-    uint32_t x = index();
-    return x < pool.num_own ? pool.own + x * accumulator_size() : pool.lent + (x - pool.num_own) * accumulator_size();
+    uint32_t x = index_of(pair);
+    float* begin = pool.own;
+    if (x >= pool.num_own) {
+      x -= pool.num_own, begin = pool.in_dk;
+      if (x >= pool.num_in_dk) x -= pool.num_in_dk, begin = pool.in_dv;
+    }
+    return begin + x * accumulator_size();
   }
 
   // One thread, before a barrier that the others' first addition comes after: until the accumulator is free.
-  CUTLASS_DEVICE void wait() const {
-    uint32_t distance = pool.num_accumulators;  // to the pair that had the accumulator before
-    if (is_late()) {
-      uint32_t number = pair - pool.first_late, early = pool.first_late - 1 - number;
-      distance = number < pool.num_own ? number + 1 + early % pool.num_accumulators : pool.num_own;
-    }
-    if (pair >= distance) wait_for(pair - distance);
-  }
-  // All threads, before dk is written: until nobody needs its memory.
+  CUTLASS_DEVICE void wait() const { wait_for(before(pair)); }
+  // All threads, before dk or dv is written: until nobody needs its memory.
   CUTLASS_DEVICE void wait_for_lent() const {
-    if (!is_late()) return;
-    for (uint32_t x = threadIdx.x; x < pool.num_accumulators; x += Config::kThreads) wait_for(pool.first_late - 1 - x);
+    if (pair < pool.first_late) return;
+    for (uint32_t x = threadIdx.x; x < pool.num_accumulators; x += Config::kThreads) {
+      wait_for(int32_t(pool.first_late - 1 - x));
+    }
     __syncthreads();
   }
 
-  // After the last addition: the last block of a pair writes dq and leaves zeros.
-  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, char* shared) const {
-    if (!is_last(shared)) return;
+  // After the last addition: the last block of a pair writes dq and leaves zeros. blocks: how many add.
+  template <typename NumBlocks>
+  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, char* shared, NumBlocks num_blocks) const {
+    if (!is_last(shared, num_blocks)) return;
     write_dq(p, gDq);
-    announce();
-  }
-  // The same for a block that has nothing to add, for its keys are hidden. The others of the pair may be such blocks
-  // too: then nobody has waited for the accumulator yet. Who has it next waits for this pair alone, so this pair must
-  // not be done before the one that had it last.
-  CUTLASS_DEVICE void finish_unseen(const BwdParams& p, scalar_t* gDq, char* shared, bool row_sees_nothing) const {
-    if (!is_last(shared)) return;
-    if (threadIdx.x == 0) wait();
+    __threadfence();
     __syncthreads();
-    if (row_sees_nothing) {
-      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(gDq, p.dq_stride[2], int(threadIdx.x), int(p.Lq),
-                                                                  int(p.D));
-    } else {
-      write_dq(p, gDq);
-    }
-    announce();
+    if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kDone);
+  }
+  // By one block of a pair whose row n sees nothing.
+  CUTLASS_DEVICE void announce_nothing() const {
+    if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kSeesNothing);
   }
 
  private:
-  CUTLASS_DEVICE bool is_last(char* shared) const {
-    int32_t* sOthers = reinterpret_cast<int32_t*>(shared);
+  // Until that pair is done, or where it sees nothing the last one before it that has the same accumulator.
+  CUTLASS_DEVICE void wait_for(int32_t other) const {
+    while (other >= 0) {
+      const int32_t state = ptx::load_acquire(pool.progress + other);
+      if (state == DqAccumulatorPool::kDone) return;
+      if (state == DqAccumulatorPool::kSeesNothing) other = before(uint32_t(other));
+    }
+  }
+  template <typename NumBlocks>
+  CUTLASS_DEVICE bool is_last(char* shared, NumBlocks num_blocks) const {
+    int32_t* sIsLast = reinterpret_cast<int32_t*>(shared);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *sOthers = atomicAdd(pool.progress + pair, 1);
+    if (threadIdx.x == 0) *sIsLast = atomicAdd(pool.progress + pair, 1) == num_blocks() - 1;
     __syncthreads();
-    bool last = *sOthers == blocks - 1;
+    bool last = *sIsLast != 0;
     if (last) __threadfence();
     return last;
   }
-  CUTLASS_DEVICE void announce() const {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, blocks + 1);
-  }
   CUTLASS_DEVICE void write_dq(const BwdParams& p, scalar_t* gDq) const {
-    constexpr int kChunks = Config::kHeadDim / 8, kAtATime = 4;
+    constexpr int kChunks = Config::kHeadDim / 8, kAtATime = 8;
     int num_chunks = int(p.Lq) * kChunks;
     float4* rows = reinterpret_cast<float4*>(accumulator());
     CUTLASS_PRAGMA_NO_UNROLL
@@ -268,7 +281,6 @@ struct OrderedDqAdd {
     }
   }
   CUTLASS_DEVICE int64_t accumulator_size() const { return int64_t(pool.padded_queries) * Config::kHeadDim; }
-  CUTLASS_DEVICE void wait_for(uint32_t other) const { ptx::wait_until_equal(pool.progress + other, blocks + 1); }
 };
 
 }  // namespace ds4s

@@ -5,6 +5,8 @@
 //   backward_is_aligned<scalar_t>(params)      may kIsAligned be true?
 #pragma once
 
+#include <algorithm>
+
 #include "common/backward_host.h"
 #include "kernel_backward.h"
 
@@ -114,32 +116,43 @@ class Backward : BackwardHost {
     int64_t key_blocks = ceil_div(p_.Lk, Fused::kRows);
     int64_t blocks = int64_t(device_attribute(cudaDevAttrMultiProcessorCount)) * Fused::kMinBlocks;
     int64_t pairs = p_.B * p_.N * p_.H;
-    num_accumulators_ = ceil_div(blocks, key_blocks) + (Fused::kTransposesBias2 ? 1 : 2) * kSideBySide;
-    if (num_accumulators_ > pairs) num_accumulators_ = pairs;
     padded_queries_ = ceil_div(p_.Lq, Fused::kCols) * Fused::kCols, padded_keys_ = key_blocks * Fused::kRows;
     progress_ = reserve(true, (pairs + 1) * 4);
-    plan_lending(pairs, (pairs * p_.Lq - pairs - 1) * 4 / accumulator_bytes());
+    int64_t more = (Fused::kTransposesBias2 ? 1 : 2) * kSideBySide;
+    int64_t least = std::min(ceil_div(blocks, key_blocks) + more, pairs);
+    // Where half of the keys are hidden twice as many pairs are under way.
+    bool has_mask = p_.bias1 || p_.row_mask;
+    int64_t wanted = has_mask ? std::min(ceil_div(blocks, ceil_div(key_blocks, 2)) + more, pairs) : least;
+    plan_lending(pairs, least, wanted, (pairs * p_.Lq - pairs - 1) * 4 / accumulator_bytes());
     pool_ = reserve(true, num_own_ * accumulator_bytes());
     bool pads = padded_queries_ != p_.Lq || padded_keys_ != p_.Lk || reinterpret_cast<uintptr_t>(p_.dbias2) % 16 != 0;
     padded_dbias2_ = reserve(p_.dbias2 && pads, padded_dbias2_size() * 4);
   }
-  // Accumulators beyond those that fit into what the three passes take for delta may lie in the last rows n of dk,
-  // where that makes few pairs late, and those have accumulators enough: else all are in the workspace.
-  void plan_lending(int64_t pairs, int64_t fitting) {
-    num_own_ = num_accumulators_, first_late_ = pairs;
-    int64_t row_bytes = p_.dk_stride[1] * int64_t(sizeof(scalar_t)),
-            lent_bytes = (num_accumulators_ - fitting) * accumulator_bytes();
-    bool enough = fitting >= kSideBySide && 5 * fitting >= 2 * num_accumulators_;
-    if (fitting >= num_accumulators_ || !enough || !dk_is_dense()) return;
-    int64_t row = p_.B * p_.N - ceil_div(lent_bytes, row_bytes), first_late = row / kSideBySide * kSideBySide * p_.H;
-    if (first_late < num_accumulators_ || 8 * (pairs - first_late) > pairs) return;
-    num_own_ = fitting, first_late_ = first_late;
-    lent_ = reinterpret_cast<float*>(static_cast<char*>(p_.dk) + row * row_bytes);
+  // In the workspace where that takes no more than delta of the three passes. Else some lie in the last rows n of dk
+  // and dv, where that makes few pairs late, and those have accumulators enough; or all are in the workspace.
+  void plan_lending(int64_t pairs, int64_t least, int64_t wanted, int64_t fitting) {
+    num_accumulators_ = num_own_ = std::min(wanted, std::max(least, fitting)), first_late_ = pairs;
+    if (fitting >= least || fitting < kSideBySide) return;
+    if (!is_dense(p_.dk_stride, p_.D) || !is_dense(p_.dv_stride, p_.Dv)) return;
+    int64_t rows = p_.B * p_.N, first = (rows - 1) / kSideBySide * kSideBySide;
+    auto in_rows_from = [&](int64_t row, int64_t row_stride) {
+      return (rows - row) * row_stride * int64_t(sizeof(scalar_t)) / accumulator_bytes();
+    };
+    for (; first > 0 && 8 * (rows - first) <= rows; first -= kSideBySide) {
+      int64_t in_dk = in_rows_from(first, p_.dk_stride[1]), in_dv = in_rows_from(first, p_.dv_stride[1]);
+      int64_t all = std::min(wanted, fitting + in_dk + in_dv);
+      if (all < least) continue;
+      if (first * p_.H < all || 5 * fitting < 2 * all) return;
+      num_own_ = fitting, num_accumulators_ = all, first_late_ = first * p_.H;
+      num_in_dk_ = std::min(in_dk, all - fitting);
+      in_dk_ = static_cast<float*>(p_.dk) + first * p_.dk_stride[1] * int64_t(sizeof(scalar_t)) / 4;
+      in_dv_ = static_cast<float*>(p_.dv) + first * p_.dv_stride[1] * int64_t(sizeof(scalar_t)) / 4;
+      return;
+    }
   }
   // One row n after the other, with nothing between.
-  bool dk_is_dense() const {
-    const int64_t (&s)[4] = p_.dk_stride;
-    bool rows = s[1] == p_.Lk * p_.H * p_.D && (p_.Lk - 1) * s[2] + (p_.H - 1) * s[3] + p_.D == s[1];
+  bool is_dense(const int64_t (&s)[4], int64_t cols) const {
+    bool rows = s[1] == p_.Lk * p_.H * cols && (p_.Lk - 1) * s[2] + (p_.H - 1) * s[3] + cols == s[1];
     return rows && (p_.B == 1 || s[0] == p_.N * s[1]);
   }
   int64_t accumulator_bytes() const { return padded_queries_ * kHeadDim * 4; }
@@ -225,16 +238,23 @@ class Backward : BackwardHost {
   void fused_pass() {
     if constexpr (Config::kCanFuse) {
       float* dbias2 = padded_dbias2_ >= 0 ? at<float>(padded_dbias2_) : p_.dbias2;
-      zero(at<float>(progress_), p_.B * p_.N * p_.H + 1);
-      zero(at<float>(pool_), num_own_ * accumulator_bytes() / 4);
-      if (lent_) zero(lent_, (num_accumulators_ - num_own_) * accumulator_bytes() / 4);
+      zero(at<float>(progress_), (pool_ - progress_ + num_own_ * accumulator_bytes()) / 4);
+      if (in_dk_) zero(in_dk_, num_in_dk_ * accumulator_bytes() / 4);
+      if (in_dv_) zero(in_dv_, (num_accumulators_ - num_own_ - num_in_dk_) * accumulator_bytes() / 4);
       if (p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
       if (dbias2) zero(dbias2, padded_dbias2_size());
-      DqAccumulatorPool pool{at<float>(pool_),           lent_,
-                             at<int32_t>(progress_) + 1, at<uint32_t>(progress_),
-                             uint32_t(num_own_),         uint32_t(num_accumulators_),
-                             uint32_t(first_late_),      int32_t(padded_queries_),
-                             int32_t(padded_keys_),      dbias2};
+      DqAccumulatorPool pool{at<float>(pool_),
+                             in_dk_,
+                             in_dv_,
+                             at<int32_t>(progress_) + 1,
+                             at<uint32_t>(progress_),
+                             uint32_t(num_own_),
+                             uint32_t(num_in_dk_),
+                             uint32_t(num_accumulators_),
+                             uint32_t(first_late_),
+                             int32_t(padded_queries_),
+                             int32_t(padded_keys_),
+                             dbias2};
       if (p_.dbias1) {
         start_fused<FusedPassConfig<Config, /*kWantsDbias1=*/true>>(pool);
       } else {
@@ -267,8 +287,8 @@ class Backward : BackwardHost {
 
   BackwardArgs args_{};
   bool fuses_ = false;
-  int64_t num_accumulators_ = 0, num_own_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
-  float* lent_ = nullptr;
+  int64_t num_accumulators_ = 0, num_own_ = 0, num_in_dk_ = 0, first_late_ = 0, padded_queries_ = 0, padded_keys_ = 0;
+  float *in_dk_ = nullptr, *in_dv_ = nullptr;
   int64_t pool_ = -1, progress_ = -1, padded_dbias2_ = -1;
   int64_t slices_ = 1;
   bool dbias2_holds_bias2_t_ = false;

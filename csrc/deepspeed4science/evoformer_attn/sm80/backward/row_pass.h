@@ -70,8 +70,8 @@ struct RowPass {
     return bias_begin(stages) + (Config::kTransposesBias2 ? BiasTile<Config>::kBytes : 0);
   }
 
-  // Wider ones spill: 88 instead of 4 bytes in the fused pass of D = 64.
-  static constexpr bool kSkipsWarps = kKeyRows && Config::kRowBytes <= 64;
+  // Wider ones spill outside of the fused pass: 24 to 80 bytes more at D = 64.
+  static constexpr bool kSkipsWarps = kKeyRows && (Config::kRowBytes <= 64 || kFusesDq);
   using Keys = VisibleKeys<kCols, 32, /*kSkips=*/!kKeyRows>;
 
   // What a row and a column contribute, on their way from global memory.
@@ -155,7 +155,7 @@ struct RowPass {
     const int64_t bn = place.bn, b = place.b, n = place.n, h = place.h;
     const int row0 = place.row0, num_rows = int(kKeyRows ? p.Lk : p.Lq), num_cols = int(kKeyRows ? p.Lq : p.Lk);
     int rows_left = num_rows - row0 - warp_row;
-    OrderedDqAdd<Config> dq_add{pool, place.pair, place.row_blocks};
+    OrderedDqAdd<Config> dq_add{pool, place.pair};
     const bool hidden =
         kSkipsWarps && args.mask.units(bn, row0 + warp_row, 32 / KeyMask::kUnit) == 0;  // this warp's keys
 
@@ -262,7 +262,10 @@ struct RowPass {
         int64_t bh_rows = (b * p.H + h) * pool.padded_queries;
         *reinterpret_cast<DqOutputs*>(shared + outputs_begin(stages)) = {
             dq_add.accumulator(), pool.dbias2 ? pool.dbias2 + bh_rows * pool.padded_keys + row0 : nullptr,
-            pool.padded_keys};
+            pool.padded_keys,
+            Config::kRows - __clz(int(args.mask.units(bn, row0, Config::kRows / KeyMask::kUnit))
+                                  << (32 - Config::kRows / KeyMask::kUnit)) *
+                                KeyMask::kUnit};
       }
     }
 
@@ -306,6 +309,7 @@ struct RowPass {
     float row_sum[Mma::kSlots] = {};
 
     int num_tiles = (num_cols + kCols - 1) / kCols;
+    const bool skips = uniform(uint32_t(hidden)) != 0;
     CUTLASS_PRAGMA_NO_UNROLL
     while (tile < num_tiles) {
       // This tile arrives; the next one sets out.
@@ -326,10 +330,9 @@ struct RowPass {
       int stripes = Config::kStripes;
       if (Config::kStripes > 1 && !kFusesDq) stripes = min(stripes, (num_cols - tile * kCols + 31) / 32);
       if (Config::kStripes > 1 && Keys::kSkips) stripes = min(stripes, Keys::groups_in_use(keys.units_of(tile)));
-      const bool computes = !kSkipsWarps || sees_rows(row_exponent);
       constexpr int kUnrolledStripes = Config::kUnrolledStripes;
 #pragma unroll(kUnrolledStripes)
-      for (int stripe = computes ? 0 : stripes; stripe < stripes; ++stripe) {
+      for (int stripe = skips ? stripes : 0; stripe < stripes; ++stripe) {
         const scalar_t* s1_nk = s1 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s2_nk = s2 + ColTile::offset(32) * stripe + lane_nk;
         const scalar_t* s1_kn = s1 + ColTile::offset(32) * stripe + lane_kn;
@@ -404,7 +407,7 @@ struct RowPass {
       }
 
       if constexpr (kFusesDq && kSkipsWarps) {
-        if (!computes && tile < 2) DsTile<Config>::clear(stage_ds(tile), warp_row, lane);
+        if (skips && tile < 2) DsTile<Config>::clear(stage_ds(tile), warp_row, lane);
       }
 
       if (stages == 1 && more) {
@@ -438,24 +441,16 @@ struct RowPass {
         if (p.dv) store(p.dv, p.dv_stride, out_dv, 1.f, dv);
       }
     }
-    if constexpr (kFusesDq) dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), shared);
+    if constexpr (kFusesDq) {
+      dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), shared,
+                    [&] { return args.mask.template num_visible<Config::kRows>(bn, num_rows); });
+    }
   }
 
  private:
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
-  }
-
-  // Whether some row of the warp has a probability. Asked again for each tile: kept, it would take a register.
-  template <typename Row>
-  CUTLASS_DEVICE static bool sees_rows(const Row& row_exponent) {
-    bool sees = false;
-    CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      if constexpr (kKeyRows) sees |= row_exponent[slot] != -infinity();
-    }
-    return ptx::any(sees);
   }
 
   // Rows of a block that nobody sees, or that see nothing.
@@ -467,23 +462,26 @@ struct RowPass {
                                           char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), rows = min(Config::kRows, int(kKeyRows ? p.Lk : p.Lq) - place.row0);
-    OrderedDqAdd<Config> dq_add{pool, place.pair, place.row_blocks};
-    auto store = [&](void* ptr, const int64_t (&stride)[4], int64_t cols) {
+    auto store = [&](void* ptr, const int64_t (&stride)[4], int row0, int rows, int64_t cols) {
       if (ptr == nullptr) return;
-      scalar_t* g = element<scalar_t>(ptr, stride, place.b, place.n, place.row0, place.h);
+      scalar_t* g = element<scalar_t>(ptr, stride, place.b, place.n, row0, place.h);
       store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, rows, int(cols));
     };
-    if constexpr (!kKeyRows) return store(p.dq, p.dq_stride, p.D);
-    if constexpr (kFusesDq) dq_add.wait_for_lent();
-    if constexpr (kWantsDs) store(p.dk, p.dk_stride, p.D);
-    if constexpr (kWantsDv) store(p.dv, p.dv_stride, p.Dv);
+    if constexpr (!kKeyRows) return store(p.dq, p.dq_stride, place.row0, rows, p.D);
+    if constexpr (kFusesDq) {
+      OrderedDqAdd<Config> dq_add{pool, place.pair};
+      if (args.mask.sees_nothing(place.bn)) {  // each block of the pair stores a part of dq
+        if (place.row0 == 0) dq_add.announce_nothing();
+        int part = (int(p.Lq) + place.row_blocks - 1) / place.row_blocks, first = place.row0 / Config::kRows * part;
+        store(p.dq, p.dq_stride, first, min(part, int(p.Lq) - first), p.D);
+      }
+      dq_add.wait_for_lent();
+    }
+    if constexpr (kWantsDs) store(p.dk, p.dk_stride, place.row0, rows, p.D);
+    if constexpr (kWantsDv) store(p.dv, p.dv_stride, place.row0, rows, p.Dv);
     if constexpr (Config::kWantsDbias1) {
       float* parts = args.dbias1_parts + (place.bn * p.H + place.h) * p.Lk + place.row0;
       if (args.dbias1_parts && thread < rows) parts[thread] = 0.f;
-    }
-    if constexpr (kFusesDq) {
-      scalar_t* gDq = element<scalar_t>(p.dq, p.dq_stride, place.b, place.n, 0, place.h);
-      dq_add.finish_unseen(p, gDq, shared, args.mask.sees_nothing(place.bn));
     }
   }
 
