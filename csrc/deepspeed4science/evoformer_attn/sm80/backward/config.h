@@ -2,11 +2,10 @@
 #pragma once
 
 #include "sm80/backward/args.h"
+#include "sm80/backward/dq_accumulator_plan.h"
+#include "sm80/backward/tile_sizes.h"
 
 namespace ds4s {
-
-// Of so many neighbouring n, blocks with the same rows of bias2 run side by side.
-constexpr int kSideBySide = 16;
 
 // What one row pass computes. A pass over queries gives dq; one over keys dk, dv and dbias1.
 enum class Gradients { kDq, kDkDv, kDk, kDv };
@@ -38,12 +37,12 @@ struct BackwardConfig {
   static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
 
-  // Four warps of 32 rows while the tiles are narrow; fewer where two row tiles would fill Turing's 64 KiB.
-  static constexpr int kWarps = kRowBytes <= 128 ? 4 : kRowBytes <= 256 ? 2 : 1;
+  static constexpr BackwardTiles kTiles = backward_tiles(kRowBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
+  static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
-  static constexpr int kRows = 32 * kWarps;
-  static constexpr int kCols = kRowBytes <= 64 ? 128 : kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kRows = kTiles.owned;
+  static constexpr int kCols = kTiles.streamed;
   static constexpr int kStripes = kCols / 32;
 
   // One pass for all gradients where additions of four floats exist: with single ones it takes 9.1 to 14.1 ms at
@@ -86,7 +85,7 @@ struct FusedPassConfig : RowPassConfig<Config, Gradients::kDkDv, kWantsDbias1_> 
   static constexpr bool kFusesDq = true;
   // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
-  static constexpr int kCols = 64;
+  static constexpr int kCols = Config::kTiles.fused_streamed;
   static constexpr int kStripes = kCols / 32;
   // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower ones lose up to 2 %.
   static constexpr int kUnrolledStripes = Config::kHeadDim > 48 ? kStripes : 1;
@@ -95,12 +94,9 @@ struct FusedPassConfig : RowPassConfig<Config, Gradients::kDkDv, kWantsDbias1_> 
 template <typename Config>
 struct BiasPassConfig : Config {
   static constexpr bool kIs16Bit = sizeof(typename Config::scalar_t) == 2;
-  // 16 bits, D = 48 and 64: 32 x 64 scores a warp with the left operands read from shared memory take 1.87 ms, 32 x 32
-  // with the operands in registers 2.22 (1,256,1024,4,64). Turing's shared memory is too small for it.
-  static constexpr bool kIsWide =
-      kIs16Bit && Config::Traits::kHasCpAsync && Config::kRowBytes > 64 && Config::kRowBytes <= 128;
-  static constexpr int kStripes = Config::kRowBytes <= 64 || kIsWide ? 2 : 1;  // of 32 keys, for each warp
-  static constexpr int kCols = Config::kRowBytes <= 64 || kIsWide ? 128 : Config::kRowBytes <= 128 ? 64 : 32;
+  static constexpr int kStripes = Config::kTiles.dbias2_stripes;  // of 32 keys, for each warp
+  static constexpr int kCols = Config::kTiles.dbias2_keys;
+  static constexpr bool kIsWide = kStripes == 2 && Config::kRowBytes > 64;
   static constexpr int kThreads = Config::kRows * kCols / (32 * kStripes);
   static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
   static constexpr bool kResident = kIs16Bit && Config::kRowBytes <= 128 && !kIsWide;

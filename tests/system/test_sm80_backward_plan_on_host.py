@@ -1,0 +1,179 @@
+"""Which kernels the older families' backward runs, and where in the workspace their pieces lie,
+compiled for the host: it needs no GPU.
+"""
+
+import itertools
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths
+from op_builder.toolchain import host_compiler
+
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+TURING = {"fused": 0, "stages": 1, "multiprocessors": 40, "block_bytes": 65536}
+SIDE_BY_SIDE = 16
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """plan(**numbers) -> {name: value or (rows, columns) or text}, {piece: offset}"""
+    host = host_compiler.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path_factory.mktemp("host") / "plan"
+    command = [host.path, "-std=c++17", "-Wall", "-Werror", f"-I{paths.csrc_root()}"]
+    command += [HOST / "sm80_backward_plan.cpp", "-o", path]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(**numbers):
+        words = [str(path), *(f"{name}={int(number)}" for name, number in numbers.items())]
+        said = subprocess.check_output(words, text=True).split()
+        values = dict(word.split("=") for word in said if "=" in word)
+        offsets = dict(word.split("@") for word in said if "@" in word)
+        return values, {name: int(offset) for name, offset in offsets.items()}
+
+    return run
+
+
+def shape(B, N, L, H, D=32, Lk=None):
+    return {"B": B, "N": N, "Lq": L, "Lk": Lk or L, "H": H, "D": D}
+
+
+@pytest.mark.parametrize(
+    ("call", "kernels", "pieces"),
+    [
+        # 95 accumulators of 96 KiB are as much as delta of the separate kernels.
+        (
+            shape(1, 768, 768, 4),
+            {"fused": "768x768", "accumulators": "95", "in_dk": "0", "in_dv": "0"},
+            ["key_mask", "progress", "own_accumulators"],
+        ),
+        # Delta's room is 47 of 48 KiB; 16 rows n of dk and of dv hold 32 each.
+        (
+            shape(1, 384, 384, 4),
+            {"fused": "384x384", "accumulators": "111", "in_dk": "32", "in_dv": "32"},
+            ["key_mask", "progress", "own_accumulators"],
+        ),
+        # No mask: as many as are under way when nothing is hidden.
+        (
+            shape(1, 768, 768, 4) | {"bias1": 0},
+            {"fused": "768x768", "accumulators": "60", "in_dk": "0", "in_dv": "0"},
+            ["progress", "own_accumulators"],
+        ),
+        # dk is a view with gaps: all are in the workspace. Rows of dbias2 are not whole tiles.
+        (
+            shape(1, 384, 392, 4) | {"gap": 8},
+            {"fused": "448x512", "accumulators": "82", "in_dk": "0", "in_dv": "0"},
+            ["key_mask", "progress", "own_accumulators", "padded_dbias2"],
+        ),
+        # The last 16 rows n would be a quarter of all.
+        (
+            shape(1, 64, 512, 9, Lk=1024) | {"multiprocessors": 14},
+            {"fused": "512x1024", "accumulators": "20", "in_dk": "0", "in_dv": "0"},
+            ["key_mask", "progress", "own_accumulators"],
+        ),
+        # The wider kernel reads the transpose of bias2, and adds to dbias2 from the start.
+        (
+            shape(1, 256, 1024, 4, 64),
+            {"fused": "1024x1024", "accumulators": "65", "in_dk": "0", "in_dv": "0"},
+            ["key_mask", "progress", "own_accumulators", "bias2_t"],
+        ),
+        (
+            shape(1, 768, 768, 4) | {"deterministic": 1, "dbias1": 1},
+            {"dkdv_stages": "2", "dbias2_stages": "2", "slices": "7", "dq_stages": "2"}
+            | {"bias2_t": "in_dbias2"},
+            ["key_mask", "delta", "dbias1_parts", "dbias2_parts"],
+        ),
+        (
+            shape(1, 384, 384, 4) | TURING | {"bias1_step": 4},
+            {"dkdv_stages": "1", "dbias2_stages": "1", "slices": "1", "dq_stages": "1"}
+            | {"bias2_t": "in_dbias2"},
+            ["key_mask", "delta", "bias1"],
+        ),
+        # Only dq: no transpose. 389 keys are not whole pieces of 16 bytes: a copy of bias2.
+        (
+            shape(1, 16, 389, 4) | {"dk": 0, "dv": 0, "dbias2": 0},
+            {"dq_stages": "2"},
+            ["key_mask", "delta", "bias2"],
+        ),
+        (
+            shape(1, 64, 256, 4, 128),
+            {"dk_stages": "2", "dv_stages": "2", "dbias2_stages": "2", "slices": "4"}
+            | {"dq_stages": "2", "bias2_t": "in_dbias2"},
+            ["key_mask", "softmax", "delta"],
+        ),
+    ],
+    ids=[
+        "768",
+        "384",
+        "no-mask",
+        "gaps",
+        "few-rows",
+        "D64",
+        "deterministic",
+        "turing",
+        "only-dq",
+        "float",
+    ],
+)
+def test_plan_of(call, kernels, pieces, plan):
+    values, offsets = plan(**call)
+    values.pop("workspace_bytes")
+    assert values == kernels
+    assert list(offsets) == pieces
+
+
+def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
+    ada = {"multiprocessors": 142, "block_bytes": 99 << 10, "multiprocessor_bytes": 100 << 10}
+    values, _ = plan(**shape(1, 384, 384, 4), **ada)
+    assert "fused" not in values
+    assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "2")
+    values, _ = plan(**shape(1, 256, 1024, 4, 64), **ada)
+    assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "1")
+
+
+def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
+    seed = random.randrange(2**31)
+    pick = random.Random(seed)
+    hosted = 0
+    for _ in range(300):
+        B, N, H = pick.choice((1, 1, 2, 5)), pick.randint(1, 700), pick.randint(1, 9)
+        Lq, Lk = 8 * pick.randint(1, 120), 8 * pick.randint(1, 120)
+        call = shape(B, N, Lq, H, pick.choice((32, 32, 64)), Lk)
+        for name in ("bias1", "dbias1", "deterministic", "row_mask"):
+            call[name] = pick.random() < 0.5
+        call["dq"], call["dbias2"] = pick.random() < 0.8, pick.random() < 0.8
+        call["multiprocessors"] = pick.choice((14, 114, 132))
+        values, offsets = plan(**call)
+        where = (seed, call)
+        end = int(values["workspace_bytes"])
+        edges = [*offsets.values(), end]
+        sizes = dict(zip(offsets, (b - a for a, b in itertools.pairwise(edges)), strict=True))
+        assert all(size > 0 and size % 256 == 0 for size in sizes.values()), where
+        assert edges[0] == 0, where
+        pairs = B * N * H
+        if "delta" in sizes:
+            assert sizes["delta"] >= 4 * pairs * Lq, where
+        if "fused" not in values:
+            continue
+        assert call["dq"] and not call["deterministic"], where
+        padded, key_blocks = -(-Lq // 64) * 64, -(-Lk // 128)
+        size = padded * call["D"] * 4
+        accumulators, in_dk, in_dv = (int(values[x]) for x in ("accumulators", "in_dk", "in_dv"))
+        under_way = -(-2 * call["multiprocessors"] // key_blocks)
+        assert accumulators >= min(pairs, under_way + SIDE_BY_SIDE), where
+        assert accumulators <= pairs, where
+        own = accumulators - in_dk - in_dv
+        assert sizes["own_accumulators"] >= own * size, where
+        if in_dk:  # then all pairs before the last eighth or less have as many as they need
+            hosted += 1
+            assert own >= SIDE_BY_SIDE and 5 * own >= 2 * accumulators, where
+            row_bytes = Lk * H * call["D"] * 2
+            rows = -(-max(in_dk, in_dv) * size // row_bytes)
+            assert rows <= B * N / 8, where
+            assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
+    assert hosted > 5, seed
