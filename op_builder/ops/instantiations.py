@@ -141,7 +141,7 @@ def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
 _SM80_FORWARD = (
     "ds4s::Forward<{scalar}, {arch}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
 )
-_SM80_BACKWARD = "<{scalar}, {arch}, {tier}, {aligned}, {tf32}, {bias2}>"
+_SM80_BACKWARD = "ds4s::Backward<{scalar}, {arch}, {aligned}, {tier}, {bias2}, {tf32}>"
 _SM90_FORWARD = "ds4s::sm90::Forward<{scalar}, {tier}, {bias1}, {bias2}>"
 _SM90_BACKWARD = "ds4s::sm90::Backward<{scalar}, {tier}, {bias2}>"
 
@@ -150,11 +150,9 @@ _SM80_TEMPLATES: dict[str, Any] = {
     "folder": "sm80",
     "functions": {
         "fwd": (f"{_SM80_FORWARD}::workspace_bytes", f"{_SM80_FORWARD}::run"),
-        "bwd": (
-            f"ds4s::backward_workspace_bytes{_SM80_BACKWARD}",
-            f"ds4s::launch_backward{_SM80_BACKWARD}",
-        ),
+        "bwd": (f"{_SM80_BACKWARD}::workspace_bytes", f"{_SM80_BACKWARD}::run"),
     },
+    "plans": {"bwd": f"{_SM80_BACKWARD}::print_plan"},
     "usual_seconds": {"fwd": 6.0, "bwd": 9.0},
     "head_dims": {"fwd": WIDE_TIER, "bwd": HEAD_DIM_TIERS[-1]},
 }

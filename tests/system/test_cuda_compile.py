@@ -236,12 +236,12 @@ using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm70, true, 64, 3
                                BroadcastA, BroadcastB, kHeadDim>;
 template __global__ void attention_forward<Kernel<32>>(Kernel<32>::Params);
 template __global__ void attention_forward<Kernel<64>>(Kernel<64>::Params);
-using Config = ds4s::BackwardConfig<cutlass::half_t, cutlass::arch::Sm70, 32, true, false, true>;
-using Rows = ds4s::RowPassConfig<Config, ds4s::Gradients::kDq>;
-using Tiles = ds4s::BiasPassConfig<Config>;
-template __global__ void ds4s::backward_row_pass<Rows>(
+using Config = ds4s::BackwardConfig<cutlass::half_t, cutlass::arch::Sm70, true, 32, true, false>;
+using Queries = ds4s::OwnedTileConfig<Config, ds4s::Gradients::kDq>;
+using Dbias2 = ds4s::Dbias2TileConfig<Config>;
+template __global__ void ds4s::backward_dq_dkdv<Queries>(
     const __grid_constant__ ds4s::BackwardArgs, int);
-template __global__ void ds4s::backward_bias_pass<Tiles>(
+template __global__ void ds4s::backward_dbias2<Dbias2>(
     const __grid_constant__ ds4s::BackwardArgs, int);
 """
 

@@ -2,20 +2,19 @@
 #pragma once
 
 #include "sm80/backward/args.h"
-#include "sm80/backward/dq_accumulator_plan.h"
 #include "sm80/backward/tile_sizes.h"
 
 namespace ds4s {
 
-// What one row pass computes. A pass over queries gives dq; one over keys dk, dv and dbias1.
+// What a kernel of kernel_dq_dkdv.h gives: dq of the queries that a block owns, or dk, dv and dbias1 of its keys.
 enum class Gradients { kDq, kDkDv, kDk, kDv };
 
 template <typename scalar_t_,  // half_t; bfloat16_t (Sm80); float
           typename ArchTag_,   // cutlass::arch::Sm70, Sm75, Sm80
-          int kHeadDim_,       // tier: at least D and Dv, a multiple of 16
           bool kIsAligned_,    // pointers, strides, D and Dv are multiples of 16 bytes
-          bool kTf32_,         // float on Sm80: TF32 instead of full precision
-          bool kHasBias2_>     // bias2 is there
+          int kHeadDim_,       // tier: at least D and Dv, a multiple of 16
+          bool kHasBias2_,     // bias2 is there
+          bool kTf32_>         // float on Sm80: TF32 instead of full precision
 struct BackwardConfig {
   using scalar_t = scalar_t_;
   using ArchTag = ArchTag_;
@@ -34,16 +33,16 @@ struct BackwardConfig {
   // score and the sum that goes with it, delta in two parts (statistics.h).
   using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
 
-  static constexpr int kRowBytes = kHeadDim * int(sizeof(scalar_t));
+  static constexpr int kChannelBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
 
-  static constexpr BackwardTiles kTiles = backward_tiles(kRowBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
+  static constexpr BackwardTiles kTiles = backward_tiles(kChannelBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
   static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
-  static constexpr int kRows = kTiles.owned;
-  static constexpr int kCols = kTiles.streamed;
-  static constexpr int kStripes = kCols / 32;
+  static constexpr int kOwned = kTiles.owned;
+  static constexpr int kStreamed = kTiles.streamed;
+  static constexpr int kStripes = kStreamed / 32;
 
   // One pass for all gradients where additions of four floats exist: with single ones it takes 9.1 to 14.1 ms at
   // (1,768,768,4,32) instead of 4.2, the three passes 5.6. Without bias2 it gains nothing.
@@ -55,9 +54,9 @@ struct BackwardConfig {
 };
 
 template <typename Config, Gradients kWhat_, bool kWantsDbias1_ = false>
-struct RowPassConfig : Config {
+struct OwnedTileConfig : Config {
   static constexpr Gradients kWhat = kWhat_;
-  static constexpr bool kKeyRows = kWhat != Gradients::kDq;                               // rows are keys
+  static constexpr bool kOwnsKeys = kWhat != Gradients::kDq;                              // rows are keys
   static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;  // P is multiplied
   static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is
   // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
@@ -65,41 +64,42 @@ struct RowPassConfig : Config {
   static constexpr bool kFusesDq = false;
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
-  static_assert(!kWantsDbias1 || (kKeyRows && kWantsDs), "dbias1 is a sum of a key's dS");
+  static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
   static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kHeadDim;  // registers a lane
   // The row operands stay in registers where what lives through the loop leaves room for scores and addresses.
-  static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kRowBytes / 4;
+  static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
   // Narrow 16-bit keys: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve warps
   // and two tiles (2.10 against 2.41 ms for (1,768,768,4,32)); for queries it is the other way round (1.82, 1.76).
-  static constexpr bool kFewWarps = kWhat == Gradients::kDkDv && kResident && Config::kRowBytes <= 64;
+  static constexpr bool kFewWarps = kWhat == Gradients::kDkDv && kResident && Config::kChannelBytes <= 64;
   static constexpr int kChunkTiles = kResident && !kFewWarps ? 2 : 4;  // score tiles alive at a time
   static constexpr int kMinBlocks =
-      (Config::kRowBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
+      (Config::kChannelBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
 };
 
 // The pass over keys that gives dq too, and dbias2: dS is computed once for all of them (dq_accumulator.h;
 // docs/kernels-sm80-backward-fused.md).
 template <typename Config, bool kWantsDbias1_>
-struct FusedPassConfig : RowPassConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
+struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
   // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
-  static constexpr int kCols = Config::kTiles.fused_streamed;
-  static constexpr int kStripes = kCols / 32;
+  static constexpr int kStreamed = Config::kTiles.fused_streamed;
+  static constexpr int kStripes = kStreamed / 32;
   // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower ones lose up to 2 %.
   static constexpr int kUnrolledStripes = Config::kHeadDim > 48 ? kStripes : 1;
 };
 
 template <typename Config>
-struct BiasPassConfig : Config {
+struct Dbias2TileConfig : Config {
   static constexpr bool kIs16Bit = sizeof(typename Config::scalar_t) == 2;
   static constexpr int kStripes = Config::kTiles.dbias2_stripes;  // of 32 keys, for each warp
-  static constexpr int kCols = Config::kTiles.dbias2_keys;
-  static constexpr bool kIsWide = kStripes == 2 && Config::kRowBytes > 64;
-  static constexpr int kThreads = Config::kRows * kCols / (32 * kStripes);
+  static constexpr int kQueries = Config::kTiles.dbias2_queries;
+  static constexpr int kKeys = Config::kTiles.dbias2_keys;
+  static constexpr bool kIsWide = kStripes == 2 && Config::kChannelBytes > 64;
+  static constexpr int kThreads = kQueries * kKeys / (32 * kStripes);
   static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;
-  static constexpr bool kResident = kIs16Bit && Config::kRowBytes <= 128 && !kIsWide;
+  static constexpr bool kResident = kIs16Bit && Config::kChannelBytes <= 128 && !kIsWide;
   static constexpr int kChunkTiles = kIs16Bit ? 2 : 4;
   static constexpr int kMinBlocks = 8 * 32 / kThreads;
 };

@@ -13,8 +13,8 @@
 //    blocks: the last one writes dq. A pair whose row n sees nothing never has an accumulator and says so.
 // 3. A pair adds to its accumulator when the last pair before it that had the same one is done. All blocks of that one
 //    have smaller numbers, so waiting ends however few multiprocessors there are.
-// 4. Accumulators may lie in the memory of dk and dv of the last rows n. Those late pairs use the workspace's
-//    accumulators only, and write dk and dv when all earlier pairs are done with theirs.
+// 4. Accumulators may lie in the memory of dk and dv of the last rows n, their hosts. The pairs of a host use the
+//    workspace's accumulators only, and write dk and dv when all earlier pairs are done with theirs.
 #pragma once
 
 #include "common/atomic_add.h"
@@ -31,7 +31,7 @@ struct DqAccumulatorPool {
   uint32_t num_own;   // at least kSideBySide: whose accumulator is waited for has all its blocks' numbers behind it
   uint32_t num_in_dk;
   uint32_t num_accumulators;
-  uint32_t first_late;     // a multiple of kSideBySide H, at least num_accumulators
+  uint32_t first_host;     // pair; a multiple of kSideBySide H, at least num_accumulators
   int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
   int32_t padded_keys;
   float* dbias2;  // [B, H, padded_queries, padded_keys]; null where it is not wanted
@@ -52,7 +52,7 @@ template <typename Config>
 struct DsTile {
   using scalar_t = typename Config::scalar_t;
   using Mma = typename Config::Mma;
-  static constexpr int kQueries = Config::kCols, kKeys = Config::kRows;
+  static constexpr int kQueries = Config::kStreamed, kKeys = Config::kOwned;
   static constexpr int kBytes = kKeys * kQueries * int(sizeof(scalar_t));
 
   // The order in which 16 keys are contracted: a lane's are four neighbours.
@@ -89,8 +89,8 @@ template <typename Config>
 struct DqProduct {
   using scalar_t = typename Config::scalar_t;
   using Ds = DsTile<Config>;
-  using KTile = Tile<scalar_t, Config::kRows, Config::kHeadDim>;
-  static constexpr int kSteps = Config::kRows / 16;
+  using KTile = Tile<scalar_t, Config::kOwned, Config::kHeadDim>;
+  static constexpr int kSteps = Config::kOwned / 16;
   static constexpr int kChunkSteps = 4;  // whose dS is in registers at a time
   static constexpr int kTiles = Config::kHeadDim / 8;
   static_assert(Ds::kQueries == 16 * Config::kWarps, "16 queries for each warp");
@@ -192,13 +192,13 @@ struct OrderedDqAdd {
   }
   // The accumulator of a pair, and the pair that had it before; negative: none.
   CUTLASS_DEVICE uint32_t index_of(uint32_t x) const {
-    return x < pool.first_late ? x % pool.num_accumulators : (x - pool.first_late) % pool.num_own;
+    return x < pool.first_host ? x % pool.num_accumulators : (x - pool.first_host) % pool.num_own;
   }
   CUTLASS_DEVICE int32_t before(uint32_t x) const {
-    if (x < pool.first_late) return int32_t(x - pool.num_accumulators);
-    const uint32_t number = x - pool.first_late;
+    if (x < pool.first_host) return int32_t(x - pool.num_accumulators);
+    const uint32_t number = x - pool.first_host;
     if (number >= pool.num_own) return int32_t(x - pool.num_own);
-    return int32_t(pool.first_late - 1 - (pool.first_late - 1 - number) % pool.num_accumulators);
+    return int32_t(pool.first_host - 1 - (pool.first_host - 1 - number) % pool.num_accumulators);
   }
   CUTLASS_DEVICE float* accumulator() const {
     uint32_t x = index_of(pair);
@@ -213,10 +213,10 @@ struct OrderedDqAdd {
   // One thread, before a barrier that the others' first addition comes after: until the accumulator is free.
   CUTLASS_DEVICE void wait() const { wait_for(before(pair)); }
   // All threads, before dk or dv is written: until nobody needs its memory.
-  CUTLASS_DEVICE void wait_for_lent() const {
-    if (pair < pool.first_late) return;
+  CUTLASS_DEVICE void wait_for_hosted() const {
+    if (pair < pool.first_host) return;
     for (uint32_t x = threadIdx.x; x < pool.num_accumulators; x += Config::kThreads) {
-      wait_for(int32_t(pool.first_late - 1 - x));
+      wait_for(int32_t(pool.first_host - 1 - x));
     }
     __syncthreads();
   }

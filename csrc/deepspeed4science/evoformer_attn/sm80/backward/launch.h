@@ -23,15 +23,16 @@ inline bool backward_is_aligned(const BwdParams& p) {
   return aligned;
 }
 
-template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
+// Template arguments: BackwardConfig.
+template <typename scalar_t, typename ArchTag, bool kIsAligned, int kHeadDim, bool kHasBias2, bool kTf32>
 class Backward : BackwardHost {
-  using Config = BackwardConfig<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>;
-  using Bias = BiasPassConfig<Config>;
+  using Config = BackwardConfig<scalar_t, ArchTag, kIsAligned, kHeadDim, kHasBias2, kTf32>;
+  using Dbias2 = Dbias2TileConfig<Config>;
   using QueryValue = typename Config::QueryValue;
-  template <Gradients kWhat, bool kWantsDbias1 = false>
-  using Pass = RowPass<RowPassConfig<Config, kWhat, kWantsDbias1>>;
+  template <Gradients kWhat>
+  using Kernel = KernelDqDkdv<OwnedTileConfig<Config, kWhat>>;
   template <bool kWantsDbias1>
-  using Fused = FusedPassConfig<Config, kWantsDbias1>;
+  using Fused = FusedConfig<Config, kWantsDbias1>;
 
  public:
   static int64_t workspace_bytes(const BwdParams& p) {
@@ -39,7 +40,12 @@ class Backward : BackwardHost {
     query_device(device);
     return make_plan(p, device, kUnit).workspace_bytes;
   }
-  static cudaError_t run(const BwdParams& p, cudaStream_t stream) {
+  static void print_plan(const BwdParams& p, PlanText& text) {
+    DeviceFacts device;
+    query_device(device);
+    make_plan(p, device, kUnit).print(text);
+  }
+  static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if ((p.bias2 != nullptr) != kHasBias2 || (p.dbias2 && !kHasBias2)) return cudaErrorInvalidValue;
     if (p.D > kHeadDim || p.Dv > kHeadDim) return cudaErrorInvalidValue;
@@ -62,14 +68,15 @@ class Backward : BackwardHost {
     unit.element_bytes = int(sizeof(scalar_t)), unit.head_dim = kHeadDim;
     unit.has_bias2 = kHasBias2, unit.is_exact = Config::kExact, unit.splits_dkdv = Config::kSplitsKeys;
     unit.max_stages = Config::kMaxStages, unit.tiles = Config::kTiles;
-    unit.dq_shared_bytes = Pass<Gradients::kDq>::shared_bytes(2);
-    unit.dk_shared_bytes = Pass < Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv > ::shared_bytes(2);
-    unit.dv_shared_bytes = Pass<Gradients::kDv>::shared_bytes(2);
-    unit.dbias2_shared_bytes = BiasPass<Bias>::shared_bytes(2), unit.dbias2_blocks = Bias::kMinBlocks;
+    unit.dq_shared_bytes = Kernel<Gradients::kDq>::shared_bytes(2);
+    unit.dk_shared_bytes = Kernel<(Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv)>::shared_bytes(2);
+    unit.dv_shared_bytes = Kernel<Gradients::kDv>::shared_bytes(2);
+    unit.dbias2_shared_bytes = KernelDbias2<Dbias2>::shared_bytes(2), unit.dbias2_blocks = Dbias2::kMinBlocks;
     unit.has_fused = Config::kCanFuse;
     if constexpr (Config::kCanFuse) {
       unit.fused_reads_bias2 = Fused<false>::kTransposesBias2;
-      unit.fused_shared_bytes = RowPass<Fused<false>>::shared_bytes(2), unit.fused_blocks = Fused<false>::kMinBlocks;
+      unit.fused_shared_bytes = KernelDqDkdv<Fused<false>>::shared_bytes(2),
+      unit.fused_blocks = Fused<false>::kMinBlocks;
     }
     return unit;
   }
@@ -86,14 +93,14 @@ class Backward : BackwardHost {
     if (plan_.runs_fused) fused();
     if constexpr (Config::kSplitsKeys) {
       if (plan_.runs_dk) of_keys<Gradients::kDk>(plan_.dk_stages);
-      if (plan_.runs_dv) start_pass<Gradients::kDv>(plan_.dv_stages);
+      if (plan_.runs_dv) start_kernel<Gradients::kDv>(plan_.dv_stages);
     } else {
       if (plan_.runs_dkdv) of_keys<Gradients::kDkDv>(plan_.dk_stages);
     }
     if constexpr (kHasBias2) {
       if (plan_.runs_dbias2) dbias2();
     }
-    if (plan_.runs_dq) start_pass<Gradients::kDq>(plan_.dq_stages);
+    if (plan_.runs_dq) start_kernel<Gradients::kDq>(plan_.dq_stages);
     return status_;
   }
 
@@ -130,7 +137,7 @@ class Backward : BackwardHost {
       }
     }
     if constexpr (Config::kExact) {
-      int64_t blocks = ceil_div(p_.Lq, Config::kRows) * p_.H * p_.B * p_.N;
+      int64_t blocks = ceil_div(p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N;
       start(row_statistics<Config>, blocks, Config::kThreads, RowStatistics<Config>::kSharedBytes, args_,
             at<float2>(plan_.softmax), at<float2>(plan_.delta));
     } else {
@@ -142,25 +149,25 @@ class Backward : BackwardHost {
   // dk, dv or both; with dbias1 where it is wanted.
   template <Gradients kWhat>
   void of_keys(int num_stages) {
-    if (!p_.dbias1) return start_pass<kWhat>(num_stages);
+    if (!p_.dbias1) return start_kernel<kWhat>(num_stages);
     if (plan_.dbias1_parts < 0) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
-    start_pass<kWhat, /*kWantsDbias1=*/true>(num_stages);
+    start_kernel<kWhat, /*kWantsDbias1=*/true>(num_stages);
     if (plan_.dbias1_parts >= 0) sum(p_.dbias1, plan_.dbias1_parts, p_.B * p_.N, p_.H, p_.Lk);
   }
   template <Gradients kWhat, bool kWantsDbias1 = false>
-  void start_pass(int num_stages) {
-    using PassConfig = RowPassConfig<Config, kWhat, kWantsDbias1>;
-    int64_t blocks = ceil_div(PassConfig::kKeyRows ? p_.Lk : p_.Lq, Config::kRows) * p_.H * p_.B * p_.N;
-    start(backward_row_pass<PassConfig>, blocks, Config::kThreads, RowPass<PassConfig>::shared_bytes(num_stages), args_,
+  void start_kernel(int num_stages) {
+    using Owned = OwnedTileConfig<Config, kWhat, kWantsDbias1>;
+    int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N;
+    start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, KernelDqDkdv<Owned>::shared_bytes(num_stages), args_,
           num_stages);
   }
 
   void dbias2() {
     int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
     if (plan_.num_slices > 1 && plan_.dbias2_parts < 0) zero(p_.dbias2, size);
-    int64_t tiles = ceil_div(p_.Lq, Bias::kRows) * ceil_div(p_.Lk, Bias::kCols) * p_.B * p_.H;
-    start(backward_bias_pass<Bias>, tiles * plan_.num_slices, Bias::kThreads,
-          BiasPass<Bias>::shared_bytes(plan_.dbias2_stages), args_, plan_.dbias2_stages);
+    int64_t tiles = ceil_div(p_.Lq, Dbias2::kQueries) * ceil_div(p_.Lk, Dbias2::kKeys) * p_.B * p_.H;
+    start(backward_dbias2<Dbias2>, tiles * plan_.num_slices, Dbias2::kThreads,
+          KernelDbias2<Dbias2>::shared_bytes(plan_.dbias2_stages), args_, plan_.dbias2_stages);
     if (plan_.dbias2_parts >= 0) sum(p_.dbias2, plan_.dbias2_parts, 1, plan_.num_slices, size);
   }
 
@@ -184,38 +191,28 @@ class Backward : BackwardHost {
   }
   DqAccumulatorPool accumulator_pool() const {
     const DqAccumulatorPlan& plan = plan_.accumulators;
-    auto from_first_late_row = [&](void* ptr, int64_t row_stride) {
-      return reinterpret_cast<float*>(static_cast<scalar_t*>(ptr) + plan.first_late_row * row_stride);
+    auto from_first_host = [&](void* ptr, int64_t row_stride) {
+      return reinterpret_cast<float*>(static_cast<scalar_t*>(ptr) + plan.first_host_row * row_stride);
     };
     DqAccumulatorPool pool{};
     pool.own = at<float>(plan_.own_accumulators);
-    pool.in_dk = from_first_late_row(p_.dk, p_.dk_stride[1]), pool.in_dv = from_first_late_row(p_.dv, p_.dv_stride[1]);
+    pool.in_dk = from_first_host(p_.dk, p_.dk_stride[1]), pool.in_dv = from_first_host(p_.dv, p_.dv_stride[1]);
     pool.ticket = at<uint32_t>(plan_.progress), pool.progress = at<int32_t>(plan_.progress) + 1;
     pool.num_own = uint32_t(plan.num_own), pool.num_in_dk = uint32_t(plan.num_in_dk);
-    pool.num_accumulators = uint32_t(plan.count()), pool.first_late = uint32_t(plan.first_late_row * p_.H);
+    pool.num_accumulators = uint32_t(plan.count()), pool.first_host = uint32_t(plan.first_host_row * p_.H);
     pool.padded_queries = int32_t(plan_.padded_queries), pool.padded_keys = int32_t(plan_.padded_keys);
     pool.dbias2 = plan_.padded_dbias2 < 0 ? p_.dbias2 : at<float>(plan_.padded_dbias2);
     return pool;
   }
-  template <typename PassConfig>
+  template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
-    int64_t blocks = ceil_div(p_.Lk, PassConfig::kRows) * p_.H * p_.B * p_.N;
-    start(backward_fused_pass<PassConfig>, blocks, PassConfig::kThreads, RowPass<PassConfig>::shared_bytes(2), args_,
+    int64_t blocks = ceil_div(p_.Lk, FusedTile::kOwned) * p_.H * p_.B * p_.N;
+    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, KernelDqDkdv<FusedTile>::shared_bytes(2), args_,
           pool);
   }
 
   const BackwardPlan plan_;
   const BackwardArgs args_;
 };
-
-template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
-cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
-  return Backward<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>::run(p, stream);
-}
-
-template <typename scalar_t, typename ArchTag, int kHeadDim, bool kIsAligned, bool kTf32, bool kHasBias2>
-int64_t backward_workspace_bytes(const BwdParams& p) {
-  return Backward<scalar_t, ArchTag, kHeadDim, kIsAligned, kTf32, kHasBias2>::workspace_bytes(p);
-}
 
 }  // namespace ds4s

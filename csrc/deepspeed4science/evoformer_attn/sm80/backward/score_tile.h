@@ -7,7 +7,7 @@ namespace ds4s {
 
 // The 32 rows of the left operand: fragments that stay in registers, or a place in shared memory.
 template <typename Mma, typename TileT, typename scalar_t, bool kResident>
-struct RowOperand {
+struct LeftOperand {
   using FragA = typename Mma::FragA;
   static constexpr int kSteps = TileT::kCols / Mma::kStepK;
   static constexpr int kUnrolled = Mma::kStepK > 4 ? kSteps : 1;  // FFMA: a step is 256 instructions

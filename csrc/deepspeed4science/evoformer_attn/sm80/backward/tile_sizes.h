@@ -5,6 +5,9 @@
 
 namespace ds4s {
 
+// Of so many neighbouring n, blocks that read the same part of bias2 run side by side.
+constexpr int kSideBySide = 16;
+
 struct BackwardTiles {
   int warps;           // of a block of kernel_dq_dkdv.h, 32 queries or keys each
   int owned;           // queries whose dq, or keys whose dk and dv, a block gives

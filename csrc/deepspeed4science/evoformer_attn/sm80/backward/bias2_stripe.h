@@ -1,0 +1,84 @@
+// bias2 of the next 32 streamed queries or keys, on its way into the layout of a warp's scores.
+//
+//   Bias2Stripe       from global memory, where rows of the matrix belong to what the block owns
+//   TransposedBias2   by query as it lies in memory, for a block that owns keys: through shared memory, and transposed
+//                     by ldmatrix
+//
+// TransposedBias2: each warp brings the queries of its own 32 keys and reads them, nobody else does: 32 queries make
+// room for those of the next tile as soon as they are in registers, behind a barrier of the warp. A query's keys are
+// four 16-byte chunks, and every eighth query starts one chunk later: neither the copies (two queries) nor ldmatrix
+// (queries {0, 1, 8, 9, 16, 17, 24, 25} + 2 j, sm80/mma/mma.h) meet a bank twice.
+#pragma once
+
+#include "sm80/backward/score_tile.h"
+
+namespace ds4s {
+
+template <typename Config>
+struct Bias2Stripe {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  static constexpr int kBytes = 0;
+
+  BiasFragment<Mma, scalar_t> fragment;
+  const scalar_t* g;  // owned 0, streamed 0
+  int64_t pitch;
+  int owned;  // this lane's first
+  int last_owned, last_streamed, first_column;
+
+  CUTLASS_DEVICE Bias2Stripe(const scalar_t* g_, int64_t pitch_, int first, int num_owned, int num_streamed, char*,
+                             int warp_first, int lane)
+      : g(g_),
+        pitch(pitch_),
+        owned(first + warp_first + Mma::row_of_lane(lane)),
+        last_owned(num_owned - 1),
+        last_streamed((num_streamed - 1) / Mma::kVec * Mma::kVec),
+        first_column(Mma::first_column(lane)) {}
+
+  CUTLASS_DEVICE void load(int streamed) {
+    fragment.load(g, int(pitch), owned, last_owned, streamed + first_column, last_streamed);
+  }
+};
+
+template <typename Config>
+struct TransposedBias2 {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  static constexpr int kVec = Mma::kVec;
+  CUTLASS_HOST_DEVICE static constexpr int offset(int query) { return (query * 4 + (query >> 3)) * kVec; }
+  static constexpr int kWarpElements = offset(Config::kStreamed);
+  static constexpr int kBytes = Config::kWarps * kWarpElements * int(sizeof(scalar_t));
+
+  BiasFragment<Mma, scalar_t> fragment;
+  const scalar_t* g;  // this lane's chunk in the next 32 queries
+  int64_t stride;     // of eight queries
+  int queries;        // how many exist from there on; none where the keys do not
+  scalar_t* s;        // this warp's part
+  int lane;
+
+  // g_: query 0, key 0.
+  CUTLASS_DEVICE TransposedBias2(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed,
+                                 char* shared, int warp_first, int lane_)
+      : g(g_ + first + warp_first + (lane_ >> 2) * pitch + (lane_ & 3) * kVec),
+        stride(8 * pitch),
+        queries((lane_ & 3) * kVec < num_owned - first - warp_first ? num_streamed - (lane_ >> 2) : 0),
+        s(reinterpret_cast<scalar_t*>(shared) + warp_first / 32 * kWarpElements),
+        lane(lane_) {}
+
+  // The next 32 queries; called for one stripe after the other.
+  CUTLASS_DEVICE void load(int stripe) {
+    scalar_t* chunk = s + stripe * offset(32) + ((lane >> 2) * 4 + (lane & 3)) * kVec;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < 4; ++group) {
+      ptx::cp_async_16(chunk + offset(8 * group), g + group * stride, 8 * group < queries);
+    }
+    g += 4 * stride, queries -= 32;
+  }
+  CUTLASS_DEVICE void fetch(int stripe) {
+    const scalar_t* row = s + stripe * offset(32) + offset(8 * ((lane & 7) >> 1) + 2 * (lane >> 3) + (lane & 1));
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) ptx::ldmatrix_trans(fragment.words[slot][0], row + slot * kVec);
+  }
+};
+
+}  // namespace ds4s

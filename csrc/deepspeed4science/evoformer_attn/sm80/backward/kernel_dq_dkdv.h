@@ -1,0 +1,223 @@
+// dq of queries, or dk, dv and dbias1 of keys. A block owns kOwned queries or keys and streams the other side,
+// kStreamed at a time (mainloop.h); but for dbias1 nothing is added across blocks.
+//
+//                    owned: queries (kDq)                 owned: keys (kDk, kDv, kDkDv)
+//   scores           S  = Q K^T + bias1 / scale           S^T = K Q^T - lse / scale          raw units
+//   probabilities    P  = 2^(c S + log2e (bias2 - lse))   P^T = 2^(c S^T + log2e (bias2^T + bias1))
+//   dP - delta       dO V^T - delta                       V dO^T - delta
+//   dS               P * (dP - delta)                     the same, transposed
+//   out              dq = scale dS K                      dk = scale dS^T Q,  dv = P^T dO,  dbias1 = sums of dS
+//
+// What depends on the streamed side is the accumulator's first value, so it costs nothing; what depends on the owned
+// side joins the exponent. Warp w has queries or keys 32 w .. 32 w + 31 and everything that is streamed. Shared memory:
+// SharedLayout (mainloop.h).
+//
+// Hidden keys (common/key_mask.h): where queries are owned no tile without a visible key is loaded, and no stripe
+// behind a tile's last one computed; a block that owns hidden keys stores zeros, and a warp of them computes nothing.
+//
+// With kFusesDq the keys' kernel gives dq and dbias2 too (dq_accumulator.h).
+#pragma once
+
+#include "sm80/backward/mainloop.h"
+
+namespace ds4s {
+
+template <typename Config>
+struct KernelDqDkdv {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  using Loop = Mainloop<Config>;
+  using Exponent = typename Loop::Warp::Exponent;
+  using QueryValue = typename Config::QueryValue;
+  using Position = TilePosition<Config>;
+  using OwnedTile = typename SharedLayout<Config>::OwnedTile;
+  using OwnedLoader = TileLoader<scalar_t, OwnedTile, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using OwnedValue = typename cutlass::platform::conditional<Config::kOwnsKeys, uint32_t, QueryValue>::type;
+
+  static constexpr int shared_bytes(int stages) { return SharedLayout<Config>::bytes(stages); }
+
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared,
+                                 const DqAccumulatorPool& pool = {}) {
+    uint32_t number = blockIdx.x;
+    if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
+    if (Config::kExact && args.mask.range != nullptr) {
+      int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
+      ptx::keep(opaque);
+      const Position hidden(args.p, uint32_t(opaque));
+      if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
+    }
+    const Position at(args.p, number);
+    if constexpr (!Config::kExact) {  // these would spill by that: 104 bytes for keys at D = 32 on 8.0
+      if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
+    }
+    const BiasMatrix& bias2 = Config::kOwnsKeys && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
+    const Operands<Config> operands(args.p, at);
+    Loop loop(args, pool, at, operands, bias2, stages, shared, int(threadIdx.x));
+    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;  // of this warp
+    loop.run(begin(loop, args, pool, at, operands, owned_left));
+    int again = int(number);
+    ptx::keep(again);
+    end(loop, args, Position(args.p, uint32_t(again)));
+  }
+
+ private:
+  // Prologue: the first tiles set out, and the vectors of the owned side become what the loop wants.
+  // Gives the first tile.
+  CUTLASS_DEVICE static int begin(Loop& loop, const BackwardArgs& args, const DqAccumulatorPool& pool,
+                                  const Position& at, const Operands<Config>& operands, int owned_left) {
+    const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
+    if constexpr (Loop::kSkipsWarps) {
+      const uint32_t units = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit);
+      loop.skips = uniform(uint32_t(units == 0)) != 0;
+    }
+    const int tile = loop.streamed.seek(0);
+
+    // Vectors set out before the tiles and are used after them.
+    const typename Loop::Vectors::Loaded first = loop.vectors.load(tile * Config::kStreamed);
+    OwnedValue owned[Mma::kSlots] = {};
+    auto load_owned = [&](auto load) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        const int mine = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+        if (mine < owned_left) load(slot, at.first + loop.warp.first + mine);
+      }
+    };
+    if constexpr (Config::kOwnsKeys) {
+      load_owned([&](int slot, int k) { owned[slot] = loop.vectors.bias1.load(k); });
+    } else {
+      load_owned([&](int slot, int q) { owned[slot] = loop.vectors.negative_lse.load(q); });
+      load_owned([&](int slot, int q) { loop.warp.negative_delta[slot] = loop.vectors.negative_delta[q]; });
+    }
+    if constexpr (Config::kFusesDq) {
+      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at);
+    }
+
+    OwnedLoader owned_qk(operands.owned_qk.g, operands.owned_qk.stride, operands.owned_qk.channels, thread);
+    OwnedLoader owned_dov(operands.owned_dov.g, operands.owned_dov.stride, operands.owned_dov.channels, thread);
+    scalar_t* sQk = loop.owned_tile();
+    scalar_t* sDov = sQk + OwnedTile::kBytes / sizeof(scalar_t);
+    owned_qk.load(sQk, num_owned - at.first);
+    if constexpr (Config::kWantsDs) owned_dov.load(sDov, num_owned - at.first);
+    loop.streamed.load(tile, 0);
+    if constexpr (Config::kTransposesBias2) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
+    }
+
+    loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
+    set_exponents(loop, owned, owned_left);
+    if constexpr (!Config::kOwnsKeys && !Config::kExact) loop.warp.dp_begin.set(loop.warp.negative_delta);
+    loop.vectors.store(loop.streamed.vectors(0), first, tile * Config::kStreamed);
+    if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) loop.bias2.load(tile * Config::kStreamed);
+    loop.warp.left_qk.attach(sQk, loop.warp.first, lane);
+    loop.warp.left_dov.attach(sDov, loop.warp.first, lane);
+    if constexpr (Config::kResident) {
+      Loop::arrive();
+      loop.warp.left_qk.fetch();
+      if constexpr (Config::kWantsDs) loop.warp.left_dov.fetch();
+    }
+    return tile;
+  }
+  CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kSlots], int owned_left) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      typename Exponent::Row& exponent = loop.warp.exponent[slot];
+      if constexpr (Config::kOwnsKeys) {
+        exponent = loop.vectors.bias1.value(owned[slot]);
+      } else {
+        exponent = loop.vectors.negative_lse.value(owned[slot]);
+      }
+      if constexpr (!Config::kExact) exponent *= Exponent::row_unit;
+      const bool exists = Mma::row_of_lane(loop.warp.lane) + slot * Mma::kRowStep < owned_left;
+      if (!exists || loop.skips) exponent = one_part<typename Exponent::Row>(-infinity());
+    }
+  }
+  CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardArgs& args, const DqAccumulatorPool& pool,
+                                             const Position& at) {
+    const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
+    constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
+    const int hidden_units = __clz(int(args.mask.units(at.bn, at.first, kUnits) << (32 - kUnits)));
+    return {loop.dq_add.accumulator(), pool.dbias2 ? pool.dbias2 + queries * pool.padded_keys + at.first : nullptr,
+            pool.padded_keys, Config::kOwned - hidden_units * KeyMask::kUnit};
+  }
+
+  // Epilogue: the gradients leave.
+  CUTLASS_DEVICE static void end(const Loop& loop, const BackwardArgs& args, const Position& at) {
+    const BwdParams& p = args.p;
+    const int first = at.first + loop.warp.first, owned_left = at.num_owned(p) - first;
+    auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
+      scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h);
+      store_rows<Mma, Config::kIsAligned>(g, stride[2], acc, factor, owned_left, channels, loop.warp.lane);
+    };
+    if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
+    if constexpr (Config::kFusesDq) loop.dq_add.wait_for_hosted();
+    if constexpr (Config::kWantsDs) {
+      if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
+      if constexpr (Config::kWantsDbias1) store_dbias1(loop, args, at, first, owned_left);
+    }
+    if constexpr (Config::kWantsDv) {
+      if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));
+    }
+    if constexpr (Config::kFusesDq) {
+      loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.shared,
+                         [&] { return args.mask.template num_visible<Config::kOwned>(at.bn, int(p.Lk)); });
+    }
+  }
+  // dbias1 is also summed over heads: each head's part, or atomically.
+  CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardArgs& args, const Position& at, int first,
+                                          int owned_left) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      const float sum = Mma::reduce_sum(loop.warp.dbias1[slot]);
+      const int mine = Mma::row_of_lane(loop.warp.lane) + slot * Mma::kRowStep;
+      if (!Mma::leads_row(loop.warp.lane) || mine >= owned_left) continue;
+      if (args.dbias1_parts) {
+        args.dbias1_parts[(at.bn * args.p.H + at.h) * args.p.Lk + first + mine] = sum;
+      } else {
+        atomicAdd(args.p.dbias1 + at.bn * args.p.Lk + first + mine, sum);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Position& at, const DqAccumulatorPool& pool) {
+    const BwdParams& p = args.p;
+    const int thread = int(threadIdx.x), num = min(Config::kOwned, at.num_owned(p) - at.first);
+    auto store = [&](void* ptr, const int64_t (&stride)[4], int first, int count, int64_t channels) {
+      if (ptr == nullptr) return;
+      scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h);
+      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, count, int(channels));
+    };
+    if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, at.first, num, p.D);
+    if constexpr (Config::kFusesDq) {
+      OrderedDqAdd<Config> dq_add{pool, at.pair};
+      if (args.mask.sees_nothing(at.bn)) {  // each block of the pair stores a part of dq
+        if (at.first == 0) dq_add.announce_nothing();
+        int part = (int(p.Lq) + at.num_tiles - 1) / at.num_tiles, first = at.first / Config::kOwned * part;
+        store(p.dq, p.dq_stride, first, min(part, int(p.Lq) - first), p.D);
+      }
+      dq_add.wait_for_hosted();
+    }
+    if constexpr (Config::kWantsDs) store(p.dk, p.dk_stride, at.first, num, p.D);
+    if constexpr (Config::kWantsDv) store(p.dv, p.dv_stride, at.first, num, p.Dv);
+    if constexpr (Config::kWantsDbias1) {
+      float* parts = args.dbias1_parts + (at.bn * p.H + at.h) * p.Lk + at.first;
+      if (args.dbias1_parts && thread < num) parts[thread] = 0.f;
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_dq_dkdv(const __grid_constant__ BackwardArgs args, int stages) {
+  extern __shared__ __align__(16) char shared[];
+  KernelDqDkdv<Config>::run(args, stages, shared);
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqAccumulatorPool pool) {
+  extern __shared__ __align__(16) char shared[];
+  KernelDqDkdv<Config>::run(args, /*stages=*/2, shared, pool);
+}
+
+}  // namespace ds4s

@@ -1,0 +1,150 @@
+// The loop of kernel_dq_dkdv.h over the tiles that a block streams: state, and what one tile adds to the gradients.
+//
+// Stages: while tile i is computed from one, tile i + 1 arrives in the other. One barrier a tile: behind it tile i is
+// there, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, which gives dq and dbias2 then.
+#pragma once
+
+#include "sm80/backward/warp_gradients.h"
+
+namespace ds4s {
+
+// Shared memory, in bytes from its beginning.
+template <typename Config>
+struct SharedLayout {
+  using OwnedTile = Tile<typename Config::scalar_t, Config::kOwned, Config::kHeadDim>;
+  static constexpr int kStageBytes = StreamedTiles<Config>::kStageBytes;
+  static constexpr int kOwnedBytes = (1 + Config::kWantsDs) * OwnedTile::kBytes;
+
+  // The owned tiles, in the second stage's place if the loop reads them from registers.
+  CUTLASS_HOST_DEVICE static constexpr int owned(int stages) {
+    return (Config::kResident && !Config::kFusesDq ? 1 : stages) * kStageBytes;
+  }
+  // Two tiles of dS; V, if the loop reads it from registers, comes in there.
+  CUTLASS_HOST_DEVICE static constexpr int ds(int stages) {
+    return owned(stages) + (Config::kResident ? 1 : 2) * OwnedTile::kBytes;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int bias2(int stages) { return ds(stages) + 2 * DsTile<Config>::kBytes; }
+  CUTLASS_HOST_DEVICE static constexpr int outputs(int stages) {
+    return bias2(stages) + (Config::kTransposesBias2 ? TransposedBias2<Config>::kBytes : 0);
+  }
+  static constexpr int bytes(int stages) {
+    if constexpr (Config::kFusesDq) return outputs(stages) + int(sizeof(DqOutputs));
+    const bool in_second_stage = stages == 2 && Config::kResident && kStageBytes > kOwnedBytes;
+    return owned(stages) + (in_second_stage ? kStageBytes : kOwnedBytes);
+  }
+};
+
+template <typename Config>
+struct Mainloop {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  using Shared = SharedLayout<Config>;
+  using Streamed = StreamedTiles<Config>;
+  using StreamedTile = typename Streamed::TileT;
+  using Vectors = StreamedVectors<Config>;
+  using Warp = WarpGradients<Config>;
+  using Bias2 = typename Warp::Bias2;
+  static constexpr int kStreamed = Config::kStreamed;
+  // Wider ones spill outside of the fused kernel: 24 to 80 bytes more at D = 64.
+  static constexpr bool kSkipsWarps = Config::kOwnsKeys && (Config::kChannelBytes <= 64 || Config::kFusesDq);
+
+  const int stages;
+  char* shared;
+  const int thread;
+  OrderedDqAdd<Config> dq_add;
+  bool skips = false;  // this warp's keys are hidden
+  Streamed streamed;
+  Warp warp;
+  Vectors vectors;
+  Bias2 bias2;
+
+  CUTLASS_DEVICE Mainloop(const BackwardArgs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
+                          const Operands<Config>& operands, const BiasMatrix& bias2_, int stages_, char* shared_,
+                          int thread_)
+      : stages(stages_),
+        shared(shared_),
+        thread(thread_),
+        dq_add{pool, at.pair},
+        streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
+        warp(args.p.scale, thread_),
+        vectors(args, at, warp.probabilities.column_unit()),
+        bias2(static_cast<const scalar_t*>(bias2_.ptr) + at.b * bias2_.stride_b + at.h * bias2_.stride_h,
+              bias2_.stride_row, at.first, at.num_owned(args.p), at.num_streamed(args.p),
+              shared_ + Shared::bias2(stages_), warp.first, warp.lane) {}
+
+  CUTLASS_DEVICE scalar_t* owned_tile() const { return reinterpret_cast<scalar_t*>(shared + Shared::owned(stages)); }
+  CUTLASS_DEVICE DqOutputs* outputs() const { return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages)); }
+
+  // tile: the first one.
+  CUTLASS_DEVICE void run(int tile) {
+    const int num_tiles = (streamed.num + kStreamed - 1) / kStreamed;
+    int stage = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (tile < num_tiles) {
+      // This tile arrives; the next one sets out.
+      const int next_tile = streamed.seek(tile + 1);
+      if (Config::kFusesDq && tile == 1 && thread == 0) dq_add.wait();
+      arrive();
+      const bool more = next_tile < num_tiles;
+      const int next_stage = stages == 2 ? stage ^ 1 : 0;
+      typename Vectors::Loaded next;
+      if (Config::kMaxStages == 2 && stages == 2 && more) streamed.load(next_tile, next_stage);
+      if (more) next = vectors.load(next_tile * kStreamed);
+      if (Config::kFusesDq && tile > 0) add_dq(tile - 1);
+      add_tile(tile, next_tile, stage, more);
+      if (stages == 1 && more) {
+        __syncthreads();
+        streamed.load(next_tile, 0);
+      }
+      if (more) vectors.store(streamed.vectors(next_stage), next, next_tile * kStreamed);
+      tile = next_tile, stage = next_stage;
+    }
+    if constexpr (Config::kFusesDq) {
+      if (num_tiles == 1 && thread == 0) dq_add.wait();
+      __syncthreads();
+      add_dq(num_tiles - 1);
+    }
+  }
+
+  CUTLASS_DEVICE static void arrive() {
+    if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+ private:
+  CUTLASS_DEVICE void add_tile(int tile, int next_tile, int stage, bool more) {
+    // One stripe is no loop: ptxas would keep room for the accumulators of D = 128 twice (456 bytes spilled, not 16).
+    int stripes = Config::kStripes;
+    if (Config::kStripes > 1 && !Config::kFusesDq) {
+      stripes = min(stripes, (streamed.num - tile * kStreamed + 31) / 32);
+    }
+    if (Config::kStripes > 1 && Streamed::Keys::kSkips) {
+      stripes = min(stripes, Streamed::Keys::groups_in_use(streamed.keys.units_of(tile)));
+    }
+    constexpr int kUnrolledStripes = Config::kUnrolledStripes;
+#pragma unroll(kUnrolledStripes)
+    for (int stripe = skips ? stripes : 0; stripe < stripes; ++stripe) {
+      int next_first = tile * kStreamed + 32 * (stripe + 1);
+      if (Streamed::Keys::kSkips && stripe + 1 == stripes) next_first = next_tile * kStreamed;
+      warp.add_stripe(streamed.qk(stage) + StreamedTile::offset(32) * stripe,
+                      streamed.dov(stage) + StreamedTile::offset(32) * stripe, streamed.vectors(stage) + 64 * stripe,
+                      bias2, stripe, next_first, more, ds_tile(tile));
+    }
+    if constexpr (Config::kFusesDq && kSkipsWarps) {
+      if (skips && tile < 2) DsTile<Config>::clear(ds_tile(tile), warp.first, warp.lane);
+    }
+  }
+
+  // dq and dbias2 of a tile whose dS is complete. Where they go is in shared memory: in registers it would be kept all
+  // through the loop.
+  CUTLASS_DEVICE void add_dq(int tile) const {
+    if constexpr (Config::kFusesDq) {
+      DqProduct<Config>::run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
+    }
+  }
+  CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {
+    return reinterpret_cast<scalar_t*>(shared + Shared::ds(stages) + (tile & 1) * DsTile<Config>::kBytes);
+  }
+};
+
+}  // namespace ds4s

@@ -1,0 +1,144 @@
+// What a block of kernel_dq_dkdv.h streams, kStreamed queries or keys at a time, through the stages in shared memory.
+//
+//   StreamedTiles    Q and dO, or K and V
+//   StreamedVectors  -lse and -delta of a query, or bias1 of a key, as score_tile.h takes them
+#pragma once
+
+#include "sm80/backward/score_tile.h"
+#include "sm80/backward/tile_position.h"
+#include "sm80/visible_keys.h"
+
+namespace ds4s {
+
+template <typename Config>
+struct StreamedTiles {
+  using scalar_t = typename Config::scalar_t;
+  using TileT = Tile<scalar_t, Config::kStreamed, Config::kHeadDim>;
+  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
+  using Keys = VisibleKeys<Config::kStreamed, 32, /*kSkips=*/!Config::kOwnsKeys>;
+
+  static constexpr int kElements = TileT::kBytes / int(sizeof(scalar_t));
+  static constexpr int kVectorBytes = 2 * Config::kStreamed * kColumnBytes;
+  static constexpr int kStageBytes = 2 * TileT::kBytes + kVectorBytes;
+  // Each half of the threads brings one of the two tiles; a small block brings both with all of them.
+  static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
+
+  Keys keys;
+  int64_t qk_stride, dov_stride;
+  int qk_channels, dov_channels;
+  int num, thread, half;
+  const scalar_t* g[kSources];
+  char* shared;
+
+  CUTLASS_DEVICE StreamedTiles(const Operands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
+                               char* shared_, int thread_)
+      : keys{mask, bn, num_},
+        qk_stride(operands.streamed_qk.stride),
+        dov_stride(operands.streamed_dov.stride),
+        qk_channels(operands.streamed_qk.channels),
+        dov_channels(operands.streamed_dov.channels),
+        num(num_),
+        thread(thread_),
+        half(int(uniform(uint32_t(thread_ / Config::kLoadThreads)))),
+        shared(shared_) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kSources; ++x) g[x] = is_dov(x) ? operands.streamed_dov.g : operands.streamed_qk.g;
+  }
+
+  CUTLASS_DEVICE bool is_dov(int source) const { return source + half == 1; }
+  CUTLASS_DEVICE const scalar_t* qk(int stage) const {
+    return reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
+  }
+  CUTLASS_DEVICE const scalar_t* dov(int stage) const { return qk(stage) + kElements; }
+  CUTLASS_DEVICE float* vectors(int stage) const {
+    return reinterpret_cast<float*>(shared + stage * kStageBytes + 2 * TileT::kBytes);
+  }
+
+  // The first tile from `tile` on that has a visible key, or one that is not there. What load() reads goes with it.
+  CUTLASS_DEVICE int seek(int tile) {
+    return keys.seek(tile, [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kSources; ++x) g[x] += Config::kStreamed * (is_dov(x) ? dov_stride : qk_stride);
+    });
+  }
+  // Called once for each tile that is not passed over, in order.
+  CUTLASS_DEVICE void load(int tile, int stage) {
+    scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
+    int t = thread - half * Config::kLoadThreads;
+    ptx::keep(t);  // the loaders' registers are needed here only, not all through the loop
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < kSources; ++x) {
+      const bool second = is_dov(x);
+      const int64_t stride = second ? dov_stride : qk_stride;
+      Loader(g[x], stride, second ? dov_channels : qk_channels, t)
+          .load(s + (second ? kElements : 0), num - tile * Config::kStreamed);
+      g[x] += Config::kStreamed * stride;
+    }
+    if constexpr (Config::kAsync) ptx::cp_async_commit();
+  }
+};
+
+template <typename Config>
+struct StreamedVectors {
+  using scalar_t = typename Config::scalar_t;
+  using QueryValue = typename Config::QueryValue;
+  static constexpr bool kOwnsKeys = Config::kOwnsKeys;
+  using Score = typename cutlass::platform::conditional<kOwnsKeys, QueryValue, float>::type;
+
+  // What a thread brings, on its way from global memory.
+  struct Loaded {
+    typename cutlass::platform::conditional<kOwnsKeys, QueryValue, uint32_t>::type score;
+    QueryValue dp;
+  };
+
+  NegativeLse<QueryValue> negative_lse;
+  Bias1Row<scalar_t> bias1;
+  const QueryValue* negative_delta;
+  float unit;
+  int count, delta_stride;
+
+  // unit: what values of scores are multiplied by (Probabilities::column_unit).
+  CUTLASS_DEVICE StreamedVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
+      : negative_lse(args, at.b, at.n, at.h),
+        bias1(args, at.b, at.n),
+        negative_delta(static_cast<const QueryValue*>(args.negative_delta) + (at.bn * args.p.H + at.h) * args.p.Lq),
+        unit(unit_),
+        count(at.num_streamed(args.p)),
+        delta_stride(1) {
+    if constexpr (Config::kFusesDq) {
+      DeltaInDq<scalar_t> delta(args.p, at.b, at.n, at.h);
+      negative_delta = delta.ptr, delta_stride = delta.stride;
+    }
+  }
+
+  // first: of the tile.
+  CUTLASS_DEVICE Loaded load(int first) const {
+    Loaded x{};
+    const int mine = first + int(threadIdx.x);
+    if (int(threadIdx.x) >= Config::kStreamed || mine >= count) return x;
+    if constexpr (kOwnsKeys) {
+      x.score = negative_lse.load(mine);
+      if constexpr (Config::kWantsDs) {
+        x.dp = negative_delta[Config::kFusesDq ? int64_t(mine) * delta_stride : mine];
+      }
+    } else {
+      x.score = bias1.load(mine);
+    }
+    return x;
+  }
+  CUTLASS_DEVICE void store(float* s, const Loaded& x, int first) const {
+    if (int(threadIdx.x) >= Config::kStreamed) return;
+    Score score;
+    if constexpr (kOwnsKeys) {
+      score = negative_lse.value(x.score);
+    } else {
+      score = bias1.value(x.score);
+    }
+    if constexpr (!Config::kExact) score *= unit;
+    if (first + int(threadIdx.x) >= count) score = one_part<Score>(-infinity());
+    store_column(s, int(threadIdx.x), score);
+    if constexpr (kOwnsKeys && Config::kWantsDs) store_column(s + 2 * Config::kStreamed, int(threadIdx.x), x.dp);
+  }
+};
+
+}  // namespace ds4s

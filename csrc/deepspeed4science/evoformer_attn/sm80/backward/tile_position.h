@@ -1,0 +1,73 @@
+// Which queries or keys a block of kernel_dq_dkdv.h owns, and the matrices that it reads for them.
+#pragma once
+
+#include "sm80/backward/config.h"
+
+namespace ds4s {
+
+// Among kSideBySide neighbouring n the n runs fastest, then tiles, then heads: those blocks read the same part of
+// bias2, and what they stream stays in L2.
+template <typename Config>
+struct TilePosition {
+  int64_t bn, b, n, h;
+  int first;  // query or key
+  int num_tiles;
+  uint32_t pair;  // (b, n, h), in the order of the blocks
+
+  CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
+    uint32_t tiles = uint32_t(num_owned(p) + Config::kOwned - 1) / Config::kOwned;
+    uint32_t batches = uint32_t(p.B * p.N), per_batch = tiles * uint32_t(p.H);
+    uint32_t group = min(batches, uint32_t(kSideBySide));
+    uint32_t first_bn = number / (per_batch * group) * group, id = number - first_bn * per_batch;
+    group = min(batches - first_bn, group);
+    uint32_t rest = uniform(id / group);
+    bn = uniform(first_bn + id - rest * group), h = uniform(rest / tiles);
+    first = int(rest - uint32_t(h) * tiles) * Config::kOwned, num_tiles = int(tiles);
+    b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
+    pair = first_bn * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first_bn;
+  }
+
+  CUTLASS_DEVICE static int num_owned(const BwdParams& p) { return int(Config::kOwnsKeys ? p.Lk : p.Lq); }
+  CUTLASS_DEVICE static int num_streamed(const BwdParams& p) { return int(Config::kOwnsKeys ? p.Lq : p.Lk); }
+
+  // A block whose keys nobody sees, or whose queries see nothing.
+  CUTLASS_DEVICE bool is_hidden(const KeyMask& mask) const {
+    if constexpr (Config::kOwnsKeys) return mask.units(bn, first, Config::kOwned / KeyMask::kUnit) == 0;
+    return mask.sees_nothing(bn);
+  }
+};
+
+// One of Q, K, V and dO, from the first query or key on that a block reads.
+template <typename scalar_t>
+struct Operand {
+  const scalar_t* g;
+  int64_t stride;  // of queries or keys
+  int channels;
+};
+
+// Keys: K and V are owned, Q and dO streamed; queries: the other way round. Scores are products of the first two, dP of
+// the second two.
+template <typename Config>
+struct Operands {
+  using scalar_t = typename Config::scalar_t;
+  Operand<scalar_t> owned_qk, owned_dov, streamed_qk, streamed_dov;
+
+  CUTLASS_DEVICE Operands(const BwdParams& p, const TilePosition<Config>& at) {
+    const int first_query = Config::kOwnsKeys ? 0 : at.first, first_key = Config::kOwnsKeys ? at.first : 0;
+    const Operand<scalar_t> q{element<const scalar_t>(p.q, p.q_stride, at.b, at.n, first_query, at.h), p.q_stride[2],
+                              int(p.D)};
+    const Operand<scalar_t> do_{element<const scalar_t>(p.do_, p.do_stride, at.b, at.n, first_query, at.h),
+                                p.do_stride[2], int(p.Dv)};
+    const Operand<scalar_t> k{element<const scalar_t>(p.k, p.k_stride, at.b, at.n, first_key, at.h), p.k_stride[2],
+                              int(p.D)};
+    const Operand<scalar_t> v{element<const scalar_t>(p.v, p.v_stride, at.b, at.n, first_key, at.h), p.v_stride[2],
+                              int(p.Dv)};
+    if constexpr (Config::kOwnsKeys) {
+      owned_qk = k, owned_dov = v, streamed_qk = q, streamed_dov = do_;
+    } else {
+      owned_qk = q, owned_dov = do_, streamed_qk = k, streamed_dov = v;
+    }
+  }
+};
+
+}  // namespace ds4s

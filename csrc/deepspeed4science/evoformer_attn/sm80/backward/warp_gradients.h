@@ -1,0 +1,137 @@
+// A warp's part of kernel_dq_dkdv.h: 32 queries or keys of the owned tile, and what each 32 streamed ones add to their
+// gradients.
+#pragma once
+
+#include "sm80/backward/bias2_stripe.h"
+#include "sm80/backward/dq_accumulator.h"
+#include "sm80/backward/streamed_tiles.h"
+
+namespace ds4s {
+
+template <typename Config>
+struct WarpGradients {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  using QueryValue = typename Config::QueryValue;
+  using OwnedTile = Tile<scalar_t, Config::kOwned, Config::kHeadDim>;
+  using StreamedTile = typename StreamedTiles<Config>::TileT;
+  using Left = LeftOperand<Mma, OwnedTile, scalar_t, Config::kResident>;
+  using Exponent = Probabilities<Config, StreamedTile, Config::kChunkTiles, /*kLseInColumns=*/Config::kOwnsKeys>;
+  using Bias2 = typename cutlass::platform::conditional<Config::kTransposesBias2, TransposedBias2<Config>,
+                                                        Bias2Stripe<Config>>::type;
+  static constexpr bool kOwnsKeys = Config::kOwnsKeys;
+  static constexpr int kTiles = Config::kHeadDim / 8;
+  static constexpr int kChunkTiles = Config::kChunkTiles;
+
+  const int lane, first;  // first: of the warp's, in the owned tile
+  Exponent probabilities;
+  int lane_nk, lane_kn;  // this lane's place in a streamed tile
+  Left left_qk, left_dov;
+  typename Exponent::Row exponent[Mma::kSlots];
+  QueryValue negative_delta[Mma::kSlots] = {};  // queries
+  RowBegin<Mma> dp_begin;
+  float dv[Config::kWantsDv ? kTiles : 2][8] = {}, dqk[Config::kWantsDs ? kTiles : 2][8] = {};
+  float dbias1[Mma::kSlots] = {};
+
+  CUTLASS_DEVICE WarpGradients(float scale, int thread)
+      : lane(thread & 31),
+        first(thread / 32 * 32),
+        probabilities(scale),
+        lane_nk(Mma::template lane_b_nk<StreamedTile>(lane)),
+        lane_kn(Mma::template lane_b_kn<StreamedTile>(lane)) {}
+
+  // 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: where dS of the tile is wanted in shared memory;
+  // next_first: the first streamed of the next 32.
+  CUTLASS_DEVICE void add_stripe(const scalar_t* qk, const scalar_t* dov, const float* vectors, Bias2& bias2,
+                                 int stripe, int next_first, bool more, scalar_t* sDs) {
+    float s[4][8], dp[4][8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int chunk = 0; chunk < 4; chunk += kChunkTiles) {
+      if (chunk > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
+      if constexpr (Config::kTransposesBias2) bias2.fetch(stripe);
+      probabilities(s, chunk, left_qk, qk + lane_nk, vectors, exponent, bias2.fragment, lane);
+      if constexpr (Config::kTransposesBias2) {
+        __syncwarp();
+        if (more) bias2.load(stripe);
+      } else if (Config::kHasBias2 && chunk + kChunkTiles == 4) {
+        bias2.load(next_first);
+      }
+      if constexpr (Config::kWantsDv) add_product(dv, s, chunk, dov + lane_kn);
+      if constexpr (Config::kWantsDs) {
+        compute_ds(dp, s, chunk, dov + lane_nk, vectors + 2 * Config::kStreamed);
+        add_ds(dp, chunk, stripe, qk + lane_kn, sDs);
+      }
+    }
+  }
+
+ private:
+  // dS = P (dP - delta) of kChunkTiles tiles from `chunk` on, in dp.
+  CUTLASS_DEVICE void compute_ds(float (&dp)[4][8], const float (&s)[4][8], int chunk, const scalar_t* lane_b,
+                                 const float* streamed_delta) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = chunk; j < chunk + kChunkTiles; ++j) {
+      if constexpr (Config::kExact) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) dp[j][i] = 0.f;
+      } else if constexpr (kOwnsKeys) {
+        begin_with_columns<Mma>(dp[j], j, streamed_delta, lane);
+      } else {
+        dp_begin.begin(dp[j]);
+      }
+    }
+    multiply_rows<Mma, StreamedTile, kChunkTiles / 2>(dp, chunk / 2, left_dov, lane_b);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = chunk; j < chunk + kChunkTiles; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        if constexpr (Config::kExact && kOwnsKeys) {
+          float4 delta = columns_of<Mma>(streamed_delta, j, i / 4, lane);
+          dp[j][i] = subtract_delta(dp[j][i], column_of_pair(delta, i));
+        } else if constexpr (Config::kExact) {
+          dp[j][i] = subtract_delta(dp[j][i], negative_delta[Mma::slot_of(i)]);
+        }
+        dp[j][i] *= s[j][i];
+      }
+    }
+  }
+
+  // dq or dk, and dbias1.
+  CUTLASS_DEVICE void add_ds(const float (&ds)[4][8], int chunk, int stripe, const scalar_t* lane_b, scalar_t* sDs) {
+    if constexpr (Config::kWantsDbias1) {
+      // Sums of their own for each step: fewer roundings at the size of the whole.
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) dbias1[slot] += sum_of_slot(ds, chunk, slot);
+    }
+    if constexpr (Config::kFusesDq) {
+      typename Mma::FragA a[2];
+      Mma::from_scores(a[0], ds, 0, lane), Mma::from_scores(a[1], ds, 1, lane);
+      DsTile<Config>::store(sDs, a, first, stripe, lane);
+      multiply_operand<Mma, StreamedTile>(dqk, a[0], 0, lane_b);
+      multiply_operand<Mma, StreamedTile>(dqk, a[1], 1, lane_b);
+    } else {
+      add_product(dqk, ds, chunk, lane_b);
+    }
+  }
+  template <int kOutTiles>
+  CUTLASS_DEVICE void add_product(float (&out)[kOutTiles][8], const float (&x)[4][8], int chunk,
+                                  const scalar_t* lane_b) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = chunk * 8 / Mma::kStepK; step < (chunk + kChunkTiles) * 8 / Mma::kStepK; ++step) {
+      multiply_scores<Mma, StreamedTile>(out, x, step, lane_b, lane);
+    }
+  }
+  CUTLASS_DEVICE static float sum_of_slot(const float (&x)[4][8], int chunk, int slot) {
+    float sum = 0.f;
+    bool is_first = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int y = 8 * chunk; y < 8 * (chunk + kChunkTiles); y += 2) {
+      const float* pair = &x[y / 8][y % 8];
+      if (Mma::slot_of(y % 8) != slot) continue;
+      sum = is_first ? pair[0] + pair[1] : sum + (pair[0] + pair[1]);
+      is_first = false;
+    }
+    return sum;
+  }
+};
+
+}  // namespace ds4s
