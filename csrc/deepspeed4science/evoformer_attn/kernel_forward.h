@@ -6,7 +6,7 @@
 // each warp owns 32 rows and 32 keys of every block, scores and probabilities stay in its registers. Schedule, budgets
 // and reasons: docs/kernels-sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
 //
-// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), constants of the row n, later reused for the merge
+// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), constants of the block; reused for the merge
 // of the warps and for O. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for
 // each warp, which the merge reuses, and maxima of the rows.
 //
@@ -112,8 +112,7 @@ struct AttentionKernel {
   using Bias1 = Bias<Broadcast1_>;
   using Bias2 = Bias<Broadcast2_>;
   static constexpr bool kHasRowBias = Bias1::kIsRow || Bias2::kIsRow;
-  // Without bias1 a row n sees all of its keys or none.
-  using Keys = ds4s::VisibleKeys<kKeysPerStage, kKeysPerBlock * kInFlight, /*kSkips=*/Bias1::kIsRow>;
+  static constexpr bool kSkips = Bias1::kIsRow;  // without bias1 a row n sees all of its keys or none
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
   using KTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDim>;
@@ -121,18 +120,18 @@ struct AttentionKernel {
   using OTile = ds4s::Tile<output_t, kQueriesPerBlock, kHeadDimValue>;
   static constexpr int kRowBiasBytes = kHasRowBias && kSingleValueIteration ? kKeysPerStage / 2 * 16 : 0;
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes + kRowBiasBytes;
-  static constexpr int kConstantsBytes = Bias1::kIsRow && kSingleValueIteration ? 32 : 0;  // of the row n
+  static constexpr int kConstantsBytes = kSingleValueIteration ? ds4s::kForwardConstantsBytes : 0;
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kConstantsBytes <= kMaxShared;
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned && (kFitsTwice || !kSingleValueIteration);
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
-  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kConstantsBytes;
+  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes;
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;
   using MultiValue = ds4s::MultiValueShared<kNumWarps, kWarpsM, kLoopBytes, kHeadDimValue>;
   // Dynamic shared memory.
   static constexpr int kInUseBytes = kSingleValueIteration ? kLoopBytes : MultiValue::kBytes;
-  static constexpr int kSharedBytes = kInUseBytes > kEndBytes ? kInUseBytes : kEndBytes;
+  static constexpr int kSharedBytes = (kInUseBytes > kEndBytes ? kInUseBytes : kEndBytes) + kConstantsBytes;
   static_assert(ds4s::FitsInSharedMemory<kSharedBytes, kMaxShared>::kValue);
 
   // Pointers, sizes and strides: sm80/forward/params.h.
@@ -144,14 +143,17 @@ struct AttentionKernel {
   static CUTLASS_DEVICE void attention_kernel(Params& p) {
     extern __shared__ __align__(16) char shared[];
     if constexpr (!kIsComplete) p.complete(int32_t(gridDim.y), int32_t(gridDim.z));
-    if (p.key_mask.range != nullptr) {
-      Params block = p;  // computed again below: held till then, it would take registers from the loop
-      if (block.advance_to_block() && block.key_mask.sees_nothing(0)) return ds4s::store_unseen<AttentionKernel>(block);
-    }
+    const typename Params::Position at = p.position_of_block();
+    if (at.batch >= p.num_batches) return;
+    // The mask comes first: all other loads wait for it.
+    ds4s::ptx::wait_for_kernel_before();
+    constexpr bool kGiven = kSkips && kIsComplete;
+    const auto mask = ds4s::RowMask::load<kSkips, kGiven>(p.key_mask.from(at.batch), p.num_keys);
     Params block = p;
-    if (!block.advance_to_block()) return;
+    block.advance_to(at);
+    if (mask.sees_nothing()) return ds4s::store_unseen<AttentionKernel>(block);
     if constexpr (kSingleValueIteration) {
-      ds4s::ForwardBlock<AttentionKernel>(block, shared).run(p);
+      ds4s::ForwardBlock<AttentionKernel>(block, shared).run(mask);
     } else {
       ds4s::ForwardBlockMultiValue<AttentionKernel>(block, shared).run();
     }

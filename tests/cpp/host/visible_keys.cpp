@@ -1,15 +1,18 @@
-// sm80/visible_keys.h and sm80/backward/visible_rows.h against plain loops: `visible_keys SEED` walks over random masks
-// and prints a line for each walk that went wrong, and at the end how many there were.
+// sm80/visible_keys.h, sm80/forward/key_segments.h and sm80/backward/visible_rows.h against plain loops: `visible_keys
+// SEED` walks over random masks and prints a line for each walk that went wrong, and at the end how many there were.
 #include "sm80/visible_keys.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "sm80/backward/visible_rows.h"
+#include "sm80/forward/key_segments.h"
 
 using namespace ds4s;
 
@@ -60,6 +63,51 @@ void check_keys(const std::vector<uint32_t>& words, int Lk, bool masked) {
   if (!right) std::printf("wrong: tiles of %d in groups of %d, Lk = %d, %d\n", kTile, kGroup, Lk, masked);
 }
 
+// Runs function(lane) in 32 threads that are a warp.
+template <typename Function>
+void run_warp(Function function) {
+  std::vector<std::thread> warp;
+  for (int lane = 0; lane < 32; ++lane) {
+    warp.emplace_back([&, lane] {
+      threadIdx.x = lane;
+      function(lane);
+    });
+  }
+  for (std::thread& lane : warp) lane.join();
+}
+
+void check_segments(const std::vector<uint32_t>& words, int Lk, bool masked) {
+  constexpr int kUnit = KeyMask::kUnit;
+  using List = std::vector<std::pair<int, int>>;
+  List expected, found[32];
+  int2 range{0x7fffffff, 0};
+  for (int key = 0, last = 0; key < Lk; key += kUnit) {
+    if (masked && !any(words, key, kUnit)) continue;
+    if (expected.empty() || key - last >= KeySegments::kGapUnits * kUnit) expected.push_back({key, 0});
+    last = key + kUnit;
+    int& end = expected.back().second;
+    end = std::min(Lk, expected.back().first + (last - expected.back().first + 31) / 32 * 32);
+    range = {std::min(range.x, key), last};
+  }
+  const float shift = 0;
+  KeyMask mask{&shift, masked ? words.data() : nullptr, masked ? &range : nullptr, int(words.size())};
+  run_warp([&](int lane) {
+    const RowMask row = RowMask::load</*kSkips=*/true, /*kGiven=*/false>(mask, Lk);
+    if (row.sees_nothing()) return;
+    const KeySegments segments(row, Lk);
+    KeySegment segment = segments.first(row);
+    found[lane].push_back({segment.begin, segment.end});
+    while (segments.has_more(segment)) {
+      segment = segments.from(segment.end);
+      found[lane].push_back({segment.begin, segment.end});
+    }
+  });
+  ++walks;
+  bool right = true;
+  for (const List& lane : found) right &= lane == expected;
+  if (!right) std::printf("wrong: segments of %d keys, %d\n", Lk, masked);
+}
+
 template <int kKeys, typename Index>
 void check_rows(std::mt19937& random, int Lk, bool masked) {
   int N = 1 + random() % 100, b = random() % 2, num_words = KeyMask::num_words(Lk);
@@ -73,15 +121,10 @@ void check_rows(std::mt19937& random, int Lk, bool masked) {
   int begin = random() % N, end = begin + random() % (N - begin + 1),
       key = random() % ((Lk + kKeys - 1) / kKeys) * kKeys;
   std::vector<int> found[32], expected;
-  std::vector<std::thread> warp;
-  for (int lane = 0; lane < 32; ++lane) {
-    warp.emplace_back([&, lane] {
-      threadIdx.x = lane;
-      VisibleRows<kKeys, Index> walk(mask, Index(b * N), key, begin, end);
-      for (int n = walk.next(begin); n < end; n = walk.next(n + 1)) found[lane].push_back(n);
-    });
-  }
-  for (std::thread& lane : warp) lane.join();
+  run_warp([&](int lane) {
+    VisibleRows<kKeys, Index> walk(mask, Index(b * N), key, begin, end);
+    for (int n = walk.next(begin); n < end; n = walk.next(n + 1)) found[lane].push_back(n);
+  });
   for (int n = begin; n < end; ++n) {
     if (!masked || any(rows[b * N + n], key, kKeys)) expected.push_back(n);
   }
@@ -102,6 +145,8 @@ int main(int, char** argv) {
     check_keys<96, 96>(words, Lk, masked), check_keys<64, 64>(words, Lk, masked),
         check_keys<512, 128>(words, Lk, masked);
     check_keys<384, 96>(words, Lk, masked);
+    if (round % 4 == 0) check_segments(words, Lk, masked);
+    if (round % 40 == 0) check_segments(random_units(random, 16 * Lk), 16 * Lk, masked);  // more words than lanes
     if (round % 10 == 0) check_rows<128, int>(random, Lk, masked), check_rows<64, int64_t>(random, Lk, masked);
   }
   std::printf("%d walks\n", walks);

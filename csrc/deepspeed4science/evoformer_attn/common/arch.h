@@ -41,6 +41,10 @@ CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
 #endif
 }
 
+// Whether every GPU that this unit is compiled for starts a kernel beside the last blocks of the one before: from 9.0
+// up.
+CUTLASS_HOST_DEVICE constexpr bool has_dependent_launch() { return has_vector_atomics(); }
+
 }  // namespace ds4s
 
 // Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of

@@ -129,10 +129,10 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 
-// blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
-CUTLASS_DEVICE uint32_t block_x() {
+// threadIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+CUTLASS_DEVICE uint32_t thread_x() {
   uint32_t x;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
@@ -163,6 +163,21 @@ CUTLASS_DEVICE void wait_for_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// What that kernel wrote: ld.global (9.7.9.8). Those of __ldg may move before the wait.
+CUTLASS_DEVICE uint32_t load_written(const uint32_t* gmem) {
+  uint32_t x;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(gmem) : "memory");
+  return x;
+}
+CUTLASS_DEVICE float load_written(const float* gmem) {
+  return __uint_as_float(load_written(reinterpret_cast<const uint32_t*>(gmem)));
+}
+CUTLASS_DEVICE int2 load_written(const int2* gmem) {
+  int2 x;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(gmem) : "memory");
+  return x;
 }
 
 // The larger one, NaN where one is NaN: max.NaN.f32 (9.7.3.12), from 8.0 up.

@@ -1,9 +1,6 @@
 // Which keys of a row n a kernel walks over, in tiles of kTileKeys that it loads together and groups of kGroupKeys that
 // it computes together: tiles without a visible key (common/key_mask.h) are not loaded, groups without one not
 // computed. A row n that sees nothing does not come here.
-//
-// KeyMask's range is not asked: bounds that come from memory keep ptxas from using uniform registers in the loop, and
-// the forward would spill.
 #pragma once
 
 #include "../common/key_mask.h"

@@ -41,12 +41,27 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
   return ballot.result;
 }
 
+namespace ptx {
+inline bool any(bool vote) { return __ballot_sync(0xffffffffu, vote) != 0; }
+template <typename T>
+T load_written(const T* x) {
+  return *x;
+}
+}  // namespace ptx
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return uint32_t((uint64_t(high) << 32 | low) >> shift % 32);
+}
+struct int2 {
+  int x, y;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+
 struct KeyMask {
-  static constexpr int kUnit = 16;
+  static constexpr int kUnit = 16, kWordKeys = 512;
   static constexpr int num_words(int64_t Lk) { return int((Lk + 511) / 512); }
   const float* shift;
   const uint32_t* visible;
-  const void* range;
+  const int2* range;
   int32_t words;
 
   uint32_t units(int64_t bn, int key, int num_units) const {

@@ -57,8 +57,7 @@ struct Forward {
     set_tensors(k, p);
     error = allow_shared_memory();
     if (error != cudaSuccess) return error;
-    attention_forward<Kernel><<<unsigned(blocks), Kernel::kNumThreads, Kernel::kSharedBytes, stream>>>(k);
-    return cudaGetLastError();
+    return start(k, unsigned(blocks), stream);
   }
 
  private:
@@ -115,6 +114,19 @@ struct Forward {
     set(p.k_stride, k.k_strideM, k.k_strideH, k.k_strideB, k.k_strideOuter);
     set(p.v_stride, k.v_strideM, k.v_strideH, k.v_strideB, k.v_strideOuter);
     set(p.o_stride, k.o_strideM, k.o_strideH, k.o_strideB, k.o_strideOuter);
+  }
+
+  // After find_visible_keys beside its last blocks, where the device can: the kernel itself waits for it.
+  static cudaError_t start(const typename Kernel::Params& k, unsigned blocks, cudaStream_t stream) {
+    cudaLaunchAttribute overlaps{};
+    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlaps.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(unsigned(Kernel::kNumThreads));
+    config.dynamicSmemBytes = size_t(Kernel::kSharedBytes), config.stream = stream;
+    config.attrs = &overlaps;
+    config.numAttrs = kSingleValueIteration && has_dependent_launch() && k.key_mask.range != nullptr;
+    return cudaLaunchKernelEx(&config, attention_forward<Kernel>, k);
   }
 
   // More than 48 KiB of dynamic shared memory must be asked for, once on each device.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../../transform/bias_broadcast.h"
-#include "../visible_keys.h"
+#include "key_segments.h"
 #include "softmax.h"
 
 namespace ds4s {
@@ -29,16 +29,13 @@ struct ForwardBlock {
 
   static constexpr int kQueries = K::QTile::kRows;
   static constexpr int kKeys = K::kKeysPerStage;
-  using Keys = typename K::Keys;
 
   const Params& p;
   char* const shared;
   const int thread, lane, warp_m, warp_n;
   const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
   int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
-  Loader<KTile> k_loader;
-  Loader<VTile> v_loader;
-  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element
+  scalar_t *bias1_ptr, *bias2_ptr;       // of a matrix: the lane's first element of the next key block
   cutlass::MatrixCoord bias_start;
 
   CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
@@ -53,16 +50,11 @@ struct ForwardBlock {
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
         lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2),
-        k_loader(params.key_ptr, params.k_strideM, params.head_dim, thread),
-        v_loader(params.value_ptr, params.v_strideM, params.head_dim_value, thread),
-        bias1_ptr(params.bias1_ptr),
-        bias2_ptr(params.bias2_ptr) {
+        bias1_ptr(nullptr),
+        bias2_ptr(nullptr) {
     ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
     auto start = K::MatrixMap::initial_offset(thread);
     bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
-    int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column();
-    if constexpr (K::Bias1::kIsMatrix) bias1_ptr += offset;
-    if constexpr (K::Bias2::kIsMatrix) bias2_ptr += offset;
   }
 
   // The scores' factor, which is positive: Q takes its sign.
@@ -75,42 +67,17 @@ struct ForwardBlock {
     return p.scale == 0.f ? 0.f : copysignf(K::kQFactor, p.scale);
   }
 
-  // What is asked for once a block of keys: in shared memory, for the loop leaves no registers for it (24 bytes
-  // spilled).
-  struct Constants {
-    const uint32_t* visible = nullptr;
-    scalar_t* bias1 = nullptr;
-    float shift = 0.f;
-  };
-  static_assert(sizeof(Constants) <= 32, "K::kConstantsBytes");
-  CUTLASS_DEVICE Constants constants() const {
-    if constexpr (Keys::kSkips) return *sConstants();
-    return {};
-  }
-  CUTLASS_DEVICE Keys keys(const Constants& row) const {
-    return {{nullptr, row.visible, nullptr, p.key_mask.words}, 0, p.num_keys};
-  }
-  CUTLASS_DEVICE bool has_keys(int block) const { return block * kKeys < p.num_keys; }
-  // The next block with a visible key. The loaders stand at `block`, and afterwards there.
-  CUTLASS_DEVICE int seek(int block, const Constants& row) {
-    return keys(row).seek(block, [&] { pass_over(); });
-  }
-
   CUTLASS_DEVICE float softmax_scale() const { return K::kExact ? 1.f : scale_of(p) / K::kQFactor; }
 
-  // whole: the parameters of all blocks. Where O and lse go is computed again at the end, not held through the loop.
-  CUTLASS_DEVICE void run(Params& whole) {
+  // mask: of the row n, which sees something.
+  CUTLASS_DEVICE void run(const RowMask& mask) {
     Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
-    Frag1 bias1[K::kInFlight];
-    Frag2 bias2[K::kInFlight];
-    int block = begin(), stage = 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], block * kKeys + t * K::kKeysPerBlock);
-
-    FragA q[K::kQInRegisters ? K::kStepsD : 1];
-    prepare_q(q);
-    if constexpr (Keys::kSkips && !kPreparesQ) __syncthreads();  // constants
-
+    const KeySegments segments(mask, p.num_keys);
+    if (thread == 0) {
+      *sConstants() = {p.key_ptr,       p.value_ptr, p.bias1_ptr, p.bias2_ptr,  p.output_ptr,
+                       p.logsumexp_ptr, segments,    mask.shift,  p.num_queries};
+    }
+    __syncthreads();
     Softmax softmax(softmax_scale());
     float o[K::kTilesO][8];
     CUTLASS_PRAGMA_UNROLL
@@ -119,38 +86,70 @@ struct ForwardBlock {
       for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
     }
 
+    KeySegment segment = K::kSkips ? segments.first(mask) : KeySegment{0, p.num_keys};
+    bool is_first = true;
     CUTLASS_PRAGMA_NO_UNROLL
-    while (has_keys(block)) {
-      // This block's K, V and row bias arrive; the next one's set out.
-      int next = block + 1;
-      uint32_t units = Keys::kSkipsGroups ? keys(constants()).units_of(block) : 0;
+    do {
+      add_segment(o, softmax, segment, is_first);
+      is_first = false;
+    } while (K::kSkips && next_segment(segment));
+
+    softmax.finish();
+    __syncthreads();  // the last reads of K and V
+    merge_warps(o, softmax);
+    const Constants& block = *sConstants();
+    store({block.output, block.logsumexp, block.num_queries, p.head_dim_value}, o, softmax);
+  }
+
+ protected:
+  // This thread's element of a row bias: loaded early, converted and stored when it is there.
+  struct RowElement {
+    ElementBits<scalar_t> bias1, bias2;
+  };
+  // O += P V for the keys of a segment.
+  CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
+                                  bool is_first) {
+    Frag1 bias1[K::kInFlight];
+    Frag2 bias2[K::kInFlight];
+    RowElement element;
+    seek_matrices(segment.begin);
+    if constexpr (K::kAsync) {
+      load_keys(segment, segment.begin, 0), element = load_row(segment, segment.begin);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < K::kInFlight; ++t) {
+      load_matrices(bias1[t], bias2[t], segment, segment.begin + t * K::kKeysPerBlock);
+    }
+    if constexpr (K::kAsync) store_row(segment, segment.begin, 0, element);
+    FragA q[K::kQInRegisters ? K::kStepsD : 1];
+    prepare_q(q, is_first);
+
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = segment.begin, turn = 0; first < segment.end; first += kKeys, ++turn) {
+      // These keys' K, V and row bias arrive; the next ones' set out.
+      int stage = turn % K::kStages, next = first + kKeys;
       RowElement next_row;
       if constexpr (K::kAsync) {
-        next = seek(next, constants());
         wait_for_loads();
-        if (has_keys(next)) load_keys(next, stage ^ 1), next_row = load_row(next, constants());
+        if (next < segment.end) {
+          load_keys(segment, next, stage ^ 1), next_row = load_row(segment, next);
+        }
       } else {
         __syncthreads();
-        load_keys(block, 0), store_row(block, 0, load_row(block, constants()), constants());
-        next = seek(next, constants());
+        load_keys(segment, first, 0);
+        store_row(segment, first, 0, load_row(segment, first));
         __syncthreads();
       }
 
       // Stripes without keys are left out. The test, always true at first, also keeps ptxas from reordering across it:
       // 1.25 instead of 1.38 ms at D = 64, 1.20 instead of 1.31 at D = 128.
-      int keys_left = p.num_keys - block * kKeys;
+      int keys_left = segment.end - first;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
-        int key = block * kKeys + stripe * K::kKeysPerBlock, next_key = key + K::kInFlight * K::kKeysPerBlock;
-        if (Keys::kSkips && stripe + K::kInFlight == K::kStripes) next_key = next * kKeys;
-        if (!Keys::is_visible(units, stripe / K::kInFlight)) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int t = 0; t < K::kInFlight; ++t) load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
-          continue;
-        }
         // Scores.
         float s[K::kInFlight][4][8];
+        int key = first + stripe * K::kKeysPerBlock;
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           init_scores(s[t], stage, stripe + t);
@@ -160,7 +159,7 @@ struct ForwardBlock {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
-          load_matrices(bias1[t], bias2[t], next_key + t * K::kKeysPerBlock);
+          load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
           if constexpr (!K::kHasRowBias) mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
@@ -182,19 +181,11 @@ struct ForwardBlock {
       }
 
       if constexpr (K::kAsync) {
-        if (has_keys(next)) store_row(next, stage ^ 1, next_row, constants());
+        if (next < segment.end) store_row(segment, next, stage ^ 1, next_row);
       }
-      block = next, stage = Keys::kSkips ? (stage + 1) % K::kStages : block % K::kStages;
     }
-
-    softmax.finish();
-    __syncthreads();  // the last reads of K and V
-    merge_warps(o, softmax);
-    whole.advance_to_block();
-    store(whole, o, softmax);
   }
 
- protected:
   CUTLASS_DEVICE scalar_t* sQ() const { return reinterpret_cast<scalar_t*>(shared); }
   CUTLASS_DEVICE char* stage_begin(int stage) const { return shared + QTile::kBytes + stage * K::kStageBytes; }
   CUTLASS_DEVICE scalar_t* sK(int stage) const { return reinterpret_cast<scalar_t*>(stage_begin(stage)); }
@@ -202,26 +193,37 @@ struct ForwardBlock {
     return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
   }
   // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
-  CUTLASS_DEVICE float4* sRow(int stage) const {
+  CUTLASS_DEVICE float4* sRowBias(int stage) const {
     return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
   }
 
+  // What the loop asks for once a stage, and has no registers for.
+  struct Constants {
+    const scalar_t *key, *value;
+    scalar_t *bias1, *bias2;
+    output_t* output;
+    float* logsumexp;
+    KeySegments segments;
+    float shift;
+    int num_queries;
+  };
+  static_assert(sizeof(Constants) <= K::kConstantsBytes || !K::kSingleValueIteration, "K::kConstantsBytes");
   CUTLASS_DEVICE Constants* sConstants() const {
-    return reinterpret_cast<Constants*>(shared + K::kLoopBytes - K::kConstantsBytes);
+    return reinterpret_cast<Constants*>(shared + K::kSharedBytes - K::kConstantsBytes);
   }
 
-  // The first block with a visible key, with what comes before the loop but for Q and the matrices.
-  CUTLASS_DEVICE int begin() {
-    Constants row;
-    if constexpr (Keys::kSkips) row = {p.key_mask.visible, p.bias1_ptr, p.key_mask.shift_of(0)};
-    int block = seek(0, row);
-    if constexpr (K::kAsync) {
-      load_keys(block, 0), store_row(block, 0, load_row(block, row), row);
-    }
-    if constexpr (Keys::kSkips) {
-      if (thread == 0) *sConstants() = row;
-    }
-    return block;
+  CUTLASS_DEVICE bool next_segment(KeySegment& segment) const {
+    const KeySegments segments = sConstants()->segments;
+    if (!segments.has_more(segment)) return false;
+    segment = segments.from(segment.end);
+    __syncthreads();  // the last reads of K and V
+    return true;
+  }
+  CUTLASS_DEVICE void seek_matrices(int key) {
+    const Constants& block = *sConstants();
+    int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column() + key;
+    if constexpr (K::Bias1::kIsMatrix) bias1_ptr = block.bias1 + offset;
+    if constexpr (K::Bias2::kIsMatrix) bias2_ptr = block.bias2 + offset;
   }
 
   // Everything this thread loaded is there, and every warp is done with what it read before.
@@ -230,10 +232,9 @@ struct ForwardBlock {
     __syncthreads();
   }
 
-  static constexpr bool kPreparesQ = K::kQInRegisters || K::kScalesQ;
   // Q, which has been sent for, times kQFactor, in registers or where it is.
   template <int kCount>
-  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount]) const {
+  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount], bool is_first = true) const {
     if constexpr (K::kQInRegisters) {
       wait_for_loads();
       CUTLASS_PRAGMA_UNROLL
@@ -241,7 +242,7 @@ struct ForwardBlock {
         load_q(q[step], step);
         scale_q<int(sizeof(FragA)) / 4, /*kStep=*/1>(reinterpret_cast<uint32_t*>(&q[step]), /*first=*/0);
       }
-    } else if constexpr (K::kScalesQ) {
+    } else if (K::kScalesQ && is_first) {
       wait_for_loads();
       scale_q<QTile::kBytes / 4, K::kNumThreads>(reinterpret_cast<uint32_t*>(sQ()), thread);
       __syncthreads();
@@ -259,57 +260,52 @@ struct ForwardBlock {
     }
   }
 
-  // In place of load_keys.
-  CUTLASS_DEVICE void pass_over() {
-    k_loader.advance();
-    v_loader.advance();
-  }
-  CUTLASS_DEVICE void load_keys(int block, int stage) {
-    int left = p.num_keys - block * kKeys;
-    k_loader.load(sK(stage), left);
-    k_loader.advance();
-    v_loader.load(sV(stage), left);
-    v_loader.advance();
+  CUTLASS_DEVICE void load_keys(const KeySegment& segment, int first, int stage) const {
+    int left = segment.end - first;
+    const Constants& block = *sConstants();
+    const int thread_x = int(ptx::thread_x());
+    Loader<KTile>(block.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(sK(stage), left);
+    Loader<VTile>(block.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x).load(sV(stage), left);
     if constexpr (K::kAsync) ptx::cp_async_commit();
   }
 
-  // This thread's element of a row bias: loaded early, converted and stored when it is there.
-  struct RowElement {
-    ElementBits<scalar_t> bias1, bias2;
-  };
-  CUTLASS_DEVICE RowElement load_row(int block, const Constants& row) const {
+  CUTLASS_DEVICE RowElement load_row(const KeySegment& segment, int first) const {
     RowElement x;
-    const int key = block * kKeys + thread % kKeys;
-    const cutlass::MatrixCoord extent(1, p.num_keys);
-    if constexpr (K::Bias1::kIsRow) K::Bias1::Row::load(x.bias1, row.bias1, key, extent, 0);
-    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, p.bias2_ptr, key, extent, 0);
+    const int key = first + int(ptx::thread_x() % kKeys);
+    const cutlass::MatrixCoord extent(1, segment.end);
+    if constexpr (K::Bias1::kIsRow) K::Bias1::Row::load(x.bias1, sConstants()->bias1, key, extent, 0);
+    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->bias2, key, extent, 0);
     return x;
   }
   // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
-  CUTLASS_DEVICE void store_row(int block, int stage, const RowElement& element, const Constants& row) const {
+  CUTLASS_DEVICE void store_row(const KeySegment& segment, int first, int stage, const RowElement& element) const {
     if constexpr (K::kHasRowBias) {
-      float x = element.bias1.value() - row.shift;
+      float x = element.bias1.value();
+      if constexpr (K::Bias1::kIsRow) x -= sConstants()->shift;
       if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += element.bias2.value();
       if constexpr (!K::Bias1::kIsRow) x = element.bias2.value();
       float raw = x * inv_scale;
-      if (block * kKeys + thread % kKeys >= p.num_keys) raw = -infinity();
-      if (thread < kKeys) {
-        float* s = reinterpret_cast<float*>(sRow(stage) + thread / 2) + thread % 2;
+      const uint32_t thread_x = ptx::thread_x();
+      if (first + int(thread_x % kKeys) >= segment.end) raw = -infinity();
+      if (thread_x < kKeys) {
+        float* s = reinterpret_cast<float*>(sRowBias(stage) + thread_x / 2) + thread_x % 2;
         s[0] = raw;
         s[2] = raw;
       }
     }
   }
 
-  // Keys from `key` on. The pointers and the extent contain the lane's part: the policy sees the first thread of its
-  // map.
-  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, int key) {
-    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), p.num_keys - key - bias_start.column());
+  // Keys from `key` on, where the pointers stand. They and the extent contain the lane's part: the policy sees the
+  // first thread of its map.
+  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, const KeySegment& segment, int key) {
+    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), segment.end - key - bias_start.column());
     if constexpr (K::Bias1::kIsMatrix) {
-      K::Bias1::Matrix::load(bias1, bias1_ptr + key, 0, extent, p.bias2_strideM);
+      K::Bias1::Matrix::load(bias1, bias1_ptr, 0, extent, p.bias2_strideM);
+      bias1_ptr += K::kKeysPerBlock;
     }
     if constexpr (K::Bias2::kIsMatrix) {
-      K::Bias2::Matrix::load(bias2, bias2_ptr + key, 0, extent, p.bias2_strideM);
+      K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
+      bias2_ptr += K::kKeysPerBlock;
     }
   }
   CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
@@ -364,7 +360,7 @@ struct ForwardBlock {
   }
   CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
     int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
-    return sRow(stage)[pair];
+    return sRowBias(stage)[pair];
   }
 
   CUTLASS_DEVICE static Row largest_of(const Row (&rows)[K::kInFlight]) {
@@ -458,7 +454,12 @@ struct ForwardBlock {
   }
 
   // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
-  CUTLASS_DEVICE void store(const Params& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+  struct Output {
+    output_t* ptr;
+    float* logsumexp;  // or null
+    int num_queries, num_columns;
+  };
+  CUTLASS_DEVICE void store(const Output& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
     using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
                                                         /*isFirst=*/true, /*isLast=*/true, Row>;
     output_t* sO = reinterpret_cast<output_t*>(shared);
@@ -468,8 +469,8 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < Mma::kSlots; ++slot) {
         int r = row + slot * Mma::kRowStep;
-        if (out.logsumexp_ptr && Mma::leads_row(lane) && r < out.num_queries) {
-          out.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        if (out.logsumexp && Mma::leads_row(lane) && r < out.num_queries) {
+          out.logsumexp[r] = softmax.logsumexp(slot);
         }
         sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
       }
@@ -490,8 +491,8 @@ struct ForwardBlock {
       }
     }
     __syncthreads();
-    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.output_ptr, out.o_strideM, sO, thread,
-                                                                      out.num_queries, out.head_dim_value);
+    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.ptr, p.o_strideM, sO, thread, out.num_queries,
+                                                                      out.num_columns);
   }
 };
 

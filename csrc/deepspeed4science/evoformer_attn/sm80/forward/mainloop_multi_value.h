@@ -10,6 +10,7 @@
 // head dimensions beyond the tiers.
 #pragma once
 
+#include "../visible_keys.h"
 #include "mainloop.h"
 
 namespace ds4s {
@@ -34,17 +35,18 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
   using Base::thread;
   using Base::warp_m;
   using Base::warp_n;
-  using Constants = typename Base::Constants;
+  using Keys = VisibleKeys<Base::kKeys, K::kKeysPerBlock, K::kSkips>;
   template <bool kYes>
   struct Flag {
     static constexpr bool kValue = kYes;
   };
 
-  const Constants row;  // of the row n
+  const Keys keys;    // that the row n sees
+  const float shift;  // of its bias1
   FragA q[K::kQInRegisters ? K::kStepsD : 1];
 
   CUTLASS_DEVICE ForwardBlockMultiValue(const Params& params, char* shared_)
-      : Base(params, shared_), row{params.key_mask.visible, params.bias1_ptr, params.key_mask.shift_of(0)} {}
+      : Base(params, shared_), keys{params.key_mask, 0, params.num_keys}, shift(params.key_mask.shift_of(0)) {}
 
   CUTLASS_DEVICE void run() {
     if (p.output_accum_ptr != nullptr) return run_through_buffer();
@@ -60,7 +62,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     float o[K::kTilesO][8];
     clear(o);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int block = seek(0); this->has_keys(block); block = seek(block + 1)) {
+    for (int block = seek(0); keys.has(block); block = seek(block + 1)) {
       float s[4][8];
       compute_scores(s, block);
       Row largest;
@@ -74,10 +76,8 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     softmax.finish();
     __syncthreads();  // the last reads of V
     this->merge_warps(o, softmax);
-    Params out = p;
-    out.output_ptr += column, out.head_dim_value -= column;
-    if (column > 0) out.logsumexp_ptr = nullptr;
-    this->store(out, o, softmax);
+    float* logsumexp = column > 0 ? nullptr : p.logsumexp_ptr;
+    this->store({p.output_ptr + column, logsumexp, p.num_queries, p.head_dim_value - column}, o, softmax);
     __syncthreads();  // O leaves from where Q comes in
   }
 
@@ -87,7 +87,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     const int first_block = seek(0);
     int next;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int block = first_block; this->has_keys(block); block = next) {
+    for (int block = first_block; keys.has(block); block = next) {
       next = seek(block + 1);
       float s[4][8];
       compute_scores(s, block);
@@ -98,7 +98,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       softmax.move(largest);
       softmax.exponentiate(s);
 
-      bool first = block == first_block, last = !this->has_keys(next);
+      bool first = block == first_block, last = !keys.has(next);
       Row sums;
       sums.fill(1.f);
       if (last) finish(softmax, sums);
@@ -123,7 +123,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
   }
 
   CUTLASS_DEVICE int seek(int block) const {
-    return this->keys(row).seek(block, [] {});
+    return keys.seek(block, [] {});
   }
   CUTLASS_DEVICE static void clear(float (&o)[K::kTilesO][8]) {
     CUTLASS_PRAGMA_UNROLL
@@ -174,8 +174,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       scalar_t *ptr1 = p.bias1_ptr + first, *ptr2 = p.bias2_ptr + first;
       if constexpr (K::Bias1::kIsMatrix) ptr1 += warp_m * 32 * p.bias2_strideM;
       if constexpr (K::Bias2::kIsMatrix) ptr2 += warp_m * 32 * p.bias2_strideM;
-      BiasEpilogue()({sBias, Shared::kBiasPitch}, ptr1, ptr2, lane, {rows, p.num_keys - first}, p.bias2_strideM,
-                     row.shift);
+      BiasEpilogue()({sBias, Shared::kBiasPitch}, ptr1, ptr2, lane, {rows, p.num_keys - first}, p.bias2_strideM, shift);
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < 32; ++x) {

@@ -58,20 +58,30 @@ struct ForwardParams {
   // The grid is (query blocks, heads, batches), or the product of the three on x (no limit of 65,535 then). With
   // group_log2 the 2^group_log2 neighbours of a batch come first, one after another: they read the same bias2 tile.
   CUTLASS_DEVICE bool advance_to_block() {
+    const Position at = position_of_block();
+    if (at.batch < num_batches) advance_to(at);
+    return at.batch < num_batches;
+  }
+
+  struct Position {
+    int64_t batch, head;
+    int32_t row;
+  };
+  CUTLASS_DEVICE Position position_of_block() const {
     constexpr int kQueriesPerBlock = K::QTile::kRows;
     uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
-    uint32_t id = ptx::block_x() + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    uint32_t id = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     uint32_t in_group = id & ((1u << group_log2) - 1);
     id >>= group_log2;
     uint32_t rest = id / num_blocks;
-    int32_t row = int32_t(id - rest * num_blocks) * kQueriesPerBlock;
     uint32_t group = rest / uint32_t(num_heads);
-    int64_t head = rest - group * uint32_t(num_heads);
-    int64_t batch = (group << group_log2) + in_group;
+    return {int64_t((group << group_log2) + in_group), int64_t(rest - group * uint32_t(num_heads)),
+            int32_t(id - rest * num_blocks) * kQueriesPerBlock};
+  }
+  CUTLASS_DEVICE void advance_to(const Position& at) {
+    const int64_t batch = at.batch, head = at.head, row = at.row;
     int64_t b = uint32_t(batch) / uint32_t(N);
     int64_t n = batch - b * N;
-    if (batch >= num_batches) return false;
-
     query_ptr += batch * q_strideB + b * q_strideOuter + head * q_strideH + row * q_strideM;
     key_ptr += batch * k_strideB + b * k_strideOuter + head * k_strideH;
     value_ptr += batch * v_strideB + b * v_strideOuter + head * v_strideH;
@@ -79,11 +89,10 @@ struct ForwardParams {
     int64_t out_row = (batch * num_heads + head) * num_queries + row;
     if (output_accum_ptr) output_accum_ptr += out_row * head_dim_value;
     if (logsumexp_ptr) logsumexp_ptr += out_row;
-    bias1_ptr = to_tile<typename K::Bias1>(bias1_ptr, b, n, head, row);
-    bias2_ptr = to_tile<typename K::Bias2>(bias2_ptr, b, n, head, row);
+    bias1_ptr = to_tile<typename K::Bias1>(bias1_ptr, b, n, head, at.row);
+    bias2_ptr = to_tile<typename K::Bias2>(bias2_ptr, b, n, head, at.row);
     key_mask = key_mask.from(batch);
-    num_queries -= row;
-    return true;
+    num_queries -= at.row;
   }
 
  private:

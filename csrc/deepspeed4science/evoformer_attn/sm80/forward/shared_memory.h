@@ -21,6 +21,8 @@ struct FitsInSharedMemory {
                 "the name of this instantiation): take fewer queries or keys for a block, or a smaller kHeadDim");
 };
 
+constexpr int kForwardConstantsBytes = 96;  // ForwardBlock::Constants
+
 // kSingleValueIteration = false, behind Q, K and V: for each row of warps the biases of 32 x 32 scores at a time, where
 // O's parts are added up afterwards; for each warp what it shares of its rows.
 template <int kNumWarps, int kWarpsM, int kBegin_, int kHeadDimValue>
@@ -42,8 +44,8 @@ constexpr int forward_shared_bytes(bool single_value_iteration, int head_dim) {
   int loop = tile(kQueries, head_dim) + tile(kKeys, head_dim) + tile(kKeys, columns);
   int sums = kKeys > 32 ? kQueries * columns * 4 : 0, biases = kQueries * (32 + 4) * 4;
   int end = sums + kQueries * 8 * 4 > tile(kQueries, columns) ? sums + kQueries * 8 * 4 : tile(kQueries, columns);
-  loop += single_value_iteration ? kKeys * 8 + 32 : (sums > biases ? sums : biases) + kQueries * kKeys / 8;
-  return loop > end ? loop : end;
+  loop += single_value_iteration ? kKeys * 8 : (sums > biases ? sums : biases) + kQueries * kKeys / 8;
+  return (loop > end ? loop : end) + (single_value_iteration ? kForwardConstantsBytes : 0);
 }
 
 // The default of AttentionKernel's kHeadDim_.
