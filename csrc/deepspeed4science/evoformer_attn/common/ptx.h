@@ -128,6 +128,7 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
 
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
+CUTLASS_DEVICE void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 
 // threadIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
 CUTLASS_DEVICE uint32_t thread_x() {

@@ -86,13 +86,19 @@ struct ForwardBlock {
       for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
     }
 
+    // Most rows n see all keys. Bounds that come from memory keep ptxas from using uniform registers in the loop:
+    // another loop has them, at 5 % more time.
     KeySegment segment = K::kSkips ? segments.first(mask) : KeySegment{0, p.num_keys};
-    bool is_first = true;
-    CUTLASS_PRAGMA_NO_UNROLL
-    do {
-      add_segment(o, softmax, segment, is_first);
-      is_first = false;
-    } while (K::kSkips && next_segment(segment));
+    if (segment.begin == 0 && segment.end == p.num_keys) {
+      add_segment</*kWhole=*/true>(o, softmax, {0, p.num_keys}, /*is_first=*/true);
+    } else {
+      bool is_first = true;
+      CUTLASS_PRAGMA_NO_UNROLL
+      do {
+        add_segment</*kWhole=*/false>(o, softmax, segment, is_first);
+        is_first = false;
+      } while (next_segment(segment));
+    }
 
     softmax.finish();
     __syncthreads();  // the last reads of K and V
@@ -106,15 +112,22 @@ struct ForwardBlock {
   struct RowElement {
     ElementBits<scalar_t> bias1, bias2;
   };
-  // O += P V for the keys of a segment.
+  struct Loaders {
+    Loader<KTile> k;
+    Loader<VTile> v;
+  };
+  // O += P V for the keys of a segment. kWhole: for all of them.
+  template <bool kWhole>
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   bool is_first) {
     Frag1 bias1[K::kInFlight];
     Frag2 bias2[K::kInFlight];
     RowElement element;
+    Loaders loaders{{sConstants()->key, p.k_strideM, p.head_dim, thread},
+                    {sConstants()->value, p.v_strideM, p.head_dim_value, thread}};
     seek_matrices(segment.begin);
     if constexpr (K::kAsync) {
-      load_keys(segment, segment.begin, 0), element = load_row(segment, segment.begin);
+      load_keys<kWhole>(loaders, segment, segment.begin, 0), element = load_row<kWhole>(segment, segment.begin);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < K::kInFlight; ++t) {
@@ -127,17 +140,17 @@ struct ForwardBlock {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = segment.begin, turn = 0; first < segment.end; first += kKeys, ++turn) {
       // These keys' K, V and row bias arrive; the next ones' set out.
-      int stage = turn % K::kStages, next = first + kKeys;
+      int stage = (kWhole ? first / kKeys : turn) % K::kStages, next = first + kKeys;
       RowElement next_row;
       if constexpr (K::kAsync) {
         wait_for_loads();
         if (next < segment.end) {
-          load_keys(segment, next, stage ^ 1), next_row = load_row(segment, next);
+          load_keys<kWhole>(loaders, segment, next, stage ^ 1), next_row = load_row<kWhole>(segment, next);
         }
       } else {
         __syncthreads();
-        load_keys(segment, first, 0);
-        store_row(segment, first, 0, load_row(segment, first));
+        load_keys<kWhole>(loaders, segment, first, 0);
+        store_row(segment, first, 0, load_row<kWhole>(segment, first));
         __syncthreads();
       }
 
@@ -260,20 +273,34 @@ struct ForwardBlock {
     }
   }
 
-  CUTLASS_DEVICE void load_keys(const KeySegment& segment, int first, int stage) const {
+  template <bool kWhole>
+  CUTLASS_DEVICE void load_keys(Loaders& loaders, const KeySegment& segment, int first, int stage) {
     int left = segment.end - first;
-    const Constants& block = *sConstants();
-    const int thread_x = int(ptx::thread_x());
-    Loader<KTile>(block.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(sK(stage), left);
-    Loader<VTile>(block.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x).load(sV(stage), left);
+    if constexpr (kWhole && K::kKeepsLoaders) {
+      // Multiples of the strides would be kept in registers too.
+      loaders.k.stride = p.k_strideM, loaders.v.stride = p.v_strideM;
+      ptx::keep(loaders.k.stride);
+      loaders.k.load(sK(stage), left);
+      loaders.k.advance();
+      ptx::keep(loaders.v.stride);
+      loaders.v.load(sV(stage), left);
+      loaders.v.advance();
+    } else {
+      const Constants& block = *sConstants();
+      const int thread_x = int(ptx::thread_x());
+      Loader<KTile>(block.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(sK(stage), left);
+      Loader<VTile>(block.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x).load(sV(stage), left);
+    }
     if constexpr (K::kAsync) ptx::cp_async_commit();
   }
 
+  template <bool kWhole>
   CUTLASS_DEVICE RowElement load_row(const KeySegment& segment, int first) const {
     RowElement x;
     const int key = first + int(ptx::thread_x() % kKeys);
     const cutlass::MatrixCoord extent(1, segment.end);
-    if constexpr (K::Bias1::kIsRow) K::Bias1::Row::load(x.bias1, sConstants()->bias1, key, extent, 0);
+    if constexpr (K::Bias1::kIsRow)
+      K::Bias1::Row::load(x.bias1, kWhole ? p.bias1_ptr : sConstants()->bias1, key, extent, 0);
     if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->bias2, key, extent, 0);
     return x;
   }
