@@ -110,8 +110,9 @@ struct PrepareRows {
   }
 };
 
+// Eight blocks: told no number, ptxas takes 48 registers, and all but one row of a group wait for that one's loads.
 template <typename Config>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta) {
   ptx::wait_for_kernel_before();
   PrepareRows<Config>::run(args, negative_delta, blockIdx.x);
