@@ -130,7 +130,13 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 CUTLASS_DEVICE void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 
-// threadIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+// blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+CUTLASS_DEVICE uint32_t block_x() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+// threadIdx.x, likewise.
 CUTLASS_DEVICE uint32_t thread_x() {
   uint32_t x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
