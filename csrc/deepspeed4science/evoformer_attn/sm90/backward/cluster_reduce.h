@@ -4,7 +4,7 @@
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
-#include "sm90/backward/producer.h"
+#include "sm90/backward/config.h"
 
 namespace ds4s::sm90 {
 

@@ -17,7 +17,7 @@
 #include <cute/arch/copy_sm80.hpp>
 
 #include "common/atomic_add.h"
-#include "sm90/backward/producer.h"
+#include "sm90/backward/config.h"
 
 namespace ds4s::sm90 {
 

@@ -3,7 +3,8 @@
 // goes from key to key.
 #pragma once
 
-#include "sm90/backward/producer.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/maps.h"
 
 namespace ds4s::sm90 {
 

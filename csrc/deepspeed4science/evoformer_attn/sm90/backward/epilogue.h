@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/backward/cluster_reduce.h"
+#include "sm90/backward/maps.h"
 #include "sm90/backward/step_products.h"
 
 namespace ds4s::sm90 {

@@ -7,6 +7,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "sm90/backward/consumer.h"
+#include "sm90/backward/producer.h"
 
 namespace ds4s::sm90 {
 

@@ -3,16 +3,9 @@
 #pragma once
 
 #include "sm90/backward/config.h"
+#include "sm90/backward/maps.h"
 
 namespace ds4s::sm90 {
-
-// Tensor maps of kernel_dq_dkdv; results over the owned tiles.
-struct DqDkdvMaps {
-  CUtensorMap owned_first, owned_second, streamed_first, streamed_second, bias2, result_first, result_second;
-  CUtensorMap dq;                         // kDqInShared
-  TensorView<5> first_rows, second_rows;  // the results again, for kReleasesEarly
-  TensorView<5> dq_rows;                  // kDqInGlobal
-};
 
 template <typename Config>
 struct DqDkdvProducer {

@@ -3,13 +3,10 @@
 #pragma once
 
 #include "sm90/backward/config_dbias2.h"
+#include "sm90/backward/maps.h"
 #include "sm90/mma/rank1_mma.h"
 
 namespace ds4s::sm90 {
-
-struct Dbias2Maps {
-  CUtensorMap q, k, v, do_;
-};
 
 template <typename Config>
 struct Dbias2Producer {
