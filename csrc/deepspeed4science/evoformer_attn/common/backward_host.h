@@ -1,4 +1,4 @@
-// What the host sides of the backwards do alike: plan a workspace, start kernels, add parts up. Once something has gone
+// What the host sides of the backwards do alike: start kernels, add parts up. Once something has gone
 // wrong, nothing more is started, and `status_` says what it was.
 #pragma once
 
@@ -6,7 +6,6 @@
 
 #include "common/key_mask_buffers.h"
 #include "common/preprocess.h"
-#include "common/slices.h"
 #include "common/workspace.h"
 
 namespace ds4s {
@@ -15,18 +14,10 @@ class BackwardHost {
  protected:
   explicit BackwardHost(const BwdParams& params) : p_(params) {}
 
-  // Workspace: kept by WorkspaceLayout, offsets from its beginning.
-  int64_t reserve(bool needed, int64_t size) {
-    int64_t offset = layout_.reserve(needed, size);
-    bytes_ = layout_.bytes();
-    return offset;
-  }
+  // The piece of the workspace at that offset.
   template <typename T>
   T* at(int64_t offset) const {
     return ds4s::at<T>(p_.workspace, offset);
-  }
-  int64_t choose_slices(int64_t tiles, int64_t resident_blocks, int64_t least = 1) const {
-    return ds4s::choose_slices(p_.N, tiles, resident_blocks, least);
   }
 
   void check(cudaError_t status) {
@@ -64,8 +55,6 @@ class BackwardHost {
   BwdParams p_;
   cudaStream_t stream_ = nullptr;
   cudaError_t status_ = cudaSuccess;
-  WorkspaceLayout layout_;
-  int64_t bytes_ = 0;
 };
 
 }  // namespace ds4s

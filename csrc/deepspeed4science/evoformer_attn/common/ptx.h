@@ -150,9 +150,6 @@ CUTLASS_DEVICE int load_acquire(const int* flag) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
   return x;
 }
-CUTLASS_DEVICE void wait_until_equal(const int* flag, int value) {
-  while (load_acquire(flag) != value) continue;
-}
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
