@@ -34,7 +34,12 @@ struct BackwardConfig {
   using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
 
   static constexpr int kChannelBytes = kHeadDim * int(sizeof(scalar_t));
-  static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "tiers are multiples of 16 up to 128");
+  static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "tiers are multiples of 16 up to 256");
+  static_assert(kHeadDim <= 128 || sizeof(scalar_t) == 2, "a warp copies rows of 512 bytes at most");
+  // Of dq, dk or dv a block gives this many channels: as many registers a lane. kParts blocks compute the same scores.
+  static constexpr int kPartChannels = kHeadDim <= 128 ? kHeadDim : 128;
+  static constexpr int kParts = kHeadDim / kPartChannels;
+  static_assert(kHeadDim % kPartChannels == 0, "whole parts");
 
   static constexpr BackwardTiles kTiles = backward_tiles(kChannelBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
   static constexpr int kWarps = kTiles.warps;
@@ -65,7 +70,7 @@ struct OwnedTileConfig : Config {
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
-  static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kHeadDim;  // registers a lane
+  static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kPartChannels;  // registers a lane
   // The row operands stay in registers where what lives through the loop leaves room for scores and addresses.
   static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;

@@ -146,14 +146,17 @@ struct KernelDqDkdv {
     const BwdParams& p = args.p;
     const int first = at.first + loop.warp.first, owned_left = at.num_owned(p) - first;
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
-      scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h);
-      store_rows<Mma, Config::kIsAligned>(g, stride[2], acc, factor, owned_left, channels, loop.warp.lane);
+      const int channel = at.part * Config::kPartChannels;
+      scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + channel;
+      store_rows<Mma, Config::kIsAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
     if constexpr (Config::kFusesDq) loop.dq_add.wait_for_hosted();
     if constexpr (Config::kWantsDs) {
       if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
-      if constexpr (Config::kWantsDbias1) store_dbias1(loop, args, at, first, owned_left);
+      if constexpr (Config::kWantsDbias1) {
+        if (at.part == 0) store_dbias1(loop, args, at, first, owned_left);
+      }
     }
     if constexpr (Config::kWantsDv) {
       if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));

@@ -157,7 +157,7 @@ class Backward : BackwardHost {
   template <Gradients kWhat, bool kWantsDbias1 = false>
   void start_kernel(int num_stages) {
     using Owned = OwnedTileConfig<Config, kWhat, kWantsDbias1>;
-    int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N;
+    int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N * Config::kParts;
     start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, KernelDqDkdv<Owned>::shared_bytes(num_stages), args_,
           num_stages);
   }

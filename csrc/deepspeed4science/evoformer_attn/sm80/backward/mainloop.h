@@ -66,7 +66,7 @@ struct Mainloop {
         thread(thread_),
         dq_add{pool, at.pair},
         streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
-        warp(args.p.scale, thread_),
+        warp(args.p.scale, thread_, at.part),
         vectors(args, at, warp.probabilities.column_unit()),
         bias2(static_cast<const scalar_t*>(bias2_.ptr) + at.b * bias2_.stride_b + at.h * bias2_.stride_h,
               bias2_.stride_row, at.first, at.num_owned(args.p), at.num_streamed(args.p),

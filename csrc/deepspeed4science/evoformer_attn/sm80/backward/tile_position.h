@@ -13,8 +13,10 @@ struct TilePosition {
   int first;  // query or key
   int num_tiles;
   uint32_t pair;  // (b, n, h), in the order of the blocks
+  int part = 0;   // of the channels of its gradients
 
   CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
+    if constexpr (Config::kParts > 1) part = int(number % Config::kParts), number /= Config::kParts;
     uint32_t tiles = uint32_t(num_owned(p) + Config::kOwned - 1) / Config::kOwned;
     uint32_t batches = uint32_t(p.B * p.N), per_batch = tiles * uint32_t(p.H);
     uint32_t group = min(batches, uint32_t(kSideBySide));

@@ -20,7 +20,7 @@ struct WarpGradients {
   using Bias2 = typename cutlass::platform::conditional<Config::kTransposesBias2, TransposedBias2<Config>,
                                                         Bias2Stripe<Config>>::type;
   static constexpr bool kOwnsKeys = Config::kOwnsKeys;
-  static constexpr int kTiles = Config::kHeadDim / 8;
+  static constexpr int kTiles = Config::kPartChannels / 8;
   static constexpr int kChunkTiles = Config::kChunkTiles;
 
   const int lane, first;  // first: of the warp's, in the owned tile
@@ -33,12 +33,12 @@ struct WarpGradients {
   float dv[Config::kWantsDv ? kTiles : 2][8] = {}, dqk[Config::kWantsDs ? kTiles : 2][8] = {};
   float dbias1[Mma::kSlots] = {};
 
-  CUTLASS_DEVICE WarpGradients(float scale, int thread)
+  CUTLASS_DEVICE WarpGradients(float scale, int thread, int part)
       : lane(thread & 31),
         first(thread / 32 * 32),
         probabilities(scale),
         lane_nk(Mma::template lane_b_nk<StreamedTile>(lane)),
-        lane_kn(Mma::template lane_b_kn<StreamedTile>(lane)) {}
+        lane_kn(Mma::template lane_b_kn<StreamedTile>(lane) + part * Config::kPartChannels) {}
 
   // 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: where dS of the tile is wanted in shared memory;
   // next_first: the first streamed of the next 32.
