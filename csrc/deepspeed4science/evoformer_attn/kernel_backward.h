@@ -24,3 +24,60 @@
 #include "sm80/backward/kernel_dbias2.h"
 #include "sm80/backward/kernel_dq_dkdv.h"
 #include "sm80/backward/statistics.h"
+
+template <typename scalar_t_,           // half_t; bfloat16_t (Sm80); float
+          typename ArchTag,             // cutlass::arch::Sm70, Sm75, Sm80
+          bool isAligned_,              // tensors begin at 16 bytes, strides, D and Dv fill 16-byte chunks
+          int kHeadDim_,                // tier: at least D and Dv, a multiple of 16
+          bool kSupportsBias_ = false,  // bias2; of bias1 Params says whether it is there
+          bool kTf32_ = false>          // float only: TF32 tensor cores instead of full precision
+struct AttentionBackwardKernel {
+  using scalar_t = scalar_t_;
+  using accum_t = float;
+  using Params = ds4s::BackwardArgs;
+  using Gradients = ds4s::Gradients;
+  using Config = ds4s::BackwardConfig<scalar_t, ArchTag, isAligned_, kHeadDim_, kSupportsBias_, kTf32_>;
+
+  // Numbers of a block that gives kWhat of the queries or keys that it owns,
+  template <Gradients kWhat, bool kWantsDbias1 = false>
+  using Owned = ds4s::OwnedTileConfig<Config, kWhat, kWantsDbias1>;
+  // of one that gives dk and dv of its keys, and adds to dq and dbias2,
+  template <bool kWantsDbias1>
+  using Fused = ds4s::FusedConfig<Config, kWantsDbias1>;
+  // and of one that gives a tile of dbias2.
+  using Dbias2 = ds4s::Dbias2TileConfig<Config>;
+
+  // Dynamic shared memory.
+  template <Gradients kWhat>
+  static constexpr int shared_bytes(int stages) {
+    return ds4s::KernelDqDkdv<Owned<kWhat>>::shared_bytes(stages);
+  }
+  static constexpr int fused_shared_bytes() { return ds4s::KernelDqDkdv<Fused<false>>::shared_bytes(/*stages=*/2); }
+  static constexpr int dbias2_shared_bytes(int stages) { return ds4s::KernelDbias2<Dbias2>::shared_bytes(stages); }
+};
+
+// The launchable forms, of one of these numbers.
+namespace ds4s {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_dq_dkdv(const __grid_constant__ BackwardArgs args, int stages) {
+  extern __shared__ __align__(16) char shared[];
+  KernelDqDkdv<Config>::run(args, stages, shared);
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqAccumulatorPool pool) {
+  extern __shared__ __align__(16) char shared[];
+  KernelDqDkdv<Config>::run(args, /*stages=*/2, shared, pool);
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_dbias2(const __grid_constant__ BackwardArgs args, int stages) {
+  extern __shared__ __align__(16) char shared[];
+  KernelDbias2<Config>::run(args, stages, shared);
+}
+
+}  // namespace ds4s

@@ -196,11 +196,4 @@ struct KernelDbias2 {
   }
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_dbias2(const __grid_constant__ BackwardArgs args, int stages) {
-  extern __shared__ __align__(16) char shared[];
-  KernelDbias2<Config>::run(args, stages, shared);
-}
-
 }  // namespace ds4s

@@ -209,18 +209,4 @@ struct KernelDqDkdv {
   }
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_dq_dkdv(const __grid_constant__ BackwardArgs args, int stages) {
-  extern __shared__ __align__(16) char shared[];
-  KernelDqDkdv<Config>::run(args, stages, shared);
-}
-
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqAccumulatorPool pool) {
-  extern __shared__ __align__(16) char shared[];
-  KernelDqDkdv<Config>::run(args, /*stages=*/2, shared, pool);
-}
-
 }  // namespace ds4s

@@ -23,16 +23,15 @@ inline bool backward_is_aligned(const BwdParams& p) {
   return aligned;
 }
 
-// Template arguments: BackwardConfig.
+// Template arguments: AttentionBackwardKernel's.
 template <typename scalar_t, typename ArchTag, bool kIsAligned, int kHeadDim, bool kHasBias2, bool kTf32>
 class Backward : BackwardHost {
-  using Config = BackwardConfig<scalar_t, ArchTag, kIsAligned, kHeadDim, kHasBias2, kTf32>;
-  using Dbias2 = Dbias2TileConfig<Config>;
+  using Kernel = AttentionBackwardKernel<scalar_t, ArchTag, kIsAligned, kHeadDim, kHasBias2, kTf32>;
+  using Config = typename Kernel::Config;
+  using Dbias2 = typename Kernel::Dbias2;
   using QueryValue = typename Config::QueryValue;
-  template <Gradients kWhat>
-  using Kernel = KernelDqDkdv<OwnedTileConfig<Config, kWhat>>;
   template <bool kWantsDbias1>
-  using Fused = FusedConfig<Config, kWantsDbias1>;
+  using Fused = typename Kernel::template Fused<kWantsDbias1>;
 
  public:
   static int64_t workspace_bytes(const BwdParams& p) {
@@ -68,14 +67,14 @@ class Backward : BackwardHost {
     unit.element_bytes = int(sizeof(scalar_t)), unit.head_dim = kHeadDim;
     unit.has_bias2 = kHasBias2, unit.is_exact = Config::kExact, unit.splits_dkdv = Config::kSplitsKeys;
     unit.max_stages = Config::kMaxStages, unit.tiles = Config::kTiles;
-    unit.dq_shared_bytes = Kernel<Gradients::kDq>::shared_bytes(2);
-    unit.dk_shared_bytes = Kernel<(Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv)>::shared_bytes(2);
-    unit.dv_shared_bytes = Kernel<Gradients::kDv>::shared_bytes(2);
-    unit.dbias2_shared_bytes = KernelDbias2<Dbias2>::shared_bytes(2), unit.dbias2_blocks = Dbias2::kMinBlocks;
+    unit.dq_shared_bytes = Kernel::template shared_bytes<Gradients::kDq>(2);
+    unit.dk_shared_bytes = Kernel::template shared_bytes<Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv>(2);
+    unit.dv_shared_bytes = Kernel::template shared_bytes<Gradients::kDv>(2);
+    unit.dbias2_shared_bytes = Kernel::dbias2_shared_bytes(2), unit.dbias2_blocks = Dbias2::kMinBlocks;
     unit.has_fused = Config::kCanFuse;
     if constexpr (Config::kCanFuse) {
       unit.fused_reads_bias2 = Fused<false>::kTransposesBias2;
-      unit.fused_shared_bytes = KernelDqDkdv<Fused<false>>::shared_bytes(2),
+      unit.fused_shared_bytes = Kernel::fused_shared_bytes();
       unit.fused_blocks = Fused<false>::kMinBlocks;
     }
     return unit;
@@ -156,9 +155,9 @@ class Backward : BackwardHost {
   }
   template <Gradients kWhat, bool kWantsDbias1 = false>
   void start_kernel(int num_stages) {
-    using Owned = OwnedTileConfig<Config, kWhat, kWantsDbias1>;
+    using Owned = typename Kernel::template Owned<kWhat, kWantsDbias1>;
     int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N * Config::kParts;
-    start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, KernelDqDkdv<Owned>::shared_bytes(num_stages), args_,
+    start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, Kernel::template shared_bytes<kWhat>(num_stages), args_,
           num_stages);
   }
 
@@ -167,7 +166,7 @@ class Backward : BackwardHost {
     if (plan_.num_slices > 1 && plan_.dbias2_parts < 0) zero(p_.dbias2, size);
     int64_t tiles = ceil_div(p_.Lq, Dbias2::kQueries) * ceil_div(p_.Lk, Dbias2::kKeys) * p_.B * p_.H;
     start(backward_dbias2<Dbias2>, tiles * plan_.num_slices, Dbias2::kThreads,
-          KernelDbias2<Dbias2>::shared_bytes(plan_.dbias2_stages), args_, plan_.dbias2_stages);
+          Kernel::dbias2_shared_bytes(plan_.dbias2_stages), args_, plan_.dbias2_stages);
     if (plan_.dbias2_parts >= 0) sum(p_.dbias2, plan_.dbias2_parts, 1, plan_.num_slices, size);
   }
 
@@ -207,8 +206,7 @@ class Backward : BackwardHost {
   template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
     int64_t blocks = ceil_div(p_.Lk, FusedTile::kOwned) * p_.H * p_.B * p_.N;
-    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, KernelDqDkdv<FusedTile>::shared_bytes(2), args_,
-          pool);
+    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_, pool);
   }
 
   const BackwardPlan plan_;
