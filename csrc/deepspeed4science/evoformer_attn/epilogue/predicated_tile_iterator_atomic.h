@@ -1,14 +1,13 @@
 // CUTLASS's output tile iterators with atomic additions in place of stores: types, loads and construction are the
 // base's.
 //
-// A base guards whole accesses; here every element past the last column is left out, so that rows of any length work
-// and nothing is ever added, not even a zero, to memory that is not the matrix's.
+// A base guards whole accesses, atomic_tile.h every element.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator.h>
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator_affine.h>
 
-#include "../common/atomic_add.h"
+#include "atomic_tile.h"
 
 namespace ds4s {
 
@@ -34,28 +33,6 @@ class OutputTileWalk {
     if (++tile_group_ < Count::kGroup) return;
     tile_group_ = 0;
     row += Count::kGroup * Shape::kGroup * Count::kRow * Shape::kRow;
-  }
-
-  // f(row, column, index of the access in the fragment) for each access of the present tile.
-  template <typename F>
-  CUTLASS_DEVICE void for_each_access(F&& f) const {
-    using Iterations = typename ThreadMap::Iterations;
-    using Delta = typename ThreadMap::Delta;
-    int index = 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int cluster = 0; cluster < Iterations::kCluster; ++cluster) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < Iterations::kGroup; ++group) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < Iterations::kRow; ++r) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int c = 0; c < Iterations::kColumn; ++c) {
-            f(row + r * Delta::kRow + group * Delta::kGroup + cluster * Delta::kCluster, column + c * Delta::kColumn,
-              index++);
-          }
-        }
-      }
-    }
   }
 
  private:
@@ -94,16 +71,14 @@ class PredicatedTileIteratorAtomic
   CUTLASS_DEVICE void store(Fragment const& fragment) const { store_with_byte_offset(fragment, 0); }
 
   CUTLASS_DEVICE void store_with_byte_offset(Fragment const& fragment, int64_t byte_offset) const {
-    constexpr int kCount = ThreadMap::kElementsPerAccess;
     if (!pointer_ || (ScatterD && !indices_)) return;
-    Element* base = reinterpret_cast<Element*>(reinterpret_cast<char*>(pointer_) + byte_offset);
-    walk_.for_each_access([&](int row, int column, int index) {
-      if (row >= extent_.row() || column >= extent_.column()) return;
-      LongIndex offset = LongIndex(ScatterD ? indices_[row] : row) * stride_ + column;
-      if (Base::PermuteD) offset = permute_(cutlass::PitchLinearCoord(column, row));
-      atomic_add_access<kCount>(base + offset, reinterpret_cast<Element const*>(&fragment) + index * kCount,
-                                extent_.column() - column);
-    });
+    Element* matrix = reinterpret_cast<Element*>(reinterpret_cast<char*>(pointer_) + byte_offset);
+    auto offset_of = [&](int row, int column) {
+      if (Base::PermuteD) return LongIndex(permute_(cutlass::PitchLinearCoord(column, row)));
+      return LongIndex(ScatterD ? indices_[row] : row) * stride_ + column;
+    };
+    atomic_add_tile<ThreadMap>(matrix, extent_, walk_.row, walk_.column, reinterpret_cast<Element const*>(&fragment),
+                               offset_of);
   }
 
   CUTLASS_DEVICE PredicatedTileIteratorAtomic& operator++() {
@@ -151,7 +126,7 @@ class PredicatedTileIteratorAffineRankNAtomic
   CUTLASS_DEVICE void store_with_byte_offset(Fragment const& fragment, int64_t byte_offset) {
     constexpr int kCount = ThreadMap::kElementsPerAccess;
     if (!pointer_) return;
-    walk_.for_each_access([&](int row, int column, int index) {
+    for_each_access<ThreadMap>(walk_.row, walk_.column, [&](int row, int column, int index) {
       if (row >= extent_.row()) return;
       char* row_pointer = pointer_ + byte_offset + offset_of(row, params_.stride_m, params_.divmod_m);
       CUTLASS_PRAGMA_UNROLL

@@ -7,11 +7,32 @@
 // A warp owns 32 queries x 32 kStripes keys. Shared memory, for each stage: dbias2_operands.h.
 #pragma once
 
-#include "common/atomic_add.h"
+#include "epilogue/atomic_tile.h"
 #include "sm80/backward/dbias2_operands.h"
 #include "sm80/backward/visible_rows.h"
 
 namespace ds4s {
+
+// A lane's accumulators of 32 x 32 scores as an output tile of four neighbours at a time (epilogue/atomic_tile.h), in
+// kParts parts whose columns are evenly spaced.
+template <typename Mma>
+struct ScoreStripeMap {
+  static constexpr bool kWide = Mma::kVec > 4;  // several accesses to a vector
+  static constexpr int kParts = kWide ? Mma::kGroups : 1;
+  static constexpr int kElementsPerAccess = 4;
+  struct Iterations {
+    static constexpr int kCluster = 1, kGroup = 1, kRow = Mma::kSlots, kColumn = kWide ? Mma::kVec / 4 : Mma::kGroups;
+  };
+  struct Delta {
+    static constexpr int kCluster = 0, kGroup = 0, kRow = Mma::kRowStep, kColumn = kWide ? 4 : Mma::kGroupStep;
+  };
+  // Element i of an access of a part.
+  CUTLASS_DEVICE static float at(const float (&stripe)[4][8], int part, int access, int i) {
+    const int slot = access / Iterations::kColumn, column = access % Iterations::kColumn;
+    const int group = kWide ? part : column, e = kWide ? 4 * column + i : i;
+    return stripe[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+  }
+};
 
 template <typename Config>
 struct KernelDbias2 {
@@ -158,20 +179,18 @@ struct KernelDbias2 {
     const int query = at.query + lane_query, key = at.key + warp_key + Mma::first_column(lane);
     float* out = args.dbias2_parts ? args.dbias2_parts + at.slice * (p.B * p.H * p.Lq * p.Lk) : p.dbias2;
     out += ((at.b * p.H + at.h) * p.Lq + query) * p.Lk + key;
+    using Map = ScoreStripeMap<Mma>;
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < kStripes; ++stripe) {
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kSlots; ++slot) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < Mma::kGroups * Mma::kVec; x += 4) {
-          const int group = x / Mma::kVec, e = x % Mma::kVec;
-          const int row = slot * Mma::kRowStep, col = 32 * stripe + group * Mma::kGroupStep + e;
+      for (int part = 0; part < Map::kParts; ++part) {
+        for_each_access<Map>(0, 32 * stripe + part * Mma::kGroupStep, [&](int row, int col, int access) {
           float v[4];
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 4; ++i) v[i] = dbias2[stripe][Mma::tile_of(group, e + i)][Mma::value_of(slot, e + i)];
+          for (int i = 0; i < 4; ++i) v[i] = Map::at(dbias2[stripe], part, access, i);
           const int valid = row < int(p.Lq) - query ? int(p.Lk) - key - col : 0;
           put(out + row * p.Lk + col, v, valid, p.Lk % 4 == 0, adds);
-        }
+        });
       }
     }
   }
