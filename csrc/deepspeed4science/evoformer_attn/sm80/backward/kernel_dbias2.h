@@ -185,9 +185,9 @@ struct KernelDbias2 {
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < Map::kParts; ++part) {
         for_each_access<Map>(0, 32 * stripe + part * Mma::kGroupStep, [&](int row, int col, int access) {
-          float v[4];
+          float v[Map::kElementsPerAccess];
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 4; ++i) v[i] = Map::at(dbias2[stripe], part, access, i);
+          for (int i = 0; i < Map::kElementsPerAccess; ++i) v[i] = Map::at(dbias2[stripe], part, access, i);
           const int valid = row < int(p.Lq) - query ? int(p.Lk) - key - col : 0;
           put(out + row * p.Lk + col, v, valid, p.Lk % 4 == 0, adds);
         });
