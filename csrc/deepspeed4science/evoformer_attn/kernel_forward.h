@@ -92,6 +92,8 @@ struct AttentionKernel {
   static constexpr bool kQInRegisters = kHeadDim * int(sizeof(scalar_t)) <= 64;  // 16 registers a lane
   // Where K and V are loaded from next: in registers where those suffice, else found again each time.
   static constexpr bool kKeepsLoaders = sizeof(scalar_t) == 2 && (kHeadDim <= 32 || kHeadDim == 64);
+  // A loop of its own for rows n that see all keys; beside a second loop D = 48 spills (36 bytes).
+  static constexpr bool kHasWholeLoop = kHeadDim != 48;
 
   // Biases. A row bias goes through shared memory (it is every row's), a matrix bias straight into registers.
   using TileShape = cutlass::MatrixShape<kQueriesPerBlock, kKeysPerBlock>;

@@ -89,7 +89,7 @@ struct ForwardBlock {
     // Most rows n see all keys. Bounds that come from memory keep ptxas from using uniform registers in the loop:
     // another loop has them, at 5 % more time.
     KeySegment segment = K::kSkips ? segments.first(mask) : KeySegment{0, p.num_keys};
-    if (segment.begin == 0 && segment.end == p.num_keys) {
+    if (K::kHasWholeLoop && segment.begin == 0 && segment.end == p.num_keys) {
       add_segment</*kWhole=*/true>(o, softmax, {0, p.num_keys}, /*is_first=*/true);
     } else {
       bool is_first = true;
