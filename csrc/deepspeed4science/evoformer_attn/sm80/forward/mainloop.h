@@ -1,16 +1,17 @@
-// What one block of kernel_forward.h does: prologue, loop over the key blocks, merge of its warps, store.
-// K below is the AttentionKernel: its types and numbers. Members are a lane's constants, the loop's state lives in
-// run().
+// What one block of kernel_forward.h does: prologue, loop over the key blocks, epilogue. K below is the
+// AttentionKernel: its types and numbers. The loop's state lives in run().
 #pragma once
 
 #include "../../transform/bias_broadcast.h"
+#include "epilogue.h"
 #include "key_segments.h"
-#include "softmax.h"
+#include "warp_tile.h"
 
 namespace ds4s {
 
 template <typename K>
-struct ForwardBlock {
+struct ForwardBlock : ForwardWarp<K> {
+  using Base = ForwardWarp<K>;
   using Params = typename K::Params;
   using scalar_t = typename K::scalar_t;
   using output_t = typename K::output_t;
@@ -20,65 +21,37 @@ struct ForwardBlock {
   using QTile = typename K::QTile;
   using KTile = typename K::KTile;
   using VTile = typename K::VTile;
-  using OTile = typename K::OTile;
   using FragA = typename Mma::FragA;
   using Frag1 = typename K::Bias1::Matrix::Fragment;
   using Frag2 = typename K::Bias2::Matrix::Fragment;
   template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
+  using Loader = typename Base::template Loader<TileT>;
+  using Base::inv_scale;
+  using Base::kKeys;
+  using Base::lane;
+  using Base::p;
+  using Base::shared;
+  using Base::thread;
 
-  static constexpr int kQueries = K::QTile::kRows;
-  static constexpr int kKeys = K::kKeysPerStage;
-
-  const Params& p;
-  char* const shared;
-  const int thread, lane, warp_m, warp_n;
-  const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
-  int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
-  scalar_t *bias1_ptr, *bias2_ptr;       // of a matrix: the lane's first element of the next key block
+  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element of the next key block
   cutlass::MatrixCoord bias_start;
 
   CUTLASS_DEVICE ForwardBlock(const Params& params, char* shared_)
-      : p(params),
-        shared(shared_),
-        thread(int(threadIdx.x)),
-        lane(int(threadIdx.x) & 31),
-        warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
-        warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
-        inv_scale(K::kExact ? 1.f : K::kQFactor / scale_of(params)),
-        lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
-        lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
-        lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
-        lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2),
-        bias1_ptr(nullptr),
-        bias2_ptr(nullptr) {
-    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
+      : Base(params, shared_), bias1_ptr(nullptr), bias2_ptr(nullptr) {
     auto start = K::MatrixMap::initial_offset(thread);
     bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
   }
 
-  // The scores' factor, which is positive: Q takes its sign.
-  CUTLASS_DEVICE static float scale_of(const Params& params) {
-    if constexpr (K::kIsComplete) return params.scale;
-    return params.scale == 0.f ? 1.f : fabsf(params.scale);
-  }
-  CUTLASS_DEVICE float q_factor() const {
-    if constexpr (K::kIsComplete) return K::kQFactor;
-    return p.scale == 0.f ? 0.f : copysignf(K::kQFactor, p.scale);
-  }
-
-  CUTLASS_DEVICE float softmax_scale() const { return K::kExact ? 1.f : scale_of(p) / K::kQFactor; }
-
   // mask: of the row n, which sees something.
   CUTLASS_DEVICE void run(const RowMask& mask) {
-    Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(sQ(), p.num_queries);
+    Loader<QTile>(p.query_ptr, p.q_strideM, p.head_dim, thread).load(this->sQ(), p.num_queries);
     const KeySegments segments(mask, p.num_keys);
     if (thread == 0) {
       *sConstants() = {p.key_ptr,       p.value_ptr, p.bias1_ptr, p.bias2_ptr,  p.output_ptr,
                        p.logsumexp_ptr, segments,    mask.shift,  p.num_queries};
     }
     __syncthreads();
-    Softmax softmax(softmax_scale());
+    Softmax softmax(this->softmax_scale());
     float o[K::kTilesO][8];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < K::kTilesO; ++j) {
@@ -102,9 +75,10 @@ struct ForwardBlock {
 
     softmax.finish();
     __syncthreads();  // the last reads of K and V
-    merge_warps(o, softmax);
+    const ForwardEpilogue<K> epilogue{*this};
+    epilogue.merge_warps(o, softmax);
     const Constants& block = *sConstants();
-    store({block.output, block.logsumexp, block.num_queries, p.head_dim_value}, o, softmax);
+    epilogue.store({block.output, block.logsumexp, p.o_strideM, block.num_queries, p.head_dim_value}, o, softmax);
   }
 
  protected:
@@ -135,7 +109,7 @@ struct ForwardBlock {
     }
     if constexpr (K::kAsync) store_row(segment, segment.begin, 0, element);
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
-    prepare_q(q, is_first);
+    this->prepare_q(q, is_first);
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = segment.begin, turn = 0; first < segment.end; first += kKeys, ++turn) {
@@ -143,7 +117,7 @@ struct ForwardBlock {
       int stage = (kWhole ? first / kKeys : turn) % K::kStages, next = first + kKeys;
       RowElement next_row;
       if constexpr (K::kAsync) {
-        wait_for_loads();
+        this->wait_for_loads();
         if (next < segment.end) {
           load_keys<kWhole>(loaders, segment, next, stage ^ 1), next_row = load_row<kWhole>(segment, next);
         }
@@ -165,15 +139,15 @@ struct ForwardBlock {
         int key = first + stripe * K::kKeysPerBlock;
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
-          init_scores(s[t], stage, stripe + t);
-          multiply_qk(s[t], q, stage, stripe + t);
-          scale_scores(s[t], stage, stripe + t);
+          this->init_scores(s[t], stage, stripe + t);
+          this->multiply_qk(s[t], q, stage, stripe + t);
+          this->scale_scores(s[t], stage, stripe + t);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
           load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
-          if constexpr (!K::kHasRowBias) mask_past_end(s[t], key + t * K::kKeysPerBlock);
+          if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
         // Probabilities, and O += P V.
@@ -189,7 +163,7 @@ struct ForwardBlock {
         for (int t = 0; t < K::kInFlight; ++t) {
           softmax.exponentiate(s[t]);
           CUTLASS_PRAGMA_UNROLL
-          for (int step = 0; step < K::kStepsKeys; ++step) multiply_pv(o, s[t], step, stage, stripe + t);
+          for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s[t], step, stage, stripe + t);
         }
       }
 
@@ -197,17 +171,6 @@ struct ForwardBlock {
         if (next < segment.end) store_row(segment, next, stage ^ 1, next_row);
       }
     }
-  }
-
-  CUTLASS_DEVICE scalar_t* sQ() const { return reinterpret_cast<scalar_t*>(shared); }
-  CUTLASS_DEVICE char* stage_begin(int stage) const { return shared + QTile::kBytes + stage * K::kStageBytes; }
-  CUTLASS_DEVICE scalar_t* sK(int stage) const { return reinterpret_cast<scalar_t*>(stage_begin(stage)); }
-  CUTLASS_DEVICE scalar_t* sV(int stage) const {
-    return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
-  }
-  // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
-  CUTLASS_DEVICE float4* sRowBias(int stage) const {
-    return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
   }
 
   // What the loop asks for once a stage, and has no registers for.
@@ -239,40 +202,6 @@ struct ForwardBlock {
     if constexpr (K::Bias2::kIsMatrix) bias2_ptr = block.bias2 + offset;
   }
 
-  // Everything this thread loaded is there, and every warp is done with what it read before.
-  CUTLASS_DEVICE static void wait_for_loads() {
-    if constexpr (K::kAsync) ptx::cp_async_wait<0>();
-    __syncthreads();
-  }
-
-  // Q, which has been sent for, times kQFactor, in registers or where it is.
-  template <int kCount>
-  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount], bool is_first = true) const {
-    if constexpr (K::kQInRegisters) {
-      wait_for_loads();
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < K::kStepsD; ++step) {
-        load_q(q[step], step);
-        scale_q<int(sizeof(FragA)) / 4, /*kStep=*/1>(reinterpret_cast<uint32_t*>(&q[step]), /*first=*/0);
-      }
-    } else if (K::kScalesQ && is_first) {
-      wait_for_loads();
-      scale_q<QTile::kBytes / 4, K::kNumThreads>(reinterpret_cast<uint32_t*>(sQ()), thread);
-      __syncthreads();
-    }
-  }
-  // Words first, first + kStep, .. below kCount.
-  template <int kCount, int kStep>
-  CUTLASS_DEVICE void scale_q(uint32_t* words, int first) const {
-    if constexpr (K::kScalesQ) {
-      words += first;
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kCount; x += kStep) {
-        if (kCount % kStep == 0 || first + x < kCount) words[x] = ptx::scale_word<scalar_t>(words[x], q_factor());
-      }
-    }
-  }
-
   template <bool kWhole>
   CUTLASS_DEVICE void load_keys(Loaders& loaders, const KeySegment& segment, int first, int stage) {
     int left = segment.end - first;
@@ -280,16 +209,17 @@ struct ForwardBlock {
       // Multiples of the strides would be kept in registers too.
       loaders.k.stride = p.k_strideM, loaders.v.stride = p.v_strideM;
       ptx::keep(loaders.k.stride);
-      loaders.k.load(sK(stage), left);
+      loaders.k.load(this->sK(stage), left);
       loaders.k.advance();
       ptx::keep(loaders.v.stride);
-      loaders.v.load(sV(stage), left);
+      loaders.v.load(this->sV(stage), left);
       loaders.v.advance();
     } else {
       const Constants& block = *sConstants();
       const int thread_x = int(ptx::thread_x());
-      Loader<KTile>(block.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(sK(stage), left);
-      Loader<VTile>(block.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x).load(sV(stage), left);
+      Loader<KTile>(block.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(this->sK(stage), left);
+      Loader<VTile>(block.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x)
+          .load(this->sV(stage), left);
     }
     if constexpr (K::kAsync) ptx::cp_async_commit();
   }
@@ -315,7 +245,7 @@ struct ForwardBlock {
       const uint32_t thread_x = ptx::thread_x();
       if (first + int(thread_x % kKeys) >= segment.end) raw = -infinity();
       if (thread_x < kKeys) {
-        float* s = reinterpret_cast<float*>(sRowBias(stage) + thread_x / 2) + thread_x % 2;
+        float* s = reinterpret_cast<float*>(this->sRowBias(stage) + thread_x / 2) + thread_x % 2;
         s[0] = raw;
         s[2] = raw;
       }
@@ -336,60 +266,9 @@ struct ForwardBlock {
     }
   }
   CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
-    if constexpr (K::Bias1::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias1));
-    if constexpr (K::Bias2::kIsMatrix) add_fragment(s, reinterpret_cast<const scalar_t*>(&bias2));
+    if constexpr (K::Bias1::kIsMatrix) this->add_fragment(s, reinterpret_cast<const scalar_t*>(&bias1));
+    if constexpr (K::Bias2::kIsMatrix) this->add_fragment(s, reinterpret_cast<const scalar_t*>(&bias2));
   }
-  CUTLASS_DEVICE void add_fragment(float (&s)[4][8], const scalar_t* fragment) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < Mma::kGroups; ++group) {
-        const scalar_t* vec = fragment + (slot * Mma::kGroups + group) * Mma::kVec;
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < Mma::kVec; e += 2) {
-          float2 x = ptx::load_pair(vec + e);
-          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
-          score[0] = fmaf(x.x, inv_scale, score[0]);
-          score[1] = fmaf(x.y, inv_scale, score[1]);
-        }
-      }
-    }
-  }
-
-  // The product's accumulator begins with the row bias, in raw units. In full precision it would be rounded at the size
-  // of the bias, which a finite mask makes large, in every step; there the finished product is scaled and biases are
-  // added.
-  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stage, stripe, j, half);
-        s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
-      }
-    }
-  }
-  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], int stage, int stripe) const {
-    if constexpr (K::kExact) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-          if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
-          float* tile = &s[j][4 * half];
-          tile[0] = fmaf(tile[0], p.scale, x.x), tile[1] = fmaf(tile[1], p.scale, x.y);
-          tile[2] = fmaf(tile[2], p.scale, x.z), tile[3] = fmaf(tile[3], p.scale, x.w);
-        }
-      }
-    }
-  }
-  CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
-    int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
-    return sRowBias(stage)[pair];
-  }
-
   CUTLASS_DEVICE static Row largest_of(const Row (&rows)[K::kInFlight]) {
     Row largest = rows[0];
     CUTLASS_PRAGMA_UNROLL
@@ -398,128 +277,6 @@ struct ForwardBlock {
       for (int slot = 0; slot < Mma::kSlots; ++slot) largest[slot] = fmaxf(largest[slot], rows[t][slot]);
     }
     return largest;
-  }
-
-  CUTLASS_DEVICE void load_q(FragA& a, int step) const {
-    Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
-  }
-  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
-    // FFMA's many short steps one by one: all in flight at once they do not fit in the registers.
-    constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
-#pragma unroll kUnroll
-    for (int step = 0; step < K::kStepsD; ++step) {
-      FragA a;
-      if constexpr (K::kQInRegisters) {
-        a = q[step];
-      } else {
-        load_q(a, step);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int pair = 0; pair < 2; ++pair) {
-        typename Mma::FragBnk b;
-        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, stripe * K::kKeysPerBlock, pair, step * Mma::kStepK);
-        Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
-      }
-    }
-  }
-  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage,
-                                  int stripe) const {
-    FragA a;
-    Mma::from_scores(a, s, step, lane);
-    CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < K::kTilesO; n += 2) {
-      typename Mma::FragBkn b;
-      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, stripe * K::kKeysPerBlock, step, 8 * n);
-      Mma::mma(o[n], o[n + 1], a, b);
-    }
-  }
-
-  // Without a row bias nothing masks the keys past the end: only the last block has any.
-  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int key) const {
-    int left = p.num_keys - key - warp_n * 32;
-    if (left >= 32) return;
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        if (Mma::Permuted::at(j, Mma::column_of(lane, i)) >= left) s[j][i] = -infinity();
-      }
-    }
-  }
-
-  // Warps with the same rows and other keys: warp_n = 0 takes in the others, one after another, always in this order.
-  CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
-    constexpr int kValues = K::kTilesO * 8;
-    float* s = reinterpret_cast<float*>(shared) + warp_m * 32 * (kValues + 2 * Mma::kSlots) + lane;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int other = 1; other < K::kWarpsN; ++other) {
-      if (warp_n == other) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          s[32 * (kValues + slot)] = softmax.cm[slot];
-          s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
-        }
-      }
-      __syncthreads();
-      if (warp_n == 0) {
-        Row mine, theirs;
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          theirs[slot] = softmax.join(slot, s[32 * (kValues + slot)], s[32 * (kValues + Mma::kSlots + slot)]);
-          mine[slot] = softmax.m_prime[slot];
-        }
-        softmax.rescale(o, mine);
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kValues; ++x) {
-          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::slot_of(x % 8)], o[x / 8][x % 8]);
-        }
-      }
-      __syncthreads();
-    }
-  }
-
-  // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
-  struct Output {
-    output_t* ptr;
-    float* logsumexp;  // or null
-    int num_queries, num_columns;
-  };
-  CUTLASS_DEVICE void store(const Output& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
-    using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
-                                                        /*isFirst=*/true, /*isLast=*/true, Row>;
-    output_t* sO = reinterpret_cast<output_t*>(shared);
-    if (warp_n == 0) {
-      int row = warp_m * 32 + Mma::row_of_lane(lane);
-      Row sums;
-      CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        int r = row + slot * Mma::kRowStep;
-        if (out.logsumexp && Mma::leads_row(lane) && r < out.num_queries) {
-          out.logsumexp[r] = softmax.logsumexp(slot);
-        }
-        sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
-      }
-      Normalize normalize(sums, softmax.m_prime);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < K::kTilesO; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          auto x = normalize(slot, Softmax::get(o[j], slot));
-          CUTLASS_PRAGMA_UNROLL
-          for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
-            int column = 8 * j + Mma::column_of(lane, 4 * pair);
-            output_t* dst = sO + OTile::offset(row) + OTile::offset(slot * Mma::kRowStep, column);
-            dst[0] = x[2 * pair];
-            dst[1] = x[2 * pair + 1];
-          }
-        }
-      }
-    }
-    __syncthreads();
-    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.ptr, p.o_strideM, sO, thread, out.num_queries,
-                                                                      out.num_columns);
   }
 };
 

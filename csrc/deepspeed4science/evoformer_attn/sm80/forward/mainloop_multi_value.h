@@ -75,9 +75,11 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     }
     softmax.finish();
     __syncthreads();  // the last reads of V
-    this->merge_warps(o, softmax);
+    const ForwardEpilogue<K> epilogue{*this};
+    epilogue.merge_warps(o, softmax);
     float* logsumexp = column > 0 ? nullptr : p.logsumexp_ptr;
-    this->store({p.output_ptr + column, logsumexp, p.num_queries, p.head_dim_value - column}, o, softmax);
+    epilogue.store({p.output_ptr + column, logsumexp, p.o_strideM, p.num_queries, p.head_dim_value - column}, o,
+                   softmax);
     __syncthreads();  // O leaves from where Q comes in
   }
 

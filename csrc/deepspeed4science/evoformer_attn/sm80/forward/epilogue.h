@@ -1,0 +1,96 @@
+// The end of a forward block: its warps' parts of O are merged, O and lse leave. K below is the AttentionKernel.
+#pragma once
+
+#include "softmax.h"
+#include "warp_tile.h"
+
+namespace ds4s {
+
+template <typename K>
+struct ForwardEpilogue {
+  using output_t = typename K::output_t;
+  using Mma = typename K::Mma;
+  using Softmax = typename K::Softmax;
+  using Row = typename K::Row;
+  using OTile = typename K::OTile;
+
+  const ForwardWarp<K>& warp;
+
+  // Warps with the same rows and other keys: warp_n = 0 takes in the others, one after another, always in this order.
+  CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    constexpr int kValues = K::kTilesO * 8;
+    float* s = reinterpret_cast<float*>(warp.shared) + warp.warp_m * 32 * (kValues + 2 * Mma::kSlots) + warp.lane;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int other = 1; other < K::kWarpsN; ++other) {
+      if (warp.warp_n == other) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          s[32 * (kValues + slot)] = softmax.cm[slot];
+          s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
+        }
+      }
+      __syncthreads();
+      if (warp.warp_n == 0) {
+        Row mine, theirs;
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          theirs[slot] = softmax.join(slot, s[32 * (kValues + slot)], s[32 * (kValues + Mma::kSlots + slot)]);
+          mine[slot] = softmax.m_prime[slot];
+        }
+        softmax.rescale(o, mine);
+        CUTLASS_PRAGMA_UNROLL
+        for (int x = 0; x < kValues; ++x) {
+          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::slot_of(x % 8)], o[x / 8][x % 8]);
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
+  struct Output {
+    output_t* ptr;
+    float* logsumexp;  // or null
+    int64_t stride;    // elements between rows
+    int num_queries, num_columns;
+  };
+  CUTLASS_DEVICE void store(const Output& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+    using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
+                                                        /*isFirst=*/true, /*isLast=*/true, Row>;
+    output_t* sO = reinterpret_cast<output_t*>(warp.shared);
+    if (warp.warp_n == 0) {
+      int row = warp.warp_m * 32 + Mma::row_of_lane(warp.lane);
+      Row sums;
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < Mma::kSlots; ++slot) {
+        int r = row + slot * Mma::kRowStep;
+        if (out.logsumexp && Mma::leads_row(warp.lane) && r < out.num_queries) {
+          out.logsumexp[r] = softmax.logsumexp(slot);
+        }
+        sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
+      }
+      Normalize normalize(sums, softmax.m_prime);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < K::kTilesO; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int slot = 0; slot < Mma::kSlots; ++slot) {
+          auto x = normalize(slot, Softmax::get(o[j], slot));
+          CUTLASS_PRAGMA_UNROLL
+          for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
+            int column = 8 * j + Mma::column_of(warp.lane, 4 * pair);
+            output_t* dst = sO + OTile::offset(row) + OTile::offset(slot * Mma::kRowStep, column);
+            dst[0] = x[2 * pair];
+            dst[1] = x[2 * pair + 1];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.ptr, out.stride, sO, warp.thread,
+                                                                      out.num_queries, out.num_columns);
+  }
+};
+
+}  // namespace ds4s

@@ -1,0 +1,203 @@
+// What a warp of a forward block does with its 32 queries and 32 keys of each key block: scores with their biases, and
+// O += P V. Operands are in shared memory, scores and O in registers. K below is the AttentionKernel: its types and
+// numbers. Members are a lane's constants.
+#pragma once
+
+#include "../mma/mma.h"
+#include "../mma/smem_tile.h"
+
+namespace ds4s {
+
+template <typename K>
+struct ForwardWarp {
+  using Params = typename K::Params;
+  using scalar_t = typename K::scalar_t;
+  using Mma = typename K::Mma;
+  using QTile = typename K::QTile;
+  using KTile = typename K::KTile;
+  using VTile = typename K::VTile;
+  using FragA = typename Mma::FragA;
+  template <typename TileT>
+  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
+
+  static constexpr int kKeys = K::kKeysPerStage;
+
+  const Params& p;
+  char* const shared;
+  const int thread, lane, warp_m, warp_n;
+  const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
+  int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
+
+  CUTLASS_DEVICE ForwardWarp(const Params& params, char* shared_)
+      : p(params),
+        shared(shared_),
+        thread(int(threadIdx.x)),
+        lane(int(threadIdx.x) & 31),
+        warp_m(int(threadIdx.x) / 32 % K::kWarpsM),
+        warp_n(int(threadIdx.x) / 32 / K::kWarpsM),
+        inv_scale(K::kExact ? 1.f : K::kQFactor / scale_of(params)),
+        lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
+        lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
+        lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
+        lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2) {
+    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
+  }
+
+  // The scores' factor, which is positive: Q takes its sign.
+  CUTLASS_DEVICE static float scale_of(const Params& params) {
+    if constexpr (K::kIsComplete) return params.scale;
+    return params.scale == 0.f ? 1.f : fabsf(params.scale);
+  }
+  CUTLASS_DEVICE float q_factor() const {
+    if constexpr (K::kIsComplete) return K::kQFactor;
+    return p.scale == 0.f ? 0.f : copysignf(K::kQFactor, p.scale);
+  }
+
+  CUTLASS_DEVICE float softmax_scale() const { return K::kExact ? 1.f : scale_of(p) / K::kQFactor; }
+
+ protected:
+  CUTLASS_DEVICE scalar_t* sQ() const { return reinterpret_cast<scalar_t*>(shared); }
+  CUTLASS_DEVICE char* stage_begin(int stage) const { return shared + QTile::kBytes + stage * K::kStageBytes; }
+  CUTLASS_DEVICE scalar_t* sK(int stage) const { return reinterpret_cast<scalar_t*>(stage_begin(stage)); }
+  CUTLASS_DEVICE scalar_t* sV(int stage) const {
+    return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
+  }
+  // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
+  CUTLASS_DEVICE float4* sRowBias(int stage) const {
+    return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
+  }
+
+  // Everything this thread loaded is there, and every warp is done with what it read before.
+  CUTLASS_DEVICE static void wait_for_loads() {
+    if constexpr (K::kAsync) ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  // Q, which has been sent for, times kQFactor, in registers or where it is.
+  template <int kCount>
+  CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount], bool is_first = true) const {
+    if constexpr (K::kQInRegisters) {
+      wait_for_loads();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < K::kStepsD; ++step) {
+        load_q(q[step], step);
+        scale_q<int(sizeof(FragA)) / 4, /*kStep=*/1>(reinterpret_cast<uint32_t*>(&q[step]), /*first=*/0);
+      }
+    } else if (K::kScalesQ && is_first) {
+      wait_for_loads();
+      scale_q<QTile::kBytes / 4, K::kNumThreads>(reinterpret_cast<uint32_t*>(sQ()), thread);
+      __syncthreads();
+    }
+  }
+  // Words first, first + kStep, .. below kCount.
+  template <int kCount, int kStep>
+  CUTLASS_DEVICE void scale_q(uint32_t* words, int first) const {
+    if constexpr (K::kScalesQ) {
+      words += first;
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kCount; x += kStep) {
+        if (kCount % kStep == 0 || first + x < kCount) words[x] = ptx::scale_word<scalar_t>(words[x], q_factor());
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void add_fragment(float (&s)[4][8], const scalar_t* fragment) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < Mma::kGroups; ++group) {
+        const scalar_t* vec = fragment + (slot * Mma::kGroups + group) * Mma::kVec;
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < Mma::kVec; e += 2) {
+          float2 x = ptx::load_pair(vec + e);
+          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+          score[0] = fmaf(x.x, inv_scale, score[0]);
+          score[1] = fmaf(x.y, inv_scale, score[1]);
+        }
+      }
+    }
+  }
+
+  // The product's accumulator begins with the row bias, in raw units. In full precision it would be rounded at the size
+  // of the bias, which a finite mask makes large, in every step; there the finished product is scaled and biases are
+  // added.
+  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stage, stripe, j, half);
+        s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
+      }
+    }
+  }
+  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], int stage, int stripe) const {
+    if constexpr (K::kExact) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+          if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
+          float* tile = &s[j][4 * half];
+          tile[0] = fmaf(tile[0], p.scale, x.x), tile[1] = fmaf(tile[1], p.scale, x.y);
+          tile[2] = fmaf(tile[2], p.scale, x.z), tile[3] = fmaf(tile[3], p.scale, x.w);
+        }
+      }
+    }
+  }
+  CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
+    int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+    return sRowBias(stage)[pair];
+  }
+
+  CUTLASS_DEVICE void load_q(FragA& a, int step) const {
+    Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
+  }
+  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
+    // FFMA's many short steps one by one: all in flight at once they do not fit in the registers.
+    constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
+#pragma unroll kUnroll
+    for (int step = 0; step < K::kStepsD; ++step) {
+      FragA a;
+      if constexpr (K::kQInRegisters) {
+        a = q[step];
+      } else {
+        load_q(a, step);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int pair = 0; pair < 2; ++pair) {
+        typename Mma::FragBnk b;
+        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, stripe * K::kKeysPerBlock, pair, step * Mma::kStepK);
+        Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
+      }
+    }
+  }
+  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage,
+                                  int stripe) const {
+    FragA a;
+    Mma::from_scores(a, s, step, lane);
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < K::kTilesO; n += 2) {
+      typename Mma::FragBkn b;
+      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, stripe * K::kKeysPerBlock, step, 8 * n);
+      Mma::mma(o[n], o[n + 1], a, b);
+    }
+  }
+
+  // Without a row bias nothing masks the keys past the end: only the last block has any.
+  CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int key) const {
+    int left = p.num_keys - key - warp_n * 32;
+    if (left >= 32) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        if (Mma::Permuted::at(j, Mma::column_of(lane, i)) >= left) s[j][i] = -infinity();
+      }
+    }
+  }
+};
+
+}  // namespace ds4s
