@@ -8,7 +8,7 @@ import torch
 
 from deepspeed4science.backends.kernels import Kernels
 from deepspeed4science.params import Layout, Options
-from deepspeed4science.problem import Problem
+from deepspeed4science.problem import DTYPE_NAMES, Problem
 from op_builder import EvoformerAttnBuilder, env
 from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.errors import BuildError
@@ -48,12 +48,14 @@ class CudaBackend:
 
     def head_dim_obstacles(self, problem: Problem, direction: str) -> list[str]:
         """Above the family's largest head dimension."""
-        head_dims = self.family.head_dims
-        if max(problem.D, problem.Dv) <= head_dims[direction]:
+        dtype = DTYPE_NAMES[problem.dtype]
+        largest = self.family.largest_head_dim(direction, dtype)
+        if max(problem.D, problem.Dv) <= largest:
             return []
         sizes = f"D = {problem.D}, Dv = {problem.Dv}"
-        whose = " of a backward" if head_dims[direction] < head_dims["fwd"] else ""
-        return [f"{sizes}: the largest head dimension{whose} is {head_dims[direction]}"]
+        narrower = largest < self.family.largest_head_dim("fwd", dtype)
+        whose = f" of the backward in {dtype}" if narrower else ""
+        return [f"{sizes}: the largest head dimension{whose} is {largest}"]
 
     def row(self, problem: Problem, direction: str, dtype: str, *, aligned: bool) -> CudaKernel:
         """The kernel of this family that computes a call in `dtype`."""

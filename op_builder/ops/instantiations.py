@@ -91,7 +91,7 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")  # "tf32": float32 on TF32 tensor cores
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
-WIDE_TIER = 256  # beyond them, of kernels that take O's columns a part at a time: Family.head_dims
+WIDE_TIER = 256  # beyond them, of kernels that give their outputs' columns in parts: Family.wide
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,8 @@ class Family:
     # By direction: the functions behind ds4s_workspace_bytes and ds4s_run.
     functions: Mapping[str, tuple[str, str]]
     usual_seconds: Mapping[str, float]
-    # By direction: the largest D and Dv.
-    head_dims: Mapping[str, int] = field(
-        default_factory=lambda: dict.fromkeys(DIRECTIONS, HEAD_DIM_TIERS[-1])
-    )
+    # By direction: the dtypes of which there are kernels of WIDE_TIER.
+    wide: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # By direction, of those that have one: the function behind ds4s_plan, (params, PlanText&).
     plans: Mapping[str, str] = field(default_factory=dict)
     target: str = ""  # the one whose code has its instructions; empty: all from `first` on
@@ -131,6 +129,11 @@ class Family:
     def dtype_for(self, direction: str, dtype: str) -> str | None:
         """That of the kernels which serve `dtype`; None without any."""
         return self.dtypes.get(direction, {}).get(dtype)
+
+    def largest_head_dim(self, direction: str, dtype: str) -> int:
+        """D and Dv of the widest kernel that serves `dtype`."""
+        has_wide = self.dtype_for(direction, dtype) in self.wide.get(direction, ())
+        return WIDE_TIER if has_wide else HEAD_DIM_TIERS[-1]
 
 
 def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
@@ -154,7 +157,7 @@ _SM80_TEMPLATES: dict[str, Any] = {
     },
     "plans": {"bwd": f"{_SM80_BACKWARD}::print_plan"},
     "usual_seconds": {"fwd": 6.0, "bwd": 9.0},
-    "head_dims": {"fwd": WIDE_TIER, "bwd": HEAD_DIM_TIERS[-1]},
+    "wide": {"fwd": CUDA_DTYPES},
 }
 _NEWEST = (99, 9)
 
@@ -166,7 +169,13 @@ FAMILIES: dict[str, Family] = {
         Family("sm70", (7, 0), (7, 4), _both("fp32", "fp16", bf16="fp32"), **_SM80_TEMPLATES),
         Family("sm75", (7, 5), (7, 9), _both("fp32", "fp16", bf16="fp32"), **_SM80_TEMPLATES),
         # mma.sync is legal in all later ones, too.
-        Family("sm80", (8, 0), _NEWEST, _both(*CUDA_DTYPES), **_SM80_TEMPLATES),
+        Family(
+            "sm80",
+            (8, 0),
+            _NEWEST,
+            _both(*CUDA_DTYPES),
+            **_SM80_TEMPLATES | {"wide": {"fwd": CUDA_DTYPES, "bwd": ("fp16", "bf16")}},
+        ),
         # wgmma and TMA, which exist in code for exactly this one.
         Family(
             "sm90",

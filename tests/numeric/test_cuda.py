@@ -8,9 +8,11 @@ import torch
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.errors import NoBackendError
+from deepspeed4science.problem import DTYPE_NAMES
 from deepspeed4science.reference import evoformer_attention
 from op_builder import EvoformerAttnBuilder
-from tests.numeric.cases import DTYPES, SHAPES, Case, cuda_reason
+from op_builder.ops.instantiations import FAMILIES, WIDE_TIER
+from tests.numeric.cases import DTYPES, SHAPES, Case, cuda_family, cuda_reason
 from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import check, relative_error
 
@@ -224,12 +226,23 @@ WIDE = (
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_head_dimensions_up_to_256_keep_the_law(case, dtype):
-    """The forward. Keys hidden by a finite mask in every row n, all of them in one."""
+    """Keys hidden by a finite mask in every row n, all of them in one. Both directions, where there
+    is a backward.
+    """
     inputs = case.inputs(dtype, "cuda")
     inputs.bias1[..., :20] = torch.finfo(torch.float16).min / 2
     inputs.bias1[:, 1] = -torch.inf
-    inputs.needs = (False,) * 5
+    served = FAMILIES["sm80"].largest_head_dim("bwd", DTYPE_NAMES[dtype]) == WIDE_TIER
+    compiles_soon = case.D % 8 == 0  # a minute otherwise
+    inputs.needs = (served and compiles_soon and cuda_family() in ("sm80", "sm90"),) * 5
     check(inputs)
+
+
+def test_no_backward_of_wide_heads_in_float32():
+    q = torch.randn(1, 1, 70, 1, 136, device="cuda", requires_grad=True)
+    o = DS4Sci_EvoformerAttention(q, q, q)
+    with pytest.raises(NoBackendError, match="of the backward in fp32 is 128"):
+        o.sum().backward()
 
 
 @pytest.mark.parametrize("D", [8, 32, 64])

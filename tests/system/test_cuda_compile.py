@@ -95,6 +95,7 @@ UNITS = (
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "bf16", 256, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "fp32", 32, "bias2", "9.0"),
 )
 
@@ -236,13 +237,11 @@ using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm70, true, 64, 3
                                BroadcastA, BroadcastB, kHeadDim>;
 template __global__ void attention_forward<Kernel<32>>(Kernel<32>::Params);
 template __global__ void attention_forward<Kernel<64>>(Kernel<64>::Params);
-using Config = ds4s::BackwardConfig<cutlass::half_t, cutlass::arch::Sm70, true, 32, true, false>;
-using Queries = ds4s::OwnedTileConfig<Config, ds4s::Gradients::kDq>;
-using Dbias2 = ds4s::Dbias2TileConfig<Config>;
-template __global__ void ds4s::backward_dq_dkdv<Queries>(
-    const __grid_constant__ ds4s::BackwardArgs, int);
-template __global__ void ds4s::backward_dbias2<Dbias2>(
-    const __grid_constant__ ds4s::BackwardArgs, int);
+using Backward = AttentionBackwardKernel<cutlass::half_t, cutlass::arch::Sm70, true, 32, true>;
+template __global__ void ds4s::backward_dq_dkdv<Backward::Owned<Backward::Gradients::kDq>>(
+    const __grid_constant__ Backward::Params, int);
+template __global__ void ds4s::backward_dbias2<Backward::Dbias2>(
+    const __grid_constant__ Backward::Params, int);
 """
 
 

@@ -106,6 +106,18 @@ def test_refusals_of_all_are_listed(hopper):
     assert "  Cpu: tensors are on cuda:0, not on the CPU\n" in said
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_dimensions_above_128(dtype, hopper):
+    """The backward takes 16-bit types."""
+    wide = PROBLEM._replace(D=136, dtype=dtype)
+    assert choose(wide, "fwd", [tensor(dtype)] * 3).kernel.head_dim == 256
+    if dtype == torch.bfloat16:
+        assert choose(wide, "bwd", [tensor(dtype)] * 3).kernel.head_dim == 256
+    else:
+        with pytest.raises(NoBackendError, match="of the backward in fp32 is 128"):
+            choose(wide, "bwd", [tensor(dtype)] * 3)
+
+
 def test_other_gpus_are_not_sm90s(hopper, monkeypatch):
     for device in ((8, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(cuda, "capability", lambda _, device=device: device)
@@ -308,8 +320,8 @@ def test_what_a_kernel_runs_is_told_at_its_first_call(verbose, lines, monkeypatc
 
 def test_a_forward_without_a_backward_gives_lse(launched, monkeypatch):
     """Head dimensions that only a forward has; a backward, when it comes, is refused."""
-    problem = PROBLEM._replace(D=136, Dv=136)
-    q = torch.empty(1, 3, 40, 2, 136, dtype=torch.bfloat16)
+    problem = PROBLEM._replace(D=136, Dv=136, dtype=torch.float32)
+    q = torch.empty(1, 3, 40, 2, 136)
     choice = choose(problem, "fwd", (q, q, q))
     _, lse = run_forward(choice, problem, ForwardCall(q, q, q, None, None, with_lse=True))
     assert lse.shape == (1, 3, 2, 40)

@@ -1,6 +1,6 @@
 // CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products into one bias gradient, with no
-// workspace and no order among them. The backward's own bias gradients meet through the same additions
-// (common/atomic_add.h); this form serves a CUTLASS threadblock GEMM.
+// workspace and no order among them. It is CUTLASS's epilogue around the accesses and additions by which dbias2 leaves
+// the backward's kernel (atomic_tile.h, sm80/backward/kernel_dbias2.h); this form serves a CUTLASS threadblock GEMM.
 //
 // Sm70 takes one partition of K: the swizzle of CUTLASS's Volta operands has a period of eight steps of 4, and a warp
 // of its main loop counts its own steps from 0 (mma_tensor_op_tile_iterator_sm70.h), so warps of later partitions read
