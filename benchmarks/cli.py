@@ -1,4 +1,4 @@
-"""`python -m benchmarks run | layers | startup | show | plot`."""
+"""`python -m benchmarks run | replay | layers | startup | show | plot | results`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import masks, table
+from benchmarks import archive, masks, results_page, table
 from benchmarks.environment import Environment, describe, short_machine_name
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
@@ -75,7 +75,21 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
     layers.set_defaults(command=_layers)
 
-    for command in (run, startup, layers):
+    replay = commands.add_parser(
+        "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
+    )
+    replay.add_argument("--shapes", default="tri384,tri768", help="ids or groups, with commas")
+    replay.add_argument("--masks", default="none", help="masks, with commas, or all")
+    replay.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
+    replay.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
+    replay.add_argument(
+        "--append",
+        action="store_true",
+        help="add to the file of --json: another version, or another process of the same",
+    )
+    replay.set_defaults(command=_replay)
+
+    for command in (run, startup, layers, replay):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -89,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=f"{name} a result file")
         command.add_argument("file", type=Path)
         command.set_defaults(command=command_function)
+    results = commands.add_parser("results", help="write RESULTS.md and its pictures anew")
+    results.add_argument(
+        "--check", action="store_true", help="only say whether the page is current"
+    )
+    results.set_defaults(command=_results)
     return parser
 
 
@@ -196,6 +215,44 @@ def _layers(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from benchmarks.replay import METHOD, ReplayRow, RowKey, measure_replays, read_rows
+
+    device = torch.device("cuda")
+    environment = describe(device, commit=arguments.commit)
+    workloads = [
+        workload.with_mask(mask)
+        for workload in select(arguments.shapes.split(","))
+        for mask in masks.named(arguments.masks.split(","))
+        if workload.N == workload.L or not mask.hides_rows
+    ]
+    settings = {
+        "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
+        "gradients": "dq, dk, dv, dbias2",
+        "method": METHOD,
+    }
+    rows: dict[RowKey, ReplayRow] = {}
+    if arguments.append and arguments.json.exists():
+        rows = read_rows(json.loads(arguments.json.read_text()))
+    for row in measure_replays(
+        workloads,
+        directions=arguments.direction.split(","),
+        dtype=DTYPES[arguments.dtype],
+        family=environment.cuda_family or "",
+        commit=environment.commit,
+    ):
+        print(
+            f"{row.family:<6}{row.commit or '':<14}{'x'.join(map(str, row.shape)):<18}"
+            f"{row.direction:<5}{row.mask:<14}{row.median_us[0]:>10.1f} us",
+            flush=True,
+        )
+        rows[row.key] = row.joined(rows.get(row.key))
+        results = [asdict(entry) for entry in rows.values()]
+        result = _result(environment, "graph-replay", settings=settings, results=results)
+        _save(arguments, environment, result)
+    return 0
+
+
 def _result(environment: Environment, kind: str, **content: object) -> dict[str, object]:
     return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
 
@@ -236,5 +293,20 @@ def _show(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     target = arguments.file.with_suffix(".svg")
     target.write_text(table.as_svg(json.loads(arguments.file.read_text())))
+    print(target)
+    return 0
+
+
+def _results(arguments: argparse.Namespace) -> int:
+    target = archive.RESULTS.parent / "RESULTS.md"
+    measurements = archive.load()
+    if arguments.check:
+        current = target.read_text() == results_page.page(measurements)
+        print(f"{target.name} is {'current' if current else 'not what the result files say'}")
+        return 0 if current else 1
+    from benchmarks.pictures import draw  # matplotlib, which only this needs
+
+    draw(measurements, target.parent / "pictures")
+    target.write_text(results_page.page(measurements))
     print(target)
     return 0

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from op_builder import EvoformerAttnBuilder
+
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
 
 
@@ -32,6 +34,7 @@ class Environment:
     gpu_driver: str | None
     cuda: str | None
     cudnn: int | None
+    cuda_family: str | None  # whose kernels the op takes on that GPU, or is forced to take
 
 
 def describe(device: torch.device, *, commit: str | None = None) -> Environment:
@@ -54,6 +57,9 @@ def describe(device: torch.device, *, commit: str | None = None) -> Environment:
         else None,
         cuda=torch.version.cuda if on_gpu else None,
         cudnn=torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]
+        cuda_family=EvoformerAttnBuilder().family(torch.cuda.get_device_capability(device))
+        if on_gpu
+        else None,
     )
 
 

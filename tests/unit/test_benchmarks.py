@@ -5,13 +5,15 @@ read back.
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import cli, masks, table  # noqa: E402
+from benchmarks import archive, cli, masks, replay, results_page, table  # noqa: E402
 from benchmarks.inputs import make_inputs  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     PEER_GROUPS,
@@ -322,3 +324,48 @@ def test_layers_are_timed(tmp_path, capsys):
         ("ending", 5),
     ]
     assert "ending" in capsys.readouterr().out
+
+
+def test_results_page_is_what_the_result_files_say():
+    page = results_page.page(archive.load())
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == page, (
+        "run `python -m benchmarks results`"
+    )
+    missing = [name for name in re.findall(r"\]\(([^)]+)\)", page) if not is_there(name)]
+    assert not missing
+
+
+def is_there(link):
+    return (ROOT / "benchmarks" / link).exists()
+
+
+def test_results_page_takes_each_row_from_the_newest_run_that_compares():
+    def measured(file, date, peer, ms):
+        return archive.Measurement(
+            file, date, "GPU", "sm90", "c", "tri384", "random", (1,), "bfloat16", "fwd", peer, ms
+        )
+
+    old = [measured("old.json", "2026-01-01", p, ms) for p, ms in (("ours", 9), ("flex", 8))]
+    new = [measured("new.json", "2026-01-02", p, ms) for p, ms in (("ours", 7), ("flex", 6))]
+    alone = [measured("alone.json", "2026-01-03", "ours", 5)]
+    page = results_page.page([*old, *new, *alone])
+    assert "| 7.00 | 6.00 | [2026-01-02](results/new.json) |" in page
+    assert "old.json" not in page and "alone.json" not in page
+
+
+def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
+    pictures = pytest.importorskip("benchmarks.pictures", exc_type=ImportError)
+    for folder in ("a", "b"):
+        pictures.draw(archive.load(), tmp_path / folder)
+    for name in results_page.PICTURES:
+        drawn = (tmp_path / "a" / f"{name}.svg").read_bytes()
+        assert drawn == (tmp_path / "b" / f"{name}.svg").read_bytes()
+        assert b"this op" in drawn and b"FlexAttention" in drawn
+
+
+def test_replays_of_several_processes_join():
+    first = replay.ReplayRow("sm90", "c", (1, 2), "fwd", "none", (3.0,))
+    other = replay.ReplayRow("sm90", "c", (1, 2), "fwd", "none", (4.0,))
+    rows = replay.read_rows({"results": json.loads(json.dumps([asdict(first)]))})
+    assert rows == {first.key: first}
+    assert other.joined(rows.get(other.key)).median_us == (3.0, 4.0)

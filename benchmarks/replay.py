@@ -1,0 +1,117 @@
+"""The op alone, by replay of a CUDA graph: its device time without the host's, for comparisons of
+one kernel under several masks or of two versions of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.inputs import make_inputs
+from benchmarks.peers import Ours
+from benchmarks.shapes import Workload
+
+METHOD = (
+    "a CUDA graph of several calls, replayed; the median for one call, for each process that "
+    "measured it; caches are not flushed"
+)
+NUM_REPLAYS = 7
+SCORES_IN_A_GRAPH = 1e9  # enough that launching the graph is nothing beside it
+RowKey = tuple[str, str | None, tuple[int, ...], str, str]
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """One workload and direction; `median_us` has an entry for each process that measured it."""
+
+    family: str
+    commit: str | None
+    shape: tuple[int, ...]
+    direction: str
+    mask: str
+    median_us: tuple[float, ...]
+
+    @property
+    def key(self) -> RowKey:
+        """What was measured, without the figures."""
+        return (self.family, self.commit, self.shape, self.direction, self.mask)
+
+    def joined(self, earlier: ReplayRow | None) -> ReplayRow:
+        """With the figures of earlier processes before this one's."""
+        return replace(self, median_us=(*(earlier.median_us if earlier else ()), *self.median_us))
+
+
+def read_rows(content: dict[str, Any]) -> dict[RowKey, ReplayRow]:
+    """The rows of a result file."""
+    rows = [
+        ReplayRow(**{**row, "shape": tuple(row["shape"]), "median_us": tuple(row["median_us"])})
+        for row in content["results"]
+    ]
+    return {row.key: row for row in rows}
+
+
+def measure_replays(
+    workloads: Sequence[Workload],
+    *,
+    directions: Sequence[str],
+    dtype: torch.dtype,
+    family: str,
+    commit: str | None,
+) -> Iterator[ReplayRow]:
+    """One row after another; `bwd` computes dq, dk, dv and dbias2."""
+    for workload in workloads:
+        calls = _calls(workload, dtype)
+        for direction in directions:
+            us = _microseconds(calls[direction], workload, direction)
+            yield ReplayRow(
+                family, commit, workload.shape, direction, workload.mask.id, (round(us, 1),)
+            )
+
+
+def _calls(workload: Workload, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    inputs = make_inputs(workload, dtype=dtype, device=torch.device("cuda"), seed=0)
+    peer = Ours()
+    leaves = peer.adapt(inputs)
+    trained = [tensor.requires_grad_() for name in "qkv" if (tensor := leaves[name]) is not None]
+    if (bias2 := leaves["bias2"]) is not None:
+        trained.append(bias2.requires_grad_())
+    o = peer.forward(leaves)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return peer.forward(leaves)
+
+    def backward() -> object:
+        return torch.autograd.grad(o, trained, inputs.grad_output, retain_graph=True)
+
+    return {"fwd": forward, "bwd": backward}
+
+
+def _microseconds(call: Callable[[], object], workload: Workload, direction: str) -> float:
+    num_calls = int(SCORES_IN_A_GRAPH / workload.num_scores)
+    num_calls = max(2, min(50, num_calls if direction == "fwd" else num_calls // 3))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(num_calls):
+                call()
+        graph.replay()
+        return median(_replay_ms(graph) for _ in range(NUM_REPLAYS)) * 1e3 / num_calls
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
