@@ -18,6 +18,7 @@ from deepspeed4science.arguments import (
     largest_finite,
     split_biases,
 )
+from deepspeed4science.dtensor import require_sharding_rules
 from deepspeed4science.operators import forward_op, recorded_attention
 
 
@@ -96,6 +97,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         and 14.
     """
     bias1, bias2 = split_biases(biases)
+    if type(Q) is not Tensor:
+        require_sharding_rules(Q)
     q, k, v, bias1, bias2 = canonicalise(Q, K, V, bias1, bias2)
     if row_mask is not None:
         row_mask = canonicalise_row_mask(row_mask, Q)

@@ -23,6 +23,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 from deepspeed4science import flops, implementation, registration
 from deepspeed4science.call import BackwardCall, ForwardCall, schema
+from deepspeed4science.dtensor import Placements, placements_of, summed
 from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
 from deepspeed4science.problem import SUPPORTED_DTYPES
 from deepspeed4science.vmap import map_backward, map_forward
@@ -53,7 +54,9 @@ class Attention(torch.autograd.Function):
         if not ctx.with_lse:  # the operator was called directly, without what its backward needs
             o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, ctx.scale)
         wanted = list(ctx.needs_input_grad[:5])
-        dtypes = [None if tensor is None else tensor.dtype for tensor in (q, k, v, bias1, bias2)]
+        inputs = (q, k, v, bias1, bias2)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        placements = _NO_PLACEMENTS if type(q) is Tensor else placements_of(inputs)
         arguments = BackwardCall(do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
         compiled = torch.compiler.is_compiling()
         if not compiled and torch._C._are_functorch_transforms_active():
@@ -65,10 +68,10 @@ class Attention(torch.autograd.Function):
                 gradients = backward_op(*arguments)
             # What was saved goes before bias gradients get a copy in their own dtype: less memory
             # at once. Compiled autograd frees what it can itself.
-            del q, k, v, o, lse, bias1, bias2, arguments
+            del q, k, v, o, lse, bias1, bias2, inputs, arguments
             ctx.maybe_clear_saved_tensors()
-        own = zip(gradients, dtypes, wanted, strict=True)
-        return (*(_in_dtype(g, dtype) if want else None for g, dtype, want in own), *(None,) * 3)
+        own = zip(gradients, dtypes, placements, wanted, strict=True)
+        return (*(_in_dtype(*one) if want else None for *one, want in own), *(None,) * 3)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -108,8 +111,13 @@ class AttentionBackward(torch.autograd.Function):
         return map_backward(AttentionBackward.apply, info.batch_size, in_dims, *arguments)
 
 
-def _in_dtype(gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return gradient if gradient.dtype == dtype else gradient.to(dtype)
+_NO_PLACEMENTS = (None,) * 5
+
+
+def _in_dtype(gradient: Tensor, dtype: torch.dtype | None, placements: Placements) -> Tensor:
+    if gradient.dtype == dtype:
+        return gradient
+    return (gradient if placements is None else summed(gradient, placements)).to(dtype)
 
 
 _NO_FORWARD_MODE = (

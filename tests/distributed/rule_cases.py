@@ -1,0 +1,153 @@
+"""The sharding rules, forward and all gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from deepspeed4science import DS4Sci_EvoformerAttention
+
+from .sharded import Case, check, distribute, run_sharded
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NO_BIAS = {"bias1": None, "bias2": None}
+BROADCAST = {"bias1": ("B", 1, 1, 1, "Lk"), "bias2": (1, 1, 1, "Lq", "Lk")}
+
+ONE_DIMENSION = [
+    *(Case(f"rule-{axis}", (axis,)) for axis in ("B", "N", "H", "Lq", "Lk", "D", "-")),
+    *(Case(f"rule-{axis}-bf16", (axis,), dtype=BF16) for axis in ("B", "N", "H", "Lq")),
+    Case("rule-N-fp16", ("N",), dtype=FP16),
+    *(Case(f"rule-{axis}-broadcast", (axis,), **BROADCAST) for axis in ("B", "N", "H", "Lq")),
+    Case("rule-Lq-same-for-all-queries", ("Lq",), bias2=("B", 1, "H", 1, "Lk")),
+    Case("rule-N-one-mask-of-keys", ("N",), bias1=(1, 1, 1, 1, "Lk")),
+    *(Case(f"rule-{axis}-no-bias", (axis,), **NO_BIAS) for axis in ("B", "N", "H", "Lq")),
+    *(Case(f"rule-{axis}-bias1", (axis,), bias2=None) for axis in ("N", "H")),
+    *(Case(f"rule-{axis}-bias2", (axis,), bias1=None) for axis in ("N", "Lq")),
+    *(Case(f"rule-{axis}-row-mask", (axis,), row_mask=True) for axis in ("B", "N", "H", "Lq")),
+    Case("rule-N-scale", ("N",), options={"scale": -0.3}),
+    Case("rule-N-bias-in-bf16", ("N",), bias_dtype=BF16),
+    Case("rule-N-some-gradients", ("N",), needs=(True, False, False, False, True)),
+    Case("rule-Lq-some-gradients", ("Lq",), needs=(False, True, True, True, False)),
+    Case("rule-N-Lk-other", ("N",), Lk=34),
+    Case("rule-N-uneven", ("N",), B=1, N=7),
+    Case("rule-N-empty-shards", ("N",), B=1, N=1, Lq=40),
+    Case("rule-N-fewer-than-processes", ("N",), B=1, N=3, Lq=40),
+    Case("rule-H-uneven", ("H",), H=5),
+    Case("rule-Lq-389", ("Lq",), B=1, N=1, Lq=389, H=1),
+    Case("rule-N-389", ("N",), B=1, N=389, Lq=12, H=1),
+    Case("rule-Lq-5", ("Lq",), N=30, Lq=5),
+]
+TWO_DIMENSIONS = [
+    *(
+        Case(f"mesh-{a}-{b}", (a, b))
+        for a, b in [
+            *(("B", "N"), ("N", "H"), ("N", "Lq"), ("H", "Lq"), ("B", "Lq"), ("N", "N")),
+            *(("Lq", "Lq"), ("-", "N"), ("Lk", "N")),
+        ]
+    ),
+    Case("mesh-B-N-bf16", ("B", "N"), dtype=BF16),
+    Case("mesh-N-Lq-uneven", ("N", "Lq"), N=5, Lq=23, dtype=BF16),
+    Case("mesh-N-H-row-mask", ("N", "H"), row_mask=True),
+]
+
+
+def run_case(case, world):
+    mesh = world.mesh() if len(case.axes) == 1 else world.mesh(2, world.size // 2)
+    inputs = case.inputs(world.device)
+    ours, _ = run_sharded(inputs, mesh, case.axes)
+    check(world, ours, inputs)
+
+
+def compiled(world):
+    """torch.compile, which traces the rules, too."""
+    inputs = Case("", ("N",)).inputs(world.device)
+    compiled = torch.compile(lambda *a, **k: DS4Sci_EvoformerAttention(*a, **k), fullgraph=True)
+    ours, _ = run_sharded(inputs, world.mesh(), ("N",), compiled)
+    check(world, ours, inputs)
+
+
+def checkpointed(world):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = Case("", ("N",)).inputs(world.device)
+    function = partial(checkpoint, DS4Sci_EvoformerAttention, use_reentrant=False)
+    ours, _ = run_sharded(inputs, world.mesh(), ("N",), function)
+    check(world, ours, inputs)
+
+
+def placements(world):
+    """What stays where it is: no rule moves an input that fits one."""
+    expected = {
+        "B": [Shard(0)] * 6,
+        "N": [*[Shard(1)] * 5, Partial()],
+        "H": [*[Shard(3)] * 4, Partial(), Shard(2)],
+        "Lq": [*[Shard(2)] * 2, Partial(), Partial(), Partial(), Shard(3)],
+    }
+    for axis, wanted in expected.items():
+        _, result = run_sharded(Case("", (), B=4).inputs(world.device), world.mesh(), (axis,))
+        assert [x.placements for x in result] == [(one,) for one in wanted], axis
+
+
+def rounded_once(world):
+    """A bias in 16 bits beside float32: its gradient's parts are added before they are rounded."""
+    case = Case("", ("N",), bias_dtype=BF16)
+    inputs = case.inputs(world.device)
+    ours, result = run_sharded(inputs, world.mesh(), ("N",))
+    assert result[5].placements == (Replicate(),)
+    inputs.bias2 = inputs.bias2.float()
+    exact, _ = run_sharded(inputs, world.mesh(), ("N",))
+    torch.testing.assert_close(ours[5], exact[5].to(BF16), rtol=0, atol=0)
+
+
+def lse(world):
+    """Also after a call without it, and the other way round: DTensor remembers what it chose."""
+    inputs = Case("", ()).inputs(world.device)
+    mesh = world.mesh()
+    q, k, v = (distribute(x, mesh, [1]) for x in (inputs.q, inputs.k, inputs.v))
+    bias1, bias2 = distribute(inputs.bias1, mesh, [1]), distribute(inputs.bias2, mesh, [None])
+    whole, whole_lse = DS4Sci_EvoformerAttention(
+        inputs.q, inputs.k, inputs.v, [inputs.bias1, inputs.bias2], return_lse=True
+    )
+    for _ in range(2):
+        o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+        torch.testing.assert_close(o.full_tensor(), whole)
+        o, lse = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], return_lse=True)
+        assert lse.placements == (Shard(1),)
+        torch.testing.assert_close(lse.full_tensor(), whole_lse)
+
+
+def other_ranks(world):
+    """Tensors of other than five dimensions."""
+    inputs = Case("", (), B=1).inputs(world.device)
+    mesh = world.mesh()
+    three = [x[0] for x in (inputs.q, inputs.k, inputs.v)]
+    whole = DS4Sci_EvoformerAttention(*three, [inputs.bias1[0], inputs.bias2[0]])
+    shards = [distribute(x, mesh, [0]) for x in (*three, inputs.bias1[0])]
+    bias2 = distribute(inputs.bias2[0], mesh, [None])
+    o = DS4Sci_EvoformerAttention(*shards[:3], [shards[3], bias2])
+    assert o.placements == (Shard(0),)
+    torch.testing.assert_close(o.full_tensor(), whole)
+
+
+def mixed_with_plain_tensors(world):
+    inputs = Case("", ()).inputs(world.device)
+    q = distribute(inputs.q, world.mesh(), [1])
+    with pytest.raises(RuntimeError, match="DTensor"):
+        DS4Sci_EvoformerAttention(q, inputs.k, inputs.v)
+
+
+ALL = {case.id: partial(run_case, case) for case in ONE_DIMENSION}
+ALL |= {
+    f"rule-{function.__name__}": function
+    for function in (
+        *(compiled, checkpointed, placements, rounded_once, lse, other_ranks),
+        mixed_with_plain_tensors,
+    )
+}
+
+
+def of(size):
+    """The cases for so many processes."""
+    two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
+    return ALL | two if size >= 4 else ALL
