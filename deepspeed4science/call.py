@@ -39,6 +39,8 @@ class BackwardCall(NamedTuple):
     wanted: Sequence[bool]  # of q, k, v, bias1, bias2
     row_mask: Tensor | None = None
     scale: float | None = None
+    # k and v are some of the keys that o and lse are of: gradients are those keys' part.
+    partial_keys: bool = False
 
 
 Call = ForwardCall | BackwardCall
@@ -54,8 +56,9 @@ _SCHEMA_TYPES = {
 
 def schema(name: str, call: Any, *, num_results: int) -> str:
     """The operator's signature as `torch.library` reads it."""
+    defaults = call._field_defaults
     arguments = [
-        f"{_SCHEMA_TYPES[kind]} {field}" + ("=None" if field in call._field_defaults else "")
+        f"{_SCHEMA_TYPES[kind]} {field}" + (f"={defaults[field]}" if field in defaults else "")
         for field, kind in call.__annotations__.items()
     ]
     return f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * num_results)})"

@@ -107,7 +107,8 @@ def run_backward(choice: KernelChoice, problem: Problem, call: BackwardCall) -> 
     all gradients but dv are exactly 0, where a kernel would find what it rounded.
     """
     p, backend = problem, choice.backend
-    new: Callable[..., Tensor] = torch.zeros if p.Lk == 1 else torch.empty
+    one_key = p.Lk == 1 and not call.partial_keys
+    new: Callable[..., Tensor] = torch.zeros if one_key else torch.empty
     call = backend.prepare(p, call)
     want_q, want_k, want_v, want_bias1, want_bias2 = call.wanted
     new_as_q = functools.partial(new, dtype=call.q.dtype, device=p.device)
@@ -117,11 +118,14 @@ def run_backward(choice: KernelChoice, problem: Problem, call: BackwardCall) -> 
     dv = torch.empty(call.v.shape, dtype=call.q.dtype, device=p.device) if want_v else None
     dbias1 = new32((p.B, p.N, 1, 1, p.Lk)) if want_bias1 else None
     dbias2 = new32((p.B, 1, p.H, p.Lq, p.Lk)) if want_bias2 else None
-    computed = (None, None, dv, None, None) if p.Lk == 1 else (dq, dk, dv, dbias1, dbias2)
+    computed = (None, None, dv, None, None) if one_key else (dq, dk, dv, dbias1, dbias2)
     if any(gradient is not None for gradient in computed):
-        do_, q, k, v, o, lse, bias1, bias2, _, row_mask, _ = call
+        do_, q, k, v, o, lse, bias1, bias2, _, row_mask, _, partial_keys = call
         packed = params.BWD.pack(
-            *(p, do_, q, k, v, o, lse, bias1, bias2, row_mask), *computed, backend.options()
+            *(p, do_, q, k, v, o, lse, bias1, bias2, row_mask),
+            *computed,
+            partial_keys,
+            backend.options(),
         )
         _launch(choice, p, params.BWD, packed)
     if call.q.dtype != p.dtype:

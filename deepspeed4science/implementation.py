@@ -47,7 +47,7 @@ def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     if problem.is_empty:
         return tuple(_empty_gradient(like, call).zero_() for like in likes)
     choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
-    if few_scores.serves(problem):
+    if few_scores.serves(problem) and not call.partial_keys:
         gradients = few_scores.backward(problem, call)
     else:
         gradients = dispatch.run_backward(choice, problem, call)

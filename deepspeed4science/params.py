@@ -106,7 +106,6 @@ _OPTIONS = [
     Field("num_threads", "i", "options.num_threads"),
     Field("deterministic", "i", "options.deterministic"),
     Field("scale", "f", "p.scale"),
-    Field("reserved", "i", "0"),
 ]
 
 
@@ -153,9 +152,11 @@ FWD = Layout(
     *_strides("q", "k", "v", "o"),
     *_MASK_STRIDES,
     *_OPTIONS,
+    Field("reserved", "i", "0"),
 )
 BWD = Layout(
-    "p, do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2, options",
+    "p, do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2, "
+    "partial_keys, options",
     *_pointers("q", "k", "v"),
     *_pointers_or_null("bias1", "bias2", "row_mask"),
     *_pointers("o", "lse", "do_"),
@@ -166,4 +167,5 @@ BWD = Layout(
     *_strides_or_zeros("dq", "dk", "dv"),
     *_MASK_STRIDES,
     *_OPTIONS,
+    Field("partial_keys", "i", "partial_keys"),
 )

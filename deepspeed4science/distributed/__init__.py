@@ -1,3 +1,22 @@
 """The op over many processes, on PyTorch's DTensor and process groups (docs/many-gpus.md). Nothing
 here is loaded unless it is used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed4science.distributed.merge import merge_attention
+    from deepspeed4science.distributed.ring import ring_attention
+
+__all__ = ["merge_attention", "ring_attention"]
+
+_MODULES = {"merge_attention": "merge", "ring_attention": "ring"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

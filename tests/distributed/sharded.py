@@ -84,8 +84,8 @@ def run_sharded(inputs, mesh, axes, function=None):
     return [None if x is None else x.full_tensor() for x in result], result
 
 
-def check(world, ours, inputs):
-    """The law, in the first process. `ours` is whole everywhere."""
+def check(world, ours, inputs, more=0.0):
+    """The law, in the first process; `more` is allowed on top of it. `ours` is whole everywhere."""
     if world.rank:
         return
     for x, tensor in zip(ours, (inputs.q, *inputs.tensors()), strict=True):
@@ -93,5 +93,5 @@ def check(world, ours, inputs):
         assert x is None or x.dtype == tensor.dtype, "a gradient in another dtype than its input"
     eager = run(evoformer_attention, inputs, inputs.q.dtype)
     reference = run(evoformer_attention, inputs, torch.float64)
-    broken = violations(ours, eager, reference, ulps(ours))
+    broken = violations(ours, eager, reference, [ulp + more for ulp in ulps(ours)])
     assert not broken, "; ".join(broken)

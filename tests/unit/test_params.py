@@ -123,7 +123,10 @@ def test_every_value_is_where_its_name_says(name):
     options = params.Options(num_threads=9, deterministic=1)
     layout = STRUCTS[name]
     taken = inspect.signature(layout.pack).parameters.keys() & tensors.keys()
-    packed = layout.pack(p=problem, **{one: tensors[one] for one in taken}, options=options)
+    flags = {} if name == "FwdParams" else {"partial_keys": True}
+    packed = layout.pack(
+        p=problem, **{one: tensors[one] for one in taken}, **flags, options=options
+    )
     strides = {
         f"{one.rstrip('_')}_stride": tuple(tensor.stride()[:4])
         for one, tensor in tensors.items()
@@ -135,7 +138,7 @@ def test_every_value_is_where_its_name_says(name):
     expected = {one: tensor.data_ptr() for one, tensor in tensors.items()}
     expected |= SIZES | strides
     expected |= {"workspace": 4096, "bias1_dtype": 1, "bias2_dtype": 2, "num_threads": 9}
-    expected |= {"deterministic": 1, "scale": 0.375, "reserved": 0}
+    expected |= {"deterministic": 1, "scale": 0.375, "reserved": 0, "partial_keys": 1}
     packed, at = layout.with_workspace(packed, 4096), layout.offsets()
     for field, kind, count in fields_of_the_header(name):
         code = {"int64_t": "q", "int32_t": "i", "float": "f"}.get(kind, "Q")

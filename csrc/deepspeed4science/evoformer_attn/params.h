@@ -12,7 +12,7 @@
 #endif
 
 // Raised whenever a struct below or the meaning of a field changes; checked when a library is loaded.
-#define DS4S_ABI_VERSION 2
+#define DS4S_ABI_VERSION 3
 
 namespace ds4s {
 
@@ -93,7 +93,7 @@ struct BwdParams {
   int32_t num_threads;
   int32_t deterministic;
   float scale;
-  int32_t reserved;
+  int32_t partial_keys;  // 1: o and lse are of more keys than k and v are; gradients are the part of these
 };
 
 }  // namespace ds4s

@@ -182,7 +182,7 @@ int backward(const BwdParams& p) {
     for (int64_t i = 0; p.dbias2 != nullptr && i < p.B * p.H * p.Lq * p.Lk; ++i) p.dbias2[i] = 0.0f;
     return 0;
   }
-  if (has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresBackward>(p);
+  if (p.partial_keys == 0 && has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresBackward>(p);
 
   BackwardPlan plan(p, E::kQueries);
   const bool uneven = plan.wants_row_costs(p);

@@ -168,7 +168,11 @@ class BackwardWorker {
       first_pass(q0, rows, x);
     }
     rows_.finish(rows);
-    if (wants_dscores_) settle_rows<kPreciseExp<scalar_t>, E>(s_.scores, s_.dprobs, tiles_, rows, rows_);
+    if (p_.partial_keys != 0) {
+      settle_partial_rows<kPreciseExp<scalar_t>, E>(wants_dscores_ ? s_.dprobs : nullptr, tiles_, rows, lse(q0), rows_);
+    } else if (wants_dscores_) {
+      settle_rows<kPreciseExp<scalar_t>, E>(s_.scores, s_.dprobs, tiles_, rows, rows_);
+    }
     for (int x = 0; x < tiles_.num(); ++x) {
       if (p_.dq != nullptr) {
         prefetch_share<true>(at(p_.dq, p_.dq_stride, b_, n_, q0, h_), p_.dq_stride[2], rows, p_.D, x);
@@ -232,13 +236,12 @@ class BackwardWorker {
   }
 
   void find_centers(int64_t q0, int rows) {
-    if constexpr (kPreciseExp<scalar_t>) {
-      for (int i = 0; i < rows; ++i) {
-        const scalar_t* out = at(p_.o, p_.o_stride, b_, n_, q0 + i, h_);
-        const float center = dot(at(p_.do_, p_.do_stride, b_, n_, q0 + i, h_), out);
-        // An infinite center would spread from its own key to the whole row.
-        rows_.center[i] = center - center == 0.0f ? center : 0.0f;
-      }
+    if (!kPreciseExp<scalar_t> && p_.partial_keys == 0) return;
+    for (int i = 0; i < rows; ++i) {
+      const scalar_t* out = at(p_.o, p_.o_stride, b_, n_, q0 + i, h_);
+      const float center = dot(at(p_.do_, p_.do_stride, b_, n_, q0 + i, h_), out);
+      // An infinite center would spread from its own key to the whole row.
+      rows_.center[i] = center - center == 0.0f ? center : 0.0f;
     }
   }
 

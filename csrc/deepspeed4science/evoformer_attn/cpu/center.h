@@ -1,6 +1,7 @@
 // Queries of the backward that need care, between its two passes: one key holds nearly all of P, or none is visible.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "gradient.h"
@@ -83,6 +84,22 @@ inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKe
     } else {
       state.delta[i] = center + delta;  // in one number: 16 bits need no center in the second pass
     }
+  }
+}
+
+// The same where keys are some of those that O and lse are of: P is what lse says and not what these keys sum to, and
+// delta, which find_centers took from O, is that of all keys. dprobs null: only P is wanted.
+template <bool kPrecise, typename E>
+inline void settle_partial_rows(float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows, const float* lse,
+                                GradientRows<E>& state) {
+  for (int i = 0; i < rows; ++i) {
+    if (state.sum(i) == 0.0f) {
+      if (dprobs != nullptr) StripRow<E>(dprobs, dprobs, tiles, i).clear_dprobs();
+      state.center[i] = state.delta[i] = 0.0f;
+      continue;
+    }
+    state.inverse[i] = std::exp(state.shift[i] - lse[i]);  // 1 but for a large lse
+    state.delta[i] = kPrecise ? 0.0f : state.center[i];
   }
 }
 

@@ -1,0 +1,156 @@
+"""Ring attention: queries and keys sharded, keys and values passed on from process to process.
+
+Every process keeps its queries and their rows of bias2. In step s it has the keys of the process s
+places before it, sends them to the next one while it attends over them, and merges what it found
+(merge.py). The backward goes round once more with the lse and delta of all keys, and dk, dv and
+dbias1 travel beside the keys that they belong to. docs/many-gpus.md has bytes and times.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from deepspeed4science.arguments import largest_finite
+from deepspeed4science.distributed.exchange import Ring, extents
+from deepspeed4science.distributed.merge import merge_attention
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.operators import backward_op, forward_op
+
+
+def ring_attention(
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    bias1: DTensor | None = None,
+    bias2: DTensor | None = None,
+    *,
+    mesh_dim: int = 0,
+    scale: float | None = None,
+) -> DTensor:
+    """`DS4Sci_EvoformerAttention` of DTensors whose queries and keys are sharded over one dimension
+    of the mesh: no process holds all keys, nor more of bias2 than the rows of its queries.
+
+    Args:
+        q: `[B, N, Lq, H, D]`, sharded by Lq.
+        k, v: `[B, N, Lk, H, D]`, sharded by Lk.
+        bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; numbers.
+        bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
+        mesh_dim: the mesh's dimension that shards them. Others may shard batches, rows or heads.
+        scale: positive. Default: 1 / sqrt(D).
+
+    Returns:
+        O, placed as q is. Gradients are placed as their tensors are; over another dimension of the
+        mesh that of a replicated tensor is a partial sum.
+
+    Raises:
+        InvalidInputError: placements or shapes do not fit, or a process would have no key or query.
+    """
+    given = [("q", q, 2), ("k", k, 2), ("v", v, 2), ("bias1", bias1, 4), ("bias2", bias2, 3)]
+    for name, tensor, dim in given:
+        if tensor is not None:
+            _check(name, tensor, dim, mesh_dim, q, k)
+    pieces = [
+        None if x is None else x.to_local(grad_placements=_of_gradient(x, q)) for _, x, _ in given
+    ]
+    o = _RingAttention.apply(*pieces, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
+    shape = torch.Size((*q.shape[:4], v.shape[4]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        o, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: DTensor) -> None:
+    length = k.shape[2] if name in ("k", "v", "bias1") else q.shape[2]
+    if tensor.placements[mesh_dim] != Shard(dim) or tensor.shape[dim] != length:
+        raise InvalidInputError(
+            f"{name}: expected {length} elements in dimension {dim}, sharded over dimension "
+            f"{mesh_dim} of the mesh; got {list(tensor.shape)}, {tensor.placements}. Redistribute "
+            "it; what is broadcast there is expanded first."
+        )
+    size = tensor.device_mesh.size(mesh_dim)
+    if min(extents(length, size)) < 1:
+        raise InvalidInputError(
+            f"{name}: expected a part of dimension {dim} for each of {size} processes; got "
+            f"{length} elements, of which some get none. Use fewer processes."
+        )
+
+
+def _of_gradient(tensor: DTensor, q: DTensor) -> list[Any]:
+    """Where q is sharded by rows or heads that `tensor` has not, its gradient is a partial sum."""
+    pairs = zip(tensor.placements, q.placements, strict=True)
+    return [Partial() if own == Replicate() and other.is_shard() else own for own, other in pairs]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        num_keys: int,
+        group: dist.ProcessGroup,
+        scale: float | None,
+    ) -> Tensor:
+        shift = None if bias1 is None else _largest_of_all(bias1, group)
+        ring = Ring(group, num_keys)
+        o = torch.zeros((*q.shape[:4], v.shape[4]), dtype=torch.float32, device=q.device)
+        lse = o.new_full((*q.shape[:2], q.shape[3], q.shape[2]), -math.inf)
+        for keys, (k_part, v_part, bias1_part) in ring.parts((k, v, bias1)):
+            columns = None if bias2 is None else bias2[..., keys]
+            o_part, lse_part = forward_op(q, k_part, v_part, bias1_part, columns, True, None, scale)
+            lse_part = lse_part + _offset(bias1_part, shift)
+            o, lse = merge_attention(o, lse, o_part, lse_part)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, bias1, bias2, o, lse, shift)
+        ctx.num_keys, ctx.group, ctx.scale = num_keys, group, scale
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do_: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias1, bias2, o, lse, shift = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:5])
+        dq = torch.zeros_like(q, dtype=torch.float32) if wanted[0] else None
+        dbias2 = torch.empty_like(bias2, dtype=torch.float32) if wanted[4] else None
+        ring = Ring(ctx.group, ctx.num_keys)
+        for keys, (k_part, v_part, bias1_part) in ring.parts((k, v, bias1)):
+            columns = None if bias2 is None else bias2[..., keys]
+            lse_part = lse - _offset(bias1_part, shift)
+            arguments = (do_, q, k_part, v_part, o, lse_part, bias1_part, columns)
+            part = backward_op(*arguments, wanted, None, ctx.scale, partial_keys=True)
+            if dq is not None:
+                dq += part[0]
+            if dbias2 is not None:
+                dbias2[..., keys] = part[4]
+            parts = zip(part[1:4], wanted[1:4], strict=True)
+            ring.add([x.float() if want else None for x, want in parts])
+        gradients = (dq, *ring.own_sums(), dbias2)
+        inputs = (q, k, v, bias1, bias2)
+        own = zip(gradients, inputs, strict=True)
+        return (*(None if x is None else x.to(like.dtype) for x, like in own), None, None, None)
+
+
+def _largest_of_all(bias1: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The shift (docs/math.md, 1a) over the keys of all processes, `[B|1, N|1, 1, 1, 1]`."""
+    finite = bias1.float().masked_fill(~bias1.isfinite(), -math.inf)
+    largest = finite.amax(-1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return largest.masked_fill(largest == -math.inf, 0.0)
+
+
+def _offset(bias1: Tensor | None, shift: Tensor | None) -> Tensor | float:
+    """From the lse of some keys, whose scores the operators shift by their own largest bias1, to
+    that of scores shifted by the largest of all: where -1e9 hides every key, both are exact.
+    """
+    if bias1 is None or shift is None:
+        return 0.0
+    return (largest_finite(bias1).float() - shift)[..., 0]
