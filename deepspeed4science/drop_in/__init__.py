@@ -1,6 +1,7 @@
 """This op in models that were written for another one, by one line.
 
-    drop_in.switch("boltz")            boltz, boltzgen, protenix or openfold3: their own functions
+    drop_in.switch("boltz")            boltz, boltzgen, protenix, openfold3, intellifold: functions
+                                       of their own
     drop_in.use_as_deepspeed()         whatever imports DeepSpeed's function
     drop_in.use_as_cuequivariance()    whatever imports cuEquivariance's functions
 

@@ -118,6 +118,17 @@ CLIENTS = {
             hint="with use_triton_triangle_kernels (its default in evaluation) or "
             "use_deepspeed_evo_attention",
         ),
+        Client(
+            "intellifold",
+            ("2.0", "2.1"),
+            command="intellifold",
+            entry_point="runner.intellifold_inference:intellifold_cli",
+            functions={
+                "intellifold.openfold.model.primitives": {"_deepspeed_evo_attn": _HEADS_FIRST},
+                "intellifold.openfold.model.pairformer": {"_deepspeed_evo_attn": _HEADS_FIRST},
+            },
+            hint="with USE_DEEPSPEED_EVO_ATTENTION=true, and CUTLASS_PATH of any folder",
+        ),
     )
 }
 
@@ -126,7 +137,7 @@ def switch(client: str, *, any_version: bool = False) -> Switch:
     """Make a model run on this op, from Python: before or after it is imported.
 
     Args:
-        client: boltz, boltzgen, protenix or openfold3.
+        client: boltz, boltzgen, protenix, openfold3 or intellifold.
         any_version: also of versions that this has not been tried with.
 
     Returns:

@@ -18,10 +18,11 @@ def use_as_deepspeed() -> Switch:
     this op.
 
     Without DeepSpeed there are also what models look for around it: `deepspeed.comm.comm.
-    is_initialized` and `deepspeed.checkpointing.is_configured` (False), specs for `find_spec`, and
-    `deepspeed.ops.op_builder.EvoformerAttnBuilder`. There is no distribution of that name: who asks
-    importlib.metadata (transformers, accelerate) learns that DeepSpeed is not installed. Lightning
-    would be content with a module, and is told.
+    is_initialized` and `deepspeed.checkpointing.is_configured` (False), specs for `find_spec`,
+    `deepspeed.ops.op_builder.EvoformerAttnBuilder` and, for checks of its arguments,
+    `deepspeed.accelerator.get_accelerator().on_accelerator`. There is no distribution of that name:
+    who asks importlib.metadata (transformers, accelerate) learns that DeepSpeed is not installed.
+    Lightning would be content with a module, and is told.
 
     Call it before the model is imported.
 
@@ -38,6 +39,7 @@ def use_as_deepspeed() -> Switch:
             "deepspeed": lambda _: {"__version__": "0"},
             "deepspeed.comm": lambda _: {"is_initialized": _no},
             "deepspeed.comm.comm": lambda _: {"is_initialized": _no},
+            "deepspeed.accelerator": lambda _: {"get_accelerator": _Accelerator},
             "deepspeed.checkpointing": lambda _: {"is_configured": _no},
             "deepspeed.ops": lambda _: {},
             "deepspeed.ops.op_builder": _builder,
@@ -101,6 +103,12 @@ def _without_deepspeed(module: ModuleType) -> Mapping[str, Any]:
 
 def _no() -> bool:
     return False
+
+
+class _Accelerator:
+    def on_accelerator(self, _: Any) -> bool:
+        """Whether kernels can read a tensor: this op says itself where they cannot."""
+        return True
 
 
 def _op(_: ModuleType) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ PACKAGES = {
     "boltzgen": ("boltzgen==0.3.2", "einops==0.8.2"),
     "protenix": ("protenix==2.0.0", "optree==0.20.0"),
     "openfold3": ("openfold3==0.5.0", "ml_collections==1.1.0", "absl-py==2.5.1", "PyYAML==6.0.3"),
+    "intellifold": ("intellifold==2.0.2", "einops==0.8.2"),
 }
 
 

@@ -1,0 +1,14 @@
+"""The command line of intellifold on this op: what a process that is started again starts."""
+
+import sys
+from pathlib import Path
+
+# Of a clone that is not installed: behind everything else.
+sys.path.append(str(Path(__file__).parents[3]))
+
+from deepspeed4science.drop_in import launching
+
+launching.switch_and_tell("intellifold")  # also in processes that multiprocessing spawns
+
+if __name__ == "__main__":
+    launching.run("intellifold")
