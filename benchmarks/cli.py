@@ -1,4 +1,4 @@
-"""`python -m benchmarks run | replay | layers | startup | show | plot | results`."""
+"""`python -m benchmarks run | replay | layers | blocks | startup | show | plot | results`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
     layers.set_defaults(command=_layers)
 
+    blocks = commands.add_parser(
+        "blocks",
+        help="OpenFold 3's PairFormer block on every path of kernels, forward and backward, "
+        "bf16 autocast; needs the package",
+    )
+    blocks.add_argument("--crops", default="256,384,768", help="with commas")
+    blocks.add_argument("--seconds", type=float, default=10.0, help="for each crop")
+    blocks.add_argument("--runs", type=int, default=20, help="at most so many of each")
+    blocks.set_defaults(command=_blocks)
+
     replay = commands.add_parser(
         "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
     )
@@ -89,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    for command in (run, startup, layers, replay):
+    for command in (run, startup, layers, blocks, replay):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -212,6 +222,26 @@ def _layers(arguments: argparse.Namespace) -> int:
         )
         for name, calls, ms in row.kernels if row.mode == "compiled" else ():
             print(f"       {ms:8.3f} ms {calls:3d}x {name[:110]}")
+    return 0
+
+
+def _blocks(arguments: argparse.Namespace) -> int:
+    from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
+
+    device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
+    skipped = {path.name: why for path in PATHS if (why := missing(path, device))}
+    paths = [path for path in PATHS if path.name not in skipped]
+    rows: list[BlockRow] = []
+    for crop in arguments.crops.split(","):
+        budget = {"budget_s": arguments.seconds, "max_runs": arguments.runs}
+        rows += measure_block(int(crop), paths, device=device, **budget)
+        result = _result(environment, "blocks", rows=[asdict(row) for row in rows], skipped=skipped)
+        _save(arguments, environment, result)  # after each, as in _run
+    for row in rows:
+        print(row)
+    for name, why in skipped.items():
+        print(f"       {name:<52} left out: {why}")
     return 0
 
 
