@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from op_builder import offered
+
 if TYPE_CHECKING:
     from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
     from deepspeed4science.triangle import triangle_attention, triangle_multiplicative_update
@@ -22,6 +24,9 @@ __all__ = [
     "triangle_multiplicative_update",
 ]
 __version__ = "0.1.0"
+
+# As on what DeepSpeed's `load()` returns.
+offered.offer(f"{__name__}.drop_in.binding", "attention", "attention_bwd")
 
 _MODULES = {
     "DS4Sci_EvoformerAttention": "evoformer_attn",

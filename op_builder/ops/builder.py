@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from .. import offered
 from ..cache.key import CompileJob
 from ..cache.loaded_kernel import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
@@ -50,22 +50,15 @@ class LoadedOp(Generic[KernelT]):
     @property
     def attention(self) -> Callable[..., None]:
         """`attention(q, k, v, bias1, bias2, o, lse)`, as on what DeepSpeed's `load` returns. With
-        any kernel that the tensors need, not only the loaded ones.
+        any kernel that the tensors need, not only the loaded ones. Raises BuildError unless
+        deepspeed4science has been imported.
         """
-        return _of_deepspeed("attention")
+        return offered.function("attention")
 
     @property
     def attention_bwd(self) -> Callable[..., None]:
         """`attention_bwd(go, q, k, v, o, lse, delta, bias1, bias2, gq, gk, gv, gb1, gb2)`."""
-        return _of_deepspeed("attention_bwd")
-
-
-def _of_deepspeed(name: str) -> Callable[..., None]:
-    """By name: this package imports nothing that knows tensors."""
-    function: Callable[..., None] = getattr(
-        importlib.import_module("deepspeed4science.drop_in.binding"), name
-    )
-    return function
+        return offered.function("attention_bwd")
 
 
 class OpBuilder(ABC, Generic[KernelT]):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import op_builder
-from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder
+from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder, offered
 from op_builder.errors import BuildError
 from op_builder.ops import prebuild
 from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
@@ -126,3 +126,12 @@ def test_requested(monkeypatch, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert {builder.NAME for builder in prebuild.requested()} == expected
+
+
+def test_functions_on_tensors_come_from_who_knows_tensors(monkeypatch):
+    monkeypatch.setattr(offered, "_modules", {})
+    loaded = EvoformerAttnCPUBuilder().load(kernels=[])
+    with pytest.raises(BuildError, match="import deepspeed4science first"):
+        _ = loaded.attention
+    offered.offer("math", "attention", "attention_bwd", "sqrt")
+    assert offered.function("sqrt")(4.0) == 2.0

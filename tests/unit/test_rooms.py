@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "op_builder"
 
 # A room imports from itself and from those behind it. "": the modules beside the rooms.
 ROOMS = ("ops", "build", "cache", "toolchain", "", "system")
-BESIDE = ("env", "errors", "paths")
+BESIDE = ("env", "errors", "offered", "paths")
 
 
 def modules() -> dict[str, Path]:
@@ -49,6 +49,17 @@ def upward(module: str, source: str) -> list[str]:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_nothing_is_imported_from_a_room_above(module):
     assert upward(module, modules()[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_nobody_names_a_package_above(module):
+    """Not as text either: a name can be imported. Messages and docstrings may speak of one."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert [text for text in strings if re.fullmatch(r"deepspeed4science(\.\w+)+", text)] == []
 
 
 @pytest.mark.parametrize("module", ["ops.builder", "ops.cpu_builder", "ops.cuda_builder"])
