@@ -3,8 +3,9 @@
 Python ends a daemon thread by unwinding its stack as soon as it wants to run again. Our calls are
 below PyTorch's dispatcher, whose C++ frames answer that with an abort of the process. So the end
 waits until no other thread is in one: a short time for what is quick, a longer one for what may
-compile. Who waits in there for something that will not come any more stops for good: a thread that
-never wants to run again is left alone.
+compile. A thread that calls again and again is stopped at the door; PyTorch's own operators have
+none, and who loops over them aborts. Who waits in there for something that will not come any more
+stops for good: a thread that never wants to run again is left alone.
 """
 
 from __future__ import annotations
@@ -65,10 +66,25 @@ def stop_if_ending() -> None:
     """Never returns in a process that ends."""
     me = threading.get_ident()
     if _ending and me not in _exempt and me != threading.main_thread().ident:
-        _stopped.add(me)
-        forever = threading.Lock()
-        forever.acquire()
-        forever.acquire()
+        _stop(me)
+
+
+def stop_daemon_if_ending() -> None:
+    """At the door of a call; never returns in a daemon thread of a process that ends. Threads that
+    Python did not start (autograd's) may have to finish what the main thread waits for.
+    """
+    if not _ending:
+        return
+    me = threading.current_thread()
+    if me.daemon and not isinstance(me, threading._DummyThread):
+        _stop(threading.get_ident())
+
+
+def _stop(me: int) -> None:
+    _stopped.add(me)
+    forever = threading.Lock()
+    forever.acquire()
+    forever.acquire()
 
 
 def _wait() -> None:

@@ -18,12 +18,37 @@ sys.exit(3)
 """
 
 
+LOOPS = """
+import sys, threading, time, torch
+from deepspeed4science import DS4Sci_EvoformerAttention as attention
+q = torch.randn(33)[{first}:][:32].view(1, 1, 4, 1, 8)
+attention(q, q, q)
+def loop():
+    while True:
+        attention(q, q, q)
+for _ in range(3):
+    threading.Thread(target=loop, daemon=True).start()
+time.sleep(0.1)
+sys.exit(3)
+"""
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3, 1.0, 1.5])
 def test_exit_beside_a_daemon_thread(tmp_path, seconds):
     """PyTorch's dispatcher is below the call: a thread that Python unwinds there aborts."""
+    ends_quietly(SCRIPT.format(seconds=seconds), tmp_path)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["replayed", "through the operator"])
+def test_exit_beside_daemon_threads_that_call_on_and_on(tmp_path, first):
+    """They stop at the door."""
+    ends_quietly(LOOPS.format(first=first), tmp_path)
+
+
+def ends_quietly(script, tmp_path):
     environment = {"PYTHONPATH": str(REPOSITORY), "DS4S_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(seconds=seconds)],
+        [sys.executable, "-c", script],
         env=os.environ | environment,
         capture_output=True,
         text=True,
