@@ -45,6 +45,9 @@ class BackwardCall(NamedTuple):
 
 Call = ForwardCall | BackwardCall
 
+# Of q, k, v, bias1 and bias2; None where none is wanted.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",

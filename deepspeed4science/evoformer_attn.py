@@ -18,8 +18,15 @@ from deepspeed4science.arguments import (
     largest_finite,
     split_biases,
 )
+from deepspeed4science.call import ForwardCall
 from deepspeed4science.dtensor import require_sharding_rules
-from deepspeed4science.operators import forward_op, recorded_attention
+from deepspeed4science.operators import (
+    below_autograd,
+    forward_op,
+    heard_autocast,
+    recorded_attention,
+)
+from op_builder.system import process_exit
 
 
 @overload
@@ -96,6 +103,7 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     Source: Jumper et al. 2021 (doi:10.1038/s41586-021-03819-2), supplementary algorithms 7, 8, 13
         and 14.
     """
+    process_exit.stop_daemon_if_ending()
     bias1, bias2 = split_biases(biases)
     if type(Q) is not Tensor:
         require_sharding_rules(Q)
@@ -116,9 +124,10 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         o, lse = forward_op(q, k, v, bias1, bias2, with_lse, row_mask, scale)
     elif recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         o, lse = recorded_attention(q, k, v, bias1, bias2, row_mask, scale)
-    else:  # autograd has nothing to record: 4 us less
-        with torch._C._AutoDispatchBelowAutograd():
-            o, lse = forward_op(q, k, v, bias1, bias2, return_lse, row_mask, scale)
+    else:  # autograd has nothing to record
+        q, k, v = heard_autocast(q, k, v)
+        call = ForwardCall(q, k, v, bias1, bias2, return_lse, row_mask, scale)
+        o, lse = below_autograd(call, differentiable=False)
     result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
     if not return_lse:
         return result

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed4science.call import BackwardCall, Call, ForwardCall
-from deepspeed4science.dispatch import Gradients
+from deepspeed4science.call import BackwardCall, Call, ForwardCall, Gradients
 from deepspeed4science.problem import Problem
 
 MOST_SCORES = 4096
@@ -27,17 +26,18 @@ MOST_SCORES = 4096
 
 def serves(problem: Problem) -> bool:
     p = problem
-    return p.device.type == "cuda" and p.B * p.N * p.H * p.Lq * p.Lk <= MOST_SCORES
+    few = p.B * p.N * p.H * p.Lq * p.Lk <= MOST_SCORES
+    return few and p.device.type == "cuda" and not p.partial_keys
 
 
-def forward(problem: Problem, call: ForwardCall) -> tuple[Tensor, Tensor]:
-    """O, and lse of the shifted scores (no elements unless asked for), as kernels give them."""
+def forward(problem: Problem, call: ForwardCall) -> tuple[Tensor, Tensor | None]:
+    """O, and lse of the shifted scores where it is asked for, as kernels give them."""
     mask = _Mask.of(problem, call)
     weights, lse, unseen = _weights(problem, mask, call)
     values = mask.of_keys(call.v)
     o = (weights[..., None] * values[..., None, :, :]).sum(-2)  # (5)
     o = o.masked_fill(unseen, 0.0).transpose(2, 3).to(problem.dtype).contiguous()
-    return o, lse.float() if call.with_lse else lse.new_empty(0, dtype=torch.float32)
+    return o, lse.float() if call.with_lse else None
 
 
 def backward(problem: Problem, call: BackwardCall) -> Gradients:

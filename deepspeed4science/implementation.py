@@ -1,29 +1,55 @@
-"""What the operators compute: a call is described, dispatch finds its kernel and runs it, gradients
-get the shape of what they belong to. Beside each, the same without values, for tracing.
+"""What the operators compute: a call is described, dispatch finds its kernel, gradients get the
+shape of what they belong to. Beside each, the same without values, for tracing.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed4science import dispatch, few_scores
-from deepspeed4science.call import BackwardCall, Call, ForwardCall
-from deepspeed4science.problem import describe
+from deepspeed4science.call import BackwardCall, Call, ForwardCall, Gradients
+from deepspeed4science.errors import NoBackendError
+from deepspeed4science.prepared import PreparedBackward, PreparedForward
+from deepspeed4science.problem import Problem, describe
+
+
+def prepare_forward(
+    call: ForwardCall, *, differentiable: bool
+) -> Callable[[ForwardCall], tuple[Tensor, Tensor | None]]:
+    """What computes O and, where it is asked for, lse of calls like this one: of tensors with the
+    same shapes, strides, dtypes and devices, on 16 bytes or not.
+
+    differentiable   somebody may want the backward: it is compiled beside the forward
+    """
+    problem = describe(call)
+    if problem.is_empty:
+        return _empty_results
+    choice = dispatch.choose(problem, "fwd", call[:3])
+    if few_scores.serves(problem):
+        return functools.partial(few_scores.forward, problem)
+    if call.with_lse and differentiable:
+        _prefetch_backward(problem, call)
+    return PreparedForward(choice, problem)
 
 
 def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """A `ForwardCall`'s arguments."""
     call = ForwardCall(*arguments, **named)
-    problem = describe(call)
-    if problem.is_empty:
-        return _empty_results(call)
-    choice = dispatch.choose(problem, "fwd", call[:3])
-    if few_scores.serves(problem):
-        return few_scores.forward(problem, call)
-    return dispatch.run_forward(choice, problem, call)
+    o, lse = prepare_forward(call, differentiable=True)(call)
+    return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _prefetch_backward(problem: Problem, call: ForwardCall) -> None:
+    try:
+        ahead = dispatch.choose(problem, "bwd", call[:3])
+    except NoBackendError:  # lse alone may be wanted; a backward says it itself
+        return
+    ahead.backend.kernels.prefetch(ahead.kernel)
 
 
 def fake_forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -39,22 +65,31 @@ def _empty_results(call: ForwardCall) -> tuple[Tensor, Tensor]:
     return o, call.q.new_empty(lse_shape, dtype=torch.float32)
 
 
+def prepare_backward(call: BackwardCall) -> Callable[[BackwardCall], Gradients]:
+    """What computes the wanted gradients of calls like this one."""
+    problem = describe(call)
+    if problem.is_empty:
+        return _zero_gradients
+    choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
+    compute: Callable[[BackwardCall], Gradients] = PreparedBackward(choice, problem)
+    if few_scores.serves(problem):
+        compute = functools.partial(few_scores.backward, problem)
+    p, bias1, bias2 = problem, call.bias1, call.bias2
+    if (bias1 is None or bias1.shape == (p.B, p.N, 1, 1, p.Lk)) and (
+        bias2 is None or bias2.shape == (p.B, 1, p.H, p.Lq, p.Lk)
+    ):
+        return compute
+    return lambda call: _summed(call, compute(call))
+
+
 def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     """A `BackwardCall`'s arguments."""
     call = BackwardCall(*arguments, **named)
-    problem = describe(call)
-    likes = _gradient_likes(call)
-    if problem.is_empty:
-        return tuple(_empty_gradient(like, call).zero_() for like in likes)
-    choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
-    if few_scores.serves(problem) and not call.partial_keys:
-        gradients = few_scores.backward(problem, call)
-    else:
-        gradients = dispatch.run_backward(choice, problem, call)
-    return tuple(
-        like if gradient is None else _sum_to(gradient, like)
-        for gradient, like in zip(gradients, likes, strict=True)
-    )
+    inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
+    wanted = [w and one is not None for w, one in zip(call.wanted, inputs, strict=True)]
+    call = call._replace(wanted=wanted)
+    gradients = prepare_backward(call)(call)
+    return tuple(call.q.new_empty(0) if one is None else one for one in gradients)
 
 
 def fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
@@ -63,10 +98,15 @@ def fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     return tuple(_empty_gradient(like, call) for like in _gradient_likes(call))
 
 
-def _sum_to(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of what was broadcast, in its own shape (docs/math.md, 15 and 16)."""
-    if gradient.shape == like.shape:  # nearly always: 2 us less for each
-        return gradient
+def _summed(call: BackwardCall, gradients: Gradients) -> Gradients:
+    """Those of broadcast biases in the biases' own shapes (docs/math.md, 15 and 16)."""
+    dq, dk, dv, dbias1, dbias2 = gradients
+    return dq, dk, dv, _sum_to(dbias1, call.bias1), _sum_to(dbias2, call.bias2)
+
+
+def _sum_to(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    if gradient is None or like is None:
+        return None
     total = gradient.sum_to_size(like.shape)
     if like.shape[-1] < gradient.shape[-1]:
         total = total * 0.0  # the same for all keys changes nothing; NaN stays NaN
@@ -82,6 +122,12 @@ def _check_what_is_known(call: Call) -> None:
         if any(has_free_unbacked_symbols(tensor) for tensor in tensors):
             return
     describe(call)
+
+
+def _zero_gradients(call: BackwardCall) -> Gradients:
+    likes = _gradient_likes(call)
+    dq, dk, dv, dbias1, dbias2 = (_empty_gradient(like, call).zero_() for like in likes)
+    return dq, dk, dv, dbias1, dbias2
 
 
 def _empty_gradient(like: Tensor, call: BackwardCall) -> Tensor:

@@ -15,6 +15,7 @@ of the operators. There is no forward mode: a tangent that is 0 in silence would
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from deepspeed4science import flops, implementation, registration
-from deepspeed4science.call import BackwardCall, ForwardCall, schema
+from deepspeed4science.call import BackwardCall, Call, ForwardCall, Gradients, schema
 from deepspeed4science.dtensor import Placements, placements_of, summed
 from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
 from deepspeed4science.problem import SUPPORTED_DTYPES
+from deepspeed4science.replay import Replay
 from deepspeed4science.vmap import map_backward, map_forward
 
 
@@ -34,8 +36,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return forward_op(*arguments)
+        call = ForwardCall(*arguments)
+        o, lse = below_autograd(call, differentiable=True)
+        return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -64,8 +67,7 @@ class Attention(torch.autograd.Function):
         elif compiled or torch.is_grad_enabled():
             gradients = backward_op(*arguments)
         else:  # nothing to record
-            with torch._C._AutoDispatchBelowAutograd():
-                gradients = backward_op(*arguments)
+            gradients = _backward_below_autograd(arguments)
             # What was saved goes before bias gradients get a copy in their own dtype: less memory
             # at once. Compiled autograd frees what it can itself.
             del q, k, v, o, lse, bias1, bias2, inputs, arguments
@@ -80,6 +82,41 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
         return map_forward(Attention.apply, info.batch_size, in_dims, *arguments)
+
+
+def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
+    """The forward operator, of which nothing is recorded. Q, K and V have autocast's dtype; lse may
+    be None unless asked for.
+
+    differentiable   the backward may be wanted: it is compiled beside the forward
+    """
+    known = _differentiable_forwards if differentiable else _other_forwards
+    compute = known.find(call, _absent(call), call.with_lse, call.scale)
+    if compute is not None:
+        return compute(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        o, lse = forward_op(*call)
+    return o, lse
+
+
+def _backward_below_autograd(call: BackwardCall) -> Gradients:
+    compute = _backwards.find(
+        call, _absent(call), tuple(call.wanted), call.scale, call.partial_keys
+    )
+    if compute is not None:
+        return compute(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        gradients: Gradients = backward_op(*call)
+    return gradients
+
+
+def _absent(call: Call) -> tuple[bool, bool, bool]:
+    return call.bias1 is None, call.bias2 is None, call.row_mask is None
+
+
+_differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
+_other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
+_backwards = Replay(implementation.prepare_backward)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -137,9 +174,7 @@ def recorded_attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """O, differentiable by autograd and at every level of torch.func that is active, and lse."""
-    device_type = q.device.type
-    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        q, k, v = _in_autocast_dtype(device_type, q, k, v)  # where autograd sees it
+    q, k, v = heard_autocast(q, k, v)
     arguments = (q, k, v, bias1, bias2, True, row_mask, scale)
     if not torch._C._are_functorch_transforms_active():
         o, lse = _record(*unwrap_dead_wrappers(arguments))
@@ -183,6 +218,16 @@ def _autograd_backward(*arguments: Any, **named: Any) -> Any:
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
+
+
+def heard_autocast(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V as autocast, where it is on, wants them: outside of operators, where autograd sees
+    it.
+    """
+    device_type = q.device.type
+    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
+        return _in_autocast_dtype(device_type, q, k, v)
+    return q, k, v
 
 
 def _in_autocast_dtype(device_type: str, *tensors: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Options(NamedTuple):
 class Field:
     name: str
     type: str  # as module struct writes it: "Q" a pointer, "q" int64_t, "4q" an array of them
-    value: str  # in Python; of an array, a sequence. The names are the arguments of `Layout.pack`
+    value: str  # in Python; of an array, a sequence. The names are the arguments of `Layout`
 
     @property
     def num_bytes(self) -> int:
@@ -36,31 +36,37 @@ class Field:
 
 
 class Layout:
-    """A struct of params.h, without holes.
+    """A struct of params.h, without holes: pointers, then all that stays the same when a call is
+    made again with other tensors of the same shapes and strides.
 
-    pack(p, q, ...) -> bytes    its arguments are named below. The function is put together here,
-    since a mapping from names to values would cost 2 us a call, a tenth of all
+    pack_pointers(q, ..., workspace) -> bytes    `workspace`: an address, or 0
+    pack_rest(p, options, q, ...) -> bytes       `p`: the Problem
+        Tensors are named below. The functions are put together here, since a mapping from names to
+        values would cost 2 us a call.
     """
 
-    pack: Callable[..., bytes]
+    pack_pointers: Callable[..., bytes]
+    pack_rest: Callable[..., bytes]
 
-    def __init__(self, arguments: str, *fields: Field) -> None:
+    def __init__(self, tensors: str, *fields: Field) -> None:
         self.fields = fields
-        as_bytes = struct.Struct("=" + "".join(one.type for one in fields)).pack
-        values = [f"*{one.value}" if len(one.type) > 1 else one.value for one in fields]
-        source = f"lambda {arguments}: as_bytes({', '.join(values)})"
-        self.pack = eval(source, {**globals(), "as_bytes": as_bytes})
-        self._workspace_at = self.offsets()["workspace"]
-
-    def with_workspace(self, packed: bytes, pointer: int) -> bytes:
-        at = self._workspace_at
-        return packed[:at] + struct.pack("=Q", pointer) + packed[at + 8 :]
+        pointers = list(itertools.takewhile(lambda one: one.type == "Q", fields))
+        self.pack_pointers = _packer(f"{tensors}, workspace", pointers)
+        self.pack_rest = _packer(f"p, options, {tensors}", fields[len(pointers) :])
 
     def offsets(self) -> dict[str, int]:
         """Byte offset of every field, in order; the total size under the key ``"sizeof"``."""
         ends = list(itertools.accumulate((one.num_bytes for one in self.fields), initial=0))
         names = [*(one.name for one in self.fields), "sizeof"]
         return dict(zip(names, ends, strict=True))
+
+
+def _packer(arguments: str, fields: Sequence[Field]) -> Callable[..., bytes]:
+    as_bytes = struct.Struct("=" + "".join(one.type for one in fields)).pack
+    values = [f"*{one.value}" if len(one.type) > 1 else one.value for one in fields]
+    source = f"lambda {arguments}: as_bytes({', '.join(values)})"
+    packer: Callable[..., bytes] = eval(source, {**globals(), "as_bytes": as_bytes})
+    return packer
 
 
 def _pointers(*names: str) -> list[Field]:
@@ -95,7 +101,7 @@ def _stride_name(name: str) -> str:
 
 
 _SIZES = [Field(name, "q", f"p.{name}") for name in ("B", "N", "Lq", "Lk", "H", "D", "Dv")]
-_WORKSPACE = Field("workspace", "Q", "0")  # with_workspace
+_WORKSPACE = Field("workspace", "Q", "workspace")
 _MASK_STRIDES = [
     Field("bias1_stride", "3q", "_bias1_strides(bias1)"),
     Field("bias2_stride", "4q", "_bias2_strides(bias2)"),
@@ -140,9 +146,9 @@ def _row_mask_strides(row_mask: Tensor | None) -> tuple[int, int]:
     return (stride_b if b > 1 else 0, stride_n if n > 1 else 0)
 
 
-# p is the Problem; a result that is None is not wanted.
+# A result that is None is not wanted.
 FWD = Layout(
-    "p, q, k, v, bias1, bias2, row_mask, o, lse, options",
+    "q, k, v, bias1, bias2, row_mask, o, lse",
     *_pointers("q", "k", "v"),
     *_pointers_or_null("bias1", "bias2", "row_mask"),
     *_pointers("o"),
@@ -155,8 +161,7 @@ FWD = Layout(
     Field("reserved", "i", "0"),
 )
 BWD = Layout(
-    "p, do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2, "
-    "partial_keys, options",
+    "do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2",
     *_pointers("q", "k", "v"),
     *_pointers_or_null("bias1", "bias2", "row_mask"),
     *_pointers("o", "lse", "do_"),
@@ -167,5 +172,5 @@ BWD = Layout(
     *_strides_or_zeros("dq", "dk", "dv"),
     *_MASK_STRIDES,
     *_OPTIONS,
-    Field("partial_keys", "i", "partial_keys"),
+    Field("partial_keys", "i", "p.partial_keys"),
 )

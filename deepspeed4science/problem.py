@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed4science.call import Call
+from deepspeed4science.call import BackwardCall, Call
 from deepspeed4science.errors import InvalidInputError
 
 # With the names that op_builder has for them.
@@ -50,6 +50,7 @@ class Problem(NamedTuple):
     bias1_dtype: torch.dtype | None  # None without bias1
     bias2_dtype: torch.dtype | None
     given_scale: float | None = None  # None: the default
+    partial_keys: bool = False  # BackwardCall's
 
     @property
     def scale(self) -> float:
@@ -130,6 +131,7 @@ def describe(call: Call) -> Problem:
         None if bias1 is None else bias1.dtype,
         None if bias2 is None else bias2.dtype,
         scale,
+        isinstance(call, BackwardCall) and call.partial_keys,
     )
 
 

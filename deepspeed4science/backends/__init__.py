@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed4science.backends.kernels import Kernels
 from deepspeed4science.backends.prepare import CallT
-from deepspeed4science.params import Layout, Options
+from deepspeed4science.params import Options
 from deepspeed4science.problem import Problem
 from op_builder.cache.loaded_kernel import LoadedKernel
 from op_builder.ops.instantiations import FAMILIES, CpuKernel, CudaKernel
@@ -44,9 +44,12 @@ class Backend(Protocol):
     def options(self) -> Options:
         """Those of the process."""
 
-    def launch(
-        self, kernel: LoadedKernel, layout: Layout, packed: bytes, device: torch.device
-    ) -> int:
+    def workspace_bytes(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
+        """What `packed.workspace` must hold, which addresses have no part in but for their
+        alignment.
+        """
+
+    def launch(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
         """Run the kernel, and return its status."""
 
 

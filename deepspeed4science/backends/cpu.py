@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed4science.backends.kernels import Kernels
 from deepspeed4science.backends.prepare import CallT, unit_strides
-from deepspeed4science.params import Layout, Options
+from deepspeed4science.params import Options
 from deepspeed4science.problem import DTYPE_NAMES, Problem
 from op_builder import EvoformerAttnCPUBuilder
 from op_builder.cache.loaded_kernel import LoadedKernel
@@ -48,9 +48,10 @@ class CpuBackend:
     def options(self) -> Options:
         return Options(openmp.threads(torch.get_num_threads()), 1)  # always deterministic
 
-    def launch(
-        self, kernel: LoadedKernel, layout: Layout, packed: bytes, device: torch.device
-    ) -> int:
+    def workspace_bytes(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
+        return kernel.workspace_bytes(packed)
+
+    def launch(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
         return kernel.run(packed, 0)
 
 

@@ -55,10 +55,10 @@ def plans(monkeypatch):
 
     found, launch = [], CudaBackend.launch
 
-    def note(self, kernel, layout, packed, device):
+    def note(self, kernel, packed, device):
         words = kernel.plan(packed).split()
         found.append(dict(word.split("=") for word in words if "=" in word))
-        return launch(self, kernel, layout, packed, device)
+        return launch(self, kernel, packed, device)
 
     monkeypatch.setattr(CudaBackend, "launch", note)
     return found

@@ -127,7 +127,10 @@ class OnTheCpu(Sm80Backend):
         on_cpu = builder.kernel(direction=spec.direction, dtype=spec.dtype)
         return builder.load(kernels=[on_cpu]).kernel(on_cpu)
 
-    def launch(self, kernel, layout, packed, device):
+    def workspace_bytes(self, kernel, packed, device):
+        return 0
+
+    def launch(self, kernel, packed, device):
         return kernel.run(packed, 0)
 
 

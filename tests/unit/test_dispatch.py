@@ -12,13 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed4science import dispatch  # noqa: E402
+from deepspeed4science import dispatch, implementation, params, prepared  # noqa: E402
 from deepspeed4science.backends import cuda, in_order  # noqa: E402
 from deepspeed4science.backends.kernels import Kernels  # noqa: E402
 from deepspeed4science.backends.sm90 import tma_obstacle  # noqa: E402
 from deepspeed4science.call import BackwardCall, ForwardCall  # noqa: E402
-from deepspeed4science.dispatch import choose, run_backward, run_forward  # noqa: E402
+from deepspeed4science.dispatch import choose  # noqa: E402
 from deepspeed4science.errors import NoBackendError  # noqa: E402
+from deepspeed4science.prepared import PreparedBackward, PreparedForward  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder, OpBuilder  # noqa: E402
 from op_builder.toolchain import nvcc_targets, toolkits  # noqa: E402
@@ -54,7 +55,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(toolkits, "nvccs", lambda **_: iter((tool,)))
     monkeypatch.setattr(nvcc_targets, "targets", lambda tool: Targets(("sm_90", "sm_90a")))
     monkeypatch.setattr(dispatch, "BACKENDS", in_order())
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(prepared, "_told", set())
     cuda.serving_families.cache_clear()
     yield
     cuda.serving_families.cache_clear()
@@ -211,17 +212,18 @@ def launched(hopper, monkeypatch):
     monkeypatch.setattr(Kernels, "load", lambda self, spec: kernel)
     monkeypatch.setattr(Kernels, "prefetch", lambda self, spec: None)
 
-    def launch(self, kernel, layout, packed, device):
-        found.append((layout, packed))
+    def launch(self, kernel, packed, device):
+        found.append(packed)
         return 0
 
     monkeypatch.setattr(cuda.CudaBackend, "launch", launch)
+    monkeypatch.setattr(cuda.CudaBackend, "workspace_bytes", lambda *_: 0)
     return found
 
 
 def forward(q, k, v, *, with_lse=False):
     choice = choose(PROBLEM, "fwd", (q, k, v))
-    return run_forward(choice, PROBLEM, ForwardCall(q, k, v, None, None, with_lse))
+    return PreparedForward(choice, PROBLEM)(ForwardCall(q, k, v, None, None, with_lse))
 
 
 @pytest.mark.parametrize(("verbose", "level"), [("1", logging.WARNING), ("", logging.INFO)])
@@ -229,7 +231,7 @@ def test_a_reason_is_told_once_when_the_call_runs(
     verbose, level, hopper, launched, monkeypatch, caplog
 ):
     monkeypatch.setenv("DS4S_VERBOSE", verbose)
-    with caplog.at_level(logging.INFO, dispatch.__name__):
+    with caplog.at_level(logging.INFO, prepared.__name__):
         for _ in range(2):
             forward(tensor(), tensor()[:, :1].expand(1, 3, 40, 2, 32), tensor())
     (record,) = caplog.records
@@ -256,13 +258,13 @@ def gradient_given_to_the_kernel(do_, launched, family="sm90"):
         choice = choice._replace(backend=backend)
     q, k, v, o = (tensor() for _ in range(4))
     call = BackwardCall(do_, q, k, v, o, torch.empty(1, 3, 2, 40), None, None, [True] * 5)
-    prepared = choice.backend.prepare(PROBLEM, call).do_
-    run_backward(choice, PROBLEM, call)
-    ((layout, packed),) = launched
+    given = choice.backend.prepare(PROBLEM, call).do_
+    PreparedBackward(choice, PROBLEM)(call)
+    (packed,) = launched
     launched.clear()
-    at = layout.offsets()["do_stride"]
-    assert struct.unpack_from("=4q", packed, at) == prepared.stride()[:4]
-    return prepared
+    at = params.BWD.offsets()["do_stride"]
+    assert struct.unpack_from("=4q", packed, at) == given.stride()[:4]
+    return given
 
 
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS.keys())
@@ -286,10 +288,11 @@ def test_the_backward_that_is_compiled_ahead_is_the_one_that_runs(launched, monk
     ahead = []
     monkeypatch.setattr(Kernels, "prefetch", lambda self, spec: ahead.append(spec))
     q = torch.empty(1, 3, 32, 2, 40, dtype=torch.bfloat16).transpose(2, 4)
-    forward(q, tensor(), tensor(), with_lse=True)
+    monkeypatch.setattr(implementation, "describe", lambda call: PROBLEM)
+    for with_lse, differentiable in ((True, True), (False, True), (True, False)):
+        call = ForwardCall(q, tensor(), tensor(), None, None, with_lse)
+        implementation.prepare_forward(call, differentiable=differentiable)
     assert ahead == [kernel("bwd", *[tensor() for _ in range(5)])]
-    forward(q, tensor(), tensor(), with_lse=False)
-    assert len(ahead) == 1
 
 
 def test_the_answer_of_the_builder_is_asked_for_once(hopper, monkeypatch):
@@ -322,8 +325,9 @@ def test_a_forward_without_a_backward_gives_lse(launched, monkeypatch):
     """Head dimensions that only a forward has; a backward, when it comes, is refused."""
     problem = PROBLEM._replace(D=136, Dv=136, dtype=torch.float32)
     q = torch.empty(1, 3, 40, 2, 136)
-    choice = choose(problem, "fwd", (q, q, q))
-    _, lse = run_forward(choice, problem, ForwardCall(q, q, q, None, None, with_lse=True))
+    monkeypatch.setattr(implementation, "describe", lambda call: problem)
+    call = ForwardCall(q, q, q, None, None, with_lse=True)
+    _, lse = implementation.prepare_forward(call, differentiable=True)(call)
     assert lse.shape == (1, 3, 2, 40)
     with pytest.raises(NoBackendError):
         choose(problem, "bwd", (q, q, q))

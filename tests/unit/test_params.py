@@ -60,9 +60,9 @@ def test_a_swapped_pair_is_seen(name):
     """Any two neighbours, of one type as well; and a field too few."""
     fields = STRUCTS[name].fields
     for i in range(len(fields) - 1):
-        swapped = Layout("p", *fields[:i], fields[i + 1], fields[i], *fields[i + 2 :])
+        swapped = Layout("q", *fields[:i], fields[i + 1], fields[i], *fields[i + 2 :])
         assert difference(name, swapped), fields[i].name
-    assert difference(name, Layout("p", *fields[:-1])) == "lengths"
+    assert difference(name, Layout("q", *fields[:-1])) == "lengths"
 
 
 @each_struct
@@ -119,14 +119,13 @@ def test_every_value_is_where_its_name_says(name):
         tensors[one] = torch.empty(*SHAPES[one][:-1], gap)[..., : SHAPES[one][-1]]
     tensors["bias1"] = tensors["bias1"].half()
     tensors["bias2"] = tensors["bias2"].bfloat16()
-    problem = SimpleNamespace(**SIZES, scale=0.375)
+    problem = SimpleNamespace(**SIZES, scale=0.375, partial_keys=True)
     options = params.Options(num_threads=9, deterministic=1)
     layout = STRUCTS[name]
-    taken = inspect.signature(layout.pack).parameters.keys() & tensors.keys()
-    flags = {} if name == "FwdParams" else {"partial_keys": True}
-    packed = layout.pack(
-        p=problem, **{one: tensors[one] for one in taken}, **flags, options=options
-    )
+    taken = inspect.signature(layout.pack_pointers).parameters.keys() & tensors.keys()
+    given = {one: tensors[one] for one in taken}
+    packed = layout.pack_pointers(**given, workspace=4096)
+    packed += layout.pack_rest(problem, options, **given)
     strides = {
         f"{one.rstrip('_')}_stride": tuple(tensor.stride()[:4])
         for one, tensor in tensors.items()
@@ -139,7 +138,7 @@ def test_every_value_is_where_its_name_says(name):
     expected |= SIZES | strides
     expected |= {"workspace": 4096, "bias1_dtype": 1, "bias2_dtype": 2, "num_threads": 9}
     expected |= {"deterministic": 1, "scale": 0.375, "reserved": 0, "partial_keys": 1}
-    packed, at = layout.with_workspace(packed, 4096), layout.offsets()
+    at = layout.offsets()
     for field, kind, count in fields_of_the_header(name):
         code = {"int64_t": "q", "int32_t": "i", "float": "f"}.get(kind, "Q")
         values = struct.unpack_from(f"={count}{code}", packed, at[field])
@@ -150,7 +149,8 @@ def test_what_is_missing_is_null():
     problem = SimpleNamespace(**SIZES, scale=1.0)
     tensors = {one: torch.empty(SHAPES[one]) for one in ("q", "k", "v", "o")}
     tensors |= dict.fromkeys(("bias1", "bias2", "row_mask", "lse"))
-    packed = params.FWD.pack(p=problem, **tensors, options=params.Options(1, 1))
+    packed = params.FWD.pack_pointers(**tensors, workspace=0)
+    packed += params.FWD.pack_rest(problem, params.Options(1, 1), **tensors)
     for field in ("bias1", "bias2", "row_mask", "lse", "workspace", "bias1_dtype"):
         at = params.FWD.offsets()[field]
         assert packed[at : at + 4] == bytes(4), field

@@ -1,0 +1,150 @@
+"""What a described and chosen call comes down to: results are allocated, addresses are written in
+front of bytes that are known already, the kernel is launched. One that is prepared computes any
+number of calls of its kind (replay.py); a call that is made once takes the same road.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+from torch import Tensor
+
+from deepspeed4science import params
+from deepspeed4science.backends.kernels import is_verbose
+from deepspeed4science.backends.prepare import CallT
+from deepspeed4science.call import BackwardCall, ForwardCall, Gradients
+from deepspeed4science.dispatch import KernelChoice
+from deepspeed4science.errors import KernelError
+from deepspeed4science.params import Layout
+from deepspeed4science.problem import Problem
+
+logger = logging.getLogger(__name__)
+
+
+class _Prepared:
+    """A kernel, and its parameters but for addresses, which the first call adds: calls of one kind
+    have the same strides, and addresses of the same alignment.
+    """
+
+    _layout: Layout
+
+    def __init__(self, choice: KernelChoice, problem: Problem) -> None:
+        self._choice, self._problem, self._backend = choice, problem, choice.backend
+        self._converts = True  # until a call has shown that kernels read it as it is
+        self._rest: bytes | None = None
+        self._workspace_bytes = 0
+
+    def _converted(self, call: CallT) -> CallT:
+        """As kernels read it."""
+        converted = self._backend.prepare(self._problem, call)
+        self._converts = converted is not call
+        return converted
+
+    def _launch(self, *tensors: Tensor | None) -> None:
+        """`tensors`: those of the layout, in its order."""
+        rest = self._rest
+        if rest is None:
+            rest = self._load(*tensors)
+        device = self._problem.device
+        workspace, address = None, 0
+        if self._workspace_bytes:  # alive until the launch; the allocator keeps it for the stream
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
+            address = workspace.data_ptr()
+        packed = self._layout.pack_pointers(*tensors, address) + rest
+        status = self._backend.launch(self._kernel, packed, device)
+        if status != 0:
+            raise KernelError(
+                f"{self._kernel.name} stopped with status {status}: "
+                f"{self._kernel.status_string(status)}. Results of this call are not valid. "
+                f"The call was {self._problem}."
+            )
+
+    def _load(self, *tensors: Tensor | None) -> bytes:
+        """The parameters after addresses. Raises BuildError."""
+        if self._choice.reason:
+            _tell(self._choice.reason)
+        kernel = self._backend.kernels.load(self._choice.kernel)
+        rest = self._layout.pack_rest(self._problem, self._backend.options(), *tensors)
+        packed = self._layout.pack_pointers(*tensors, 0) + rest
+        device = self._problem.device
+        self._kernel = kernel
+        self._workspace_bytes = self._backend.workspace_bytes(kernel, packed, device)
+        self._rest = rest  # the last: whoever finds it, in another thread too, finds all
+        return rest
+
+
+class PreparedForward(_Prepared):
+    _layout = params.FWD
+
+    def __init__(self, choice: KernelChoice, problem: Problem) -> None:
+        super().__init__(choice, problem)
+        p = problem
+        self._o_shape, self._lse_shape = (p.B, p.N, p.Lq, p.H, p.Dv), (p.B, p.N, p.H, p.Lq)
+
+    def __call__(self, call: ForwardCall) -> tuple[Tensor, Tensor | None]:
+        """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 where it is asked for."""
+        if self._converts:
+            call = self._converted(call)
+        q, k, v, bias1, bias2, with_lse, row_mask, _ = call
+        device, dtype = self._problem.device, self._problem.dtype
+        o = torch.empty(self._o_shape, dtype=q.dtype, device=device)
+        lse = None
+        if with_lse:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+        self._launch(q, k, v, bias1, bias2, row_mask, o, lse)
+        return (o if o.dtype == dtype else o.to(dtype)), lse
+
+
+class PreparedBackward(_Prepared):
+    _layout = params.BWD
+
+    def __call__(self, call: BackwardCall) -> Gradients:
+        """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
+        float32; None where a gradient is not wanted.
+
+        A softmax over one key (attention over the columns of a lone sequence) is 1 whatever its
+        score: all gradients but dv are exactly 0, where a kernel would find what it rounded.
+        """
+        if self._converts:
+            call = self._converted(call)
+        p, device = self._problem, self._problem.device
+        do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, _, _ = call
+        one_key = p.Lk == 1 and not p.partial_keys
+        want_q, want_k, want_v, want_bias1, want_bias2 = wanted
+        dq = _new_like(q) if want_q else None
+        dk = _new_like(k) if want_k else None
+        dv = _new_like(v) if want_v else None
+        dbias1 = dbias2 = None
+        if want_bias1:
+            dbias1 = torch.empty((p.B, p.N, 1, 1, p.Lk), dtype=torch.float32, device=device)
+        if want_bias2:
+            dbias2 = torch.empty((p.B, 1, p.H, p.Lq, p.Lk), dtype=torch.float32, device=device)
+        computed: Gradients = (dq, dk, dv, dbias1, dbias2)
+        if one_key:
+            for gradient in (dq, dk, dbias1, dbias2):
+                if gradient is not None:
+                    gradient.zero_()
+            computed = (None, None, dv, None, None)
+        if want_v or (any(wanted) and not one_key):
+            self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed)
+        if q.dtype != p.dtype:
+            dq, dk, dv = (None if one is None else one.to(p.dtype) for one in (dq, dk, dv))
+        return dq, dk, dv, dbias1, dbias2
+
+
+def _new_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+_told: set[str] = set()
+
+
+def _tell(reason: str) -> None:
+    """Each reason once; on stderr, through logging, under DS4S_VERBOSE=1."""
+    if reason in _told:
+        return
+    _told.add(reason)
+    with contextlib.suppress(Exception):  # what can be shown decides over no call
+        logger.log(logging.WARNING if is_verbose() else logging.INFO, reason)

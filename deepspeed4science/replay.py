@@ -1,0 +1,121 @@
+"""Calls like one that was made before: what was found out about that one is kept, and PyTorch's
+dispatcher, where it would only come back to this package, is passed by.
+
+    plain call   tensors of PyTorch's own classes on a device of ours, and nothing between caller
+                 and operator: no mode, no transform, no tracing, no profiler
+    kind         all of a plain call but values and addresses, and what of the process chooses its
+                 kernel or is among its parameters
+
+All that is asked before a kernel is launched has one answer for all plain calls of a kind whose
+tensors are on 16 bytes. Other calls go through the operator, which does the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+from deepspeed4science import dispatch
+from deepspeed4science.call import Call
+from op_builder import env
+from op_builder.toolchain import openmp
+
+_MOST_GROUPS = 256  # then all is forgotten
+_MOST_OF_A_GROUP = 8  # kinds that differ in what only PyTorch compares: strides, dtypes, devices
+
+CallT = TypeVar("CallT", bound=Call)
+ResultT = TypeVar("ResultT")
+
+_KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
+_CLASSES = (Tensor, torch.nn.Parameter)
+_DEVICES = ("cpu", "cuda")  # what is subtracted from a key set leaves its devices
+
+
+class Replay(Generic[CallT, ResultT]):
+    """The kinds of calls of one operator that have been made.
+
+    prepare(call) -> compute, which serves all calls of the kind of `call`
+    """
+
+    def __init__(self, prepare: Callable[[CallT], Callable[[CallT], ResultT]]) -> None:
+        self._prepare = prepare
+        # Groups are replaced, not changed: other threads read meanwhile.
+        self._groups: dict[object, tuple[tuple[TensorGuards, Callable[[CallT], ResultT]], ...]] = {}
+
+    def find(self, call: CallT, *others: object) -> Callable[[CallT], ResultT] | None:
+        """What computes a plain call; None for another one.
+
+        others   what kinds differ in beside tensors
+        """
+        if (
+            torch._C._is_torch_function_mode_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._autograd._profiler_enabled()
+        ):
+            return None
+        tensors = [one for one in call if isinstance(one, Tensor)]
+        for tensor in tensors:  # of another class sizes need not be numbers
+            if type(tensor) not in _CLASSES:
+                return None
+        group = (call.q.shape, others, _settings(call.q))
+        known = self._groups.get(group, ())
+        for guards, compute in known:
+            if guards.check(*tensors):
+                return compute if _are_aligned(tensors) else None
+        if not _are_plain(tensors) or not _are_aligned(tensors):
+            return None
+        compute = self._prepare(call)
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if len(self._groups) >= _MOST_GROUPS:
+            self._groups = {}
+        self._groups[group] = (*known[-_MOST_OF_A_GROUP + 1 :], (guards, compute))
+        return compute
+
+    def forget(self) -> None:
+        self._groups = {}
+
+
+def _settings(q: Tensor) -> tuple[object, ...]:
+    """What of the process chooses a kernel or is among its parameters."""
+    if q.is_cuda:
+        return (
+            dispatch.BACKENDS,
+            torch._C._get_deterministic_algorithms(),
+            torch.get_float32_matmul_precision(),
+            env.text("DS4S_CUDA_FAMILY"),
+        )
+    return dispatch.BACKENDS, openmp.threads(torch.get_num_threads())
+
+
+def _are_aligned(tensors: list[Tensor]) -> bool:
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return bits % 16 == 0
+
+
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """PyTorch would come back to this package at once. Autocast has been heard already."""
+    on, off = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for tensor in tensors:
+        beyond = ((torch._C._dispatch_keys(tensor) | on) - off) - _PLAIN_KEYS
+        if beyond.highestPriorityTypeId() != _Key.Undefined or tensor.device.type not in _DEVICES:
+            return False
+    return True
+
+
+def _keys(*names: str) -> torch._C.DispatchKeySet:
+    found = _KeySet(getattr(_Key, names[0]))
+    for name in names[1:]:
+        found = found | _KeySet(getattr(_Key, name))
+    return found
+
+
+_PLAIN_KEYS = _keys(
+    *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
+    *("BackendSelect", "ADInplaceOrView"),
+)
