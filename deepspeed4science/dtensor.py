@@ -16,6 +16,11 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def comes_sharded(x: Tensor, parameter: Tensor) -> bool:
+    """A DTensor that meets plain parameters: all of them are in every process."""
+    return type(x) is not Tensor and is_dtensor(x) and not is_dtensor(parameter)
+
+
 def require_sharding_rules(tensor: Tensor) -> None:
     """Before the operators meet a DTensor."""
     if is_dtensor(tensor):

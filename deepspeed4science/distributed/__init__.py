@@ -8,12 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepspeed4science.distributed.axial import attention, triangle_attention
     from deepspeed4science.distributed.merge import merge_attention
+    from deepspeed4science.distributed.parameters import sum_gradients
     from deepspeed4science.distributed.ring import ring_attention
 
-__all__ = ["merge_attention", "ring_attention"]
+__all__ = [
+    "attention",
+    "merge_attention",
+    "ring_attention",
+    "sum_gradients",
+    "triangle_attention",
+]
 
-_MODULES = {"merge_attention": "merge", "ring_attention": "ring"}
+_MODULES = {
+    "attention": "axial",
+    "merge_attention": "merge",
+    "ring_attention": "ring",
+    "sum_gradients": "parameters",
+    "triangle_attention": "axial",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from deepspeed4science.arguments import largest_finite
 from deepspeed4science.distributed.exchange import Ring, extents
 from deepspeed4science.distributed.merge import merge_attention
+from deepspeed4science.distributed.placements import local_beside, placed_as
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.operators import backward_op, forward_op
 
@@ -55,15 +56,9 @@ def ring_attention(
     for name, tensor, dim in given:
         if tensor is not None:
             _check(name, tensor, dim, mesh_dim, q, k)
-    pieces = [
-        None if x is None else x.to_local(grad_placements=_of_gradient(x, q)) for _, x, _ in given
-    ]
+    pieces = [None if tensor is None else local_beside(tensor, q) for _, tensor, _ in given]
     o = _RingAttention.apply(*pieces, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
-    shape = torch.Size((*q.shape[:4], v.shape[4]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        o, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride
-    )
+    return placed_as(q, o, v.shape[4])
 
 
 def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: DTensor) -> None:
@@ -80,12 +75,6 @@ def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: D
             f"{name}: expected a part of dimension {dim} for each of {size} processes; got "
             f"{length} elements, of which some get none. Use fewer processes."
         )
-
-
-def _of_gradient(tensor: DTensor, q: DTensor) -> list[Any]:
-    """Where q is sharded by rows or heads that `tensor` has not, its gradient is a partial sum."""
-    pairs = zip(tensor.placements, q.placements, strict=True)
-    return [Partial() if own == Replicate() and other.is_shard() else own for own, other in pairs]
 
 
 class _RingAttention(torch.autograd.Function):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from deepspeed4science.dtensor import comes_sharded
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.names import TRIANGLE, accept
 from deepspeed4science.nn.parameters import LayerNorm, Linear, project
@@ -24,7 +25,7 @@ class TriangleAttentionStartingNode(nn.Module):
         bias: of mha.linear_g and mha.linear_o, as in AlphaFold 2; AlphaFold 3 and Boltz have none.
     """
 
-    _ending: ClassVar[bool] = False
+    is_ending: ClassVar[bool] = False
 
     def __init__(self, c_in: int, c_hidden: int, no_heads: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -43,15 +44,19 @@ class TriangleAttentionStartingNode(nn.Module):
         Returns:
             `[*, I, J, c_in]`.
         """
+        if comes_sharded(x, self.linear_z.weight):
+            from deepspeed4science.distributed.axial import triangle_attention
+
+            return triangle_attention(self, x, mask)
         maps = [*self.mha.projections(), self.linear_z]
         parts = project(self.layer_norm(x), maps)
-        if self._ending:  # of views: no pair is moved
+        if self.is_ending:  # of views: no pair is moved
             parts = [part.transpose(-2, -3) for part in parts]
             mask = None if mask is None else mask.transpose(-1, -2)
         q, k, v, *gates, z = parts
         seen = None if mask is None else (mask != 0)[..., None, None, :]
         o = self.mha.attend(q, k, v, gates, (seen, z.movedim(-1, -3).unsqueeze(-4)))
-        return o.transpose(-2, -3) if self._ending else o
+        return o.transpose(-2, -3) if self.is_ending else o
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
@@ -59,4 +64,4 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     transposed pairs.
     """
 
-    _ending = True
+    is_ending = True

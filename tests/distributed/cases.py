@@ -1,8 +1,8 @@
 """All cases, by id."""
 
-from . import ring_cases, rule_cases
+from . import layer_cases, ring_cases, rule_cases
 
 
 def of(size):
     """Those for so many processes."""
-    return rule_cases.of(size) | ring_cases.of(size)
+    return rule_cases.of(size) | ring_cases.of(size) | layer_cases.of(size)

@@ -1,0 +1,102 @@
+"""A sharded tensor, whole in every process, gathered while something else is computed; its gradient
+is reduced and scattered while something else is differentiated.
+
+Autograd takes nodes in the reverse of the order in which they were made. So a gather that begins
+before a projection and is recorded behind it has a reduce-scatter that begins before the gradient
+of that projection. torch.compile reorders by itself, and gets both in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+class Gather:
+    """Begins when it is made.
+
+    Args:
+        shard: the local part of a tensor; float32, so that gradients are added up in float32.
+        shape: of the whole tensor.
+        mesh, placements: how it is sharded.
+        mesh_dim: the dimension of the mesh over which it is gathered.
+    """
+
+    def __init__(
+        self,
+        shard: Tensor,
+        shape: Sequence[int],
+        mesh: DeviceMesh,
+        placements: Sequence[Any],
+        mesh_dim: int,
+    ) -> None:
+        # First the dimension that is gathered: parts of any other are copied into their places when
+        # they have come, and that would be waited for here.
+        dim = placements[mesh_dim].dim
+        self._dim = dim
+        self._mesh = mesh
+        self._shape = torch.Size((shape[dim], *shape[:dim], *shape[dim + 1 :]))
+        self._sharded = [_moved(one, dim) for one in placements]
+        self._gathered = [
+            one if i != mesh_dim else Replicate() for i, one in enumerate(self._sharded)
+        ]
+        self._partial = [one if i != mesh_dim else Partial() for i, one in enumerate(self._sharded)]
+        self._shard = shard.movedim(dim, 0).contiguous()
+        if not torch.compiler.is_compiling():
+            with torch.no_grad():
+                self._coming = self._redistribute(self._shard, self._sharded, self._gathered)
+
+    def finish(self) -> Tensor:
+        """The whole, of the mesh's dimension; differentiable."""
+        if torch.compiler.is_compiling():
+            sharded = self._of_local(self._shard, self._sharded)
+            gathered = sharded.redistribute(placements=self._gathered)
+            whole = gathered.to_local(grad_placements=self._partial)
+        else:
+            whole = _Finish.apply(self._shard, self)
+        return whole.movedim(0, self._dim)
+
+    def whole(self) -> Tensor:
+        return _waited(self._coming)
+
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
+        return self._redistribute(gradient.contiguous(), self._partial, self._sharded)
+
+    def _redistribute(self, local: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
+        return (
+            self._of_local(local, before).redistribute(placements=after, async_op=True).to_local()
+        )
+
+    def _of_local(self, local: Tensor, placements: Sequence[Any]) -> DTensor:
+        stride = torch.empty(self._shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=self._shape, stride=stride
+        )
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, gather: Gather) -> Tensor:
+        ctx.gather = gather
+        return gather.whole()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.gather.reduce_scatter(gradient), None
+
+
+def _waited(tensor: Tensor) -> Tensor:
+    """What comes asynchronously waits for itself when an operator meets it."""
+    return tensor.detach()
+
+
+def _moved(placement: Any, dim: int) -> Any:
+    """Where dimension `dim` has become the first one."""
+    if not placement.is_shard():
+        return placement
+    return Shard(0 if placement.dim == dim else placement.dim + (placement.dim < dim))

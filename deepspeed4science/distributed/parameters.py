@@ -1,0 +1,19 @@
+"""Gradients of parameters that every process has, of whose inputs each has a part."""
+
+# No `from __future__ import annotations`: DDP looks at those of a hook.
+import torch
+import torch.distributed as dist
+
+
+def sum_gradients(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """For `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: parameters get the
+    sum over processes, where DDP's own gives the mean. (FSDP2: `set_gradient_divide_factor(1.0)`.)
+    """
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda future: future.value()[0]
+    )
+    return summed

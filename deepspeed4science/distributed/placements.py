@@ -1,0 +1,49 @@
+"""Where the parts of tensors are, beside those of the tensor that they meet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from deepspeed4science.errors import InvalidInputError
+
+
+def local_beside(tensor: DTensor, like: DTensor) -> Tensor:
+    """The local part. Where `like` is sharded along what `tensor` has not, each process finds a
+    part of its gradient's sum.
+    """
+    pairs = zip(tensor.placements, like.placements, strict=True)
+    gradients = [
+        Partial() if own == Replicate() and other.is_shard() else own for own, other in pairs
+    ]
+    local: Tensor = tensor.to_local(grad_placements=gradients)
+    return local
+
+
+def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
+    """A DTensor of the shape and placements of `like`, but for the last dimension."""
+    shape = torch.Size((*like.shape[:-1], channels))
+    stride = torch.empty(shape, device="meta").stride()
+    placed: DTensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+    return placed
+
+
+def sharded_by(x: DTensor, dim: int) -> tuple[DTensor, int]:
+    """`x` sharded by its dimension `dim`, which is one of two that layers attend along, and the
+    mesh's dimension that shards it; moved there if it was sharded by the other one.
+    """
+    axes = (x.dim() - 3, x.dim() - 2)
+    found = [i for i, one in enumerate(x.placements) if one in (Shard(axes[0]), Shard(axes[1]))]
+    others = [one for i, one in enumerate(x.placements) if i not in found]
+    if len(found) != 1 or any(one.is_partial() or one == Shard(x.dim() - 1) for one in others):
+        raise InvalidInputError(
+            f"x: expected one dimension of the mesh to shard dimension {axes[0]} or {axes[1]} of "
+            f"{list(x.shape)}, and others to shard those before or nothing; got {x.placements}. "
+            "Use redistribute or distribute_tensor; a replicated one is the layer's as to_local()."
+        )
+    placements = list(x.placements)
+    placements[found[0]] = Shard(dim)
+    return x.redistribute(placements=placements), found[0]

@@ -1,0 +1,237 @@
+"""Layers whose rows are sharded, beside the same layers in one process."""
+
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from deepspeed4science.distributed import sum_gradients
+from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.nn import (
+    EvoformerAttention,
+    TriangleAttentionEndingNode,
+    TriangleAttentionStartingNode,
+)
+from deepspeed4science.reference import evoformer_attention
+from tests.numeric.law import violations
+
+START, END = TriangleAttentionStartingNode, TriangleAttentionEndingNode
+C, WIDTH, HEADS = 16, 8, 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    id: str
+    kind: type
+    placements: tuple
+    shape: tuple = (1, 21, 21, C)
+    dtype: torch.dtype = torch.float32
+    masked: bool = True
+
+    def layer(self, world):
+        torch.manual_seed(world.seed)
+        if self.kind is EvoformerAttention:
+            layer = EvoformerAttention(C, C, C, WIDTH, HEADS)
+        else:
+            layer = self.kind(C, WIDTH, HEADS)
+        for parameter in layer.parameters():  # some begin at 0
+            torch.nn.init.normal_(parameter, std=0.3)
+        return layer.to(world.device)
+
+    def inputs(self, world):
+        x, dy = (torch.randn(self.shape, device=world.device).to(self.dtype) for _ in range(2))
+        mask = torch.rand(self.shape[:-1], device=world.device) < 0.8 if self.masked else None
+        return x, mask, dy
+
+
+def gradients(layer, x, mask, dy):
+    """Of x and of each parameter, behind the result."""
+    x = x.detach().requires_grad_()
+    y = layer(x, mask)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def reference(case, world, inputs, dtype):
+    layer = case.layer(world).to(dtype)
+    x, mask, dy = inputs
+    with mock.patch("deepspeed4science.nn.attention.DS4Sci_EvoformerAttention", plain):
+        return gradients(layer, x.to(dtype), mask, dy.to(dtype))
+
+
+def plain(q, k, v, biases):
+    return evoformer_attention(q, k, v, *biases)
+
+
+def check(world, case, inputs, found):
+    """The law, where what it compares with is eager or the same layer in one process, whichever is
+    less exact: some parameters have two dozen elements (docs/math.md, "Where the law is a draw").
+    """
+    if world.rank:
+        return
+    names = ["y", "dx", *(name for name, _ in case.layer(world).named_parameters())]
+    eager, exact = (reference(case, world, inputs, one) for one in (case.dtype, torch.float64))
+    ulps = [torch.finfo(case.dtype).eps] * len(names)
+    broken = violations(found, eager, exact, ulps, names)
+    if broken:
+        broken = violations(
+            found, gradients(case.layer(world).to(case.dtype), *inputs), exact, ulps, names
+        )
+    assert not broken, "; ".join(broken)
+
+
+def summed(world, tensors):
+    """Parameters' gradients, each process having found its own rows' part."""
+    for tensor in tensors:
+        torch.distributed.all_reduce(tensor)
+    return tensors
+
+
+def mesh_of(world, placements):
+    return world.mesh() if len(placements) == 1 else world.mesh(2, world.size // 2)
+
+
+def distribute(inputs, mesh, placements):
+    return [None if one is None else distribute_tensor(one, mesh, placements) for one in inputs]
+
+
+def run_case(case, world, wrap=lambda layer: layer, reduces=False):
+    """`reduces`: what `wrap` made adds up gradients of parameters itself."""
+    mesh, inputs = mesh_of(world, case.placements), case.inputs(world)
+    layer = wrap(case.layer(world).to(case.dtype))
+    y, dx, *rest = gradients(layer, *distribute(inputs, mesh, case.placements))
+    assert y.placements == dx.placements == case.placements
+    if not reduces:
+        rest = summed(world, rest)
+    found = [y, dx, *rest]
+    found = [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+    check(world, case, inputs, found)
+
+
+ROWS, COLUMNS = (Shard(1),), (Shard(2),)
+CASES = [
+    Layer("layer-start", START, ROWS),
+    Layer("layer-start-even", START, ROWS, (1, 16, 16, C)),
+    Layer("layer-start-bf16", START, ROWS, (1, 24, 24, C), torch.bfloat16),
+    Layer("layer-start-no-mask", START, ROWS, masked=False),
+    Layer("layer-start-moved", START, COLUMNS),
+    Layer("layer-start-batch", START, ROWS, (3, 9, 9, C)),
+    Layer("layer-start-three-dimensions", START, (Shard(0),), (13, 13, C)),
+    Layer("layer-end", END, COLUMNS),
+    Layer("layer-end-moved", END, ROWS),
+    Layer("layer-end-bf16", END, COLUMNS, (1, 24, 24, C), torch.bfloat16),
+]
+TWO_DIMENSIONS = [
+    Layer("layer-start-batches-and-rows", START, (Shard(0), Shard(1)), (2, 9, 9, C)),
+    Layer("layer-end-batches-and-columns", END, (Shard(0), Shard(2)), (2, 9, 9, C)),
+]
+
+
+def block(world):
+    """Start, one all-to-all, end: what a PairFormer does."""
+    start, end = (Layer("", kind, ROWS).layer(world) for kind in (START, END))
+    x = torch.randn(1, 13, 13, C, device=world.device)
+    expected = x + start(x)
+    expected = expected + end(expected)
+    z = distribute_tensor(x, world.mesh(), ROWS)
+    z = z + start(z)
+    z = z.redistribute(placements=COLUMNS)
+    z = z + end(z)
+    assert z.placements == COLUMNS
+    torch.testing.assert_close(z.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+
+
+def ddp(world):
+    from torch.nn.parallel import DistributedDataParallel
+
+    def wrap(layer):
+        layer = DistributedDataParallel(layer)
+        layer.register_comm_hook(None, sum_gradients)
+        return layer
+
+    run_case(Layer("", START, ROWS), world, wrap, reduces=True)
+
+
+def fsdp(world):
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(layer):
+        layer = fully_shard(layer, mesh=world.mesh())
+        layer.set_gradient_divide_factor(1.0)
+        layer.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        return layer
+
+    run_case(Layer("", START, ROWS), world, wrap, reduces=True)
+
+
+def checkpointed(world):
+    run_case(Layer("", END, COLUMNS), world, Checkpointed)
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, mask):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.layer, x, mask, use_reentrant=False)
+
+
+def compiled(world):
+    run_case(Layer("", START, ROWS), world, partial(torch.compile, fullgraph=True))
+
+
+def msa(world):
+    """Row attention with sequences sharded and a pair bias, column attention with columns."""
+    layer = Layer("", EvoformerAttention, ROWS).layer(world)
+    m = torch.randn(2, 9, 12, C, device=world.device)
+    bias = torch.randn(2, 1, HEADS, 12, 12, device=world.device)
+    mask = torch.rand(2, 9, 1, 1, 12, device=world.device) < 0.8
+    mask[..., 0] = True
+    dy = torch.randn_like(m)
+
+    def run(m, bias, mask, dy, move):
+        for parameter in layer.parameters():
+            parameter.grad = None
+        m, bias = m.detach().requires_grad_(), bias.detach().requires_grad_()
+        rows = m + layer(m, biases=[mask, bias])
+        columns = move(rows).transpose(1, 2)
+        y = columns + layer(columns)
+        y.backward(move(dy).transpose(1, 2))
+        return [y.detach(), m.grad, bias.grad]
+
+    expected = run(m, bias, mask, dy, lambda x: x)
+    own = [p.grad.clone() for p in layer.parameters()]
+    mesh = world.mesh()
+    for placed in (Shard(3), Replicate()):
+        shards = [distribute_tensor(m, mesh, ROWS), distribute_tensor(bias, mesh, [placed])]
+        shards += [distribute_tensor(one, mesh, ROWS) for one in (mask, dy)]
+        found = run(*shards, lambda x: x.redistribute(placements=COLUMNS))
+        found = [one.full_tensor() for one in found]
+        found += summed(world, [p.grad for p in layer.parameters()])
+        for one, other in zip(found, [*expected, *own], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def refusals(world):
+    layer = Layer("", START, ROWS).layer(world)
+    x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), world.mesh(), [Replicate()])
+    with pytest.raises(InvalidInputError, match="x: expected one dimension of the mesh to shard"):
+        layer(x)
+
+
+ONE = {case.id: partial(run_case, case) for case in CASES}
+ONE |= {
+    f"layer-{function.__name__}": function
+    for function in (*(block, ddp, fsdp, checkpointed, compiled, msa, refusals),)
+}
+
+
+def of(size):
+    two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
+    return ONE | two if size >= 4 else ONE
