@@ -8,12 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed4science.distributed.axial import attention, triangle_attention
+    from deepspeed4science.distributed.axial import (
+        apply_locally,
+        attention,
+        triangle_attention,
+    )
     from deepspeed4science.distributed.merge import merge_attention
     from deepspeed4science.distributed.parameters import sum_gradients
     from deepspeed4science.distributed.ring import ring_attention
 
 __all__ = [
+    "apply_locally",
     "attention",
     "merge_attention",
     "ring_attention",
@@ -22,6 +27,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "apply_locally": "axial",
     "attention": "axial",
     "merge_attention": "merge",
     "ring_attention": "ring",

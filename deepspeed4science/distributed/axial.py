@@ -13,9 +13,10 @@ adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from deepspeed4science.distributed.gather import Gather
@@ -87,3 +88,13 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
     ]
     o = layer.attend(q, k, v, gates, own)
     return placed_as(moved, o, o.shape[-1]).redistribute(placements=x.placements)
+
+
+def apply_locally(module: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """`module(x)` of what treats each pair alone: norms, linear maps, transitions. `x` is a DTensor
+    of any placements but its last dimension's, or a tensor.
+    """
+    if not isinstance(x, DTensor):
+        return module(x)
+    local = module(x.to_local())
+    return placed_as(x, local, local.shape[-1])
