@@ -16,6 +16,10 @@ PACKAGES = {
     "protenix": ("protenix==2.0.0", "optree==0.20.0"),
     "openfold3": ("openfold3==0.5.0", "ml_collections==1.1.0", "absl-py==2.5.1", "PyYAML==6.0.3"),
     "intellifold": ("intellifold==2.0.2", "einops==0.8.2"),
+    "lightning": (
+        *("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0"),
+        *("PyYAML==6.0.3", "tqdm==4.70.1"),
+    ),
 }
 
 
@@ -24,12 +28,12 @@ def client(request):
     """The package that the module names as CLIENT, on sys.path; its modules are forgotten then."""
     name = request.module.CLIENT
     torch = pytest.importorskip("torch")
-    folder = _installed(request.config.cache.mkdir("clients"), name)
+    folder = installed(request.config.cache.mkdir("clients"), name)
     before, path = dict(sys.modules), list(sys.path)
     layer_norm = os.environ.get("LAYERNORM_TYPE")
     os.environ["LAYERNORM_TYPE"] = "torch"  # Protenix's own is compiled for a GPU
     sys.path.insert(0, str(folder))
-    sys.modules.update(_stand_ins())
+    sys.modules.update(stand_ins())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # many small calls
     yield folder
@@ -45,7 +49,7 @@ def client(request):
             del sys.modules[added]
 
 
-def _installed(cache, name):
+def installed(cache, name):
     folder = cache / "-".join(PACKAGES[name]).replace("=", "")
     if not folder.exists():
         partial = cache / f"{folder.name}.{os.getpid()}"
@@ -61,7 +65,7 @@ def _installed(cache, name):
     return folder
 
 
-def _stand_ins():
+def stand_ins():
     """For large packages that those modules import and of which nothing here depends: the initial
     values that SciPy draws are overwritten, the types of structures are only compared with.
     """
