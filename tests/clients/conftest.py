@@ -16,6 +16,11 @@ PACKAGES = {
     "protenix": ("protenix==2.0.0", "optree==0.20.0"),
     "openfold3": ("openfold3==0.5.0", "ml_collections==1.1.0", "absl-py==2.5.1", "PyYAML==6.0.3"),
     "intellifold": ("intellifold==2.0.2", "einops==0.8.2"),
+    "rf3": (
+        *("rc-foundry==0.2.0", "beartype==0.22.9", "environs==11.2.1", "marshmallow==3.26.1"),
+        *("python-dotenv==1.2.1", "jaxtyping==0.3.3", "wadler-lindig==0.1.7"),
+        *("opt-einsum==3.4.0", "einops==0.8.2"),
+    ),
     "lightning": (
         *("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0"),
         *("PyYAML==6.0.3", "tqdm==4.70.1"),
@@ -55,6 +60,7 @@ def installed(cache, name):
         partial = cache / f"{folder.name}.{os.getpid()}"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1"]
         install = ["install", "--quiet", "--no-deps", "--no-compile", "--target", str(partial)]
+        install += ["--ignore-requires-python"]  # of the modules that are imported, all run
         done = subprocess.run(
             [*pip, "--timeout", "15", *install, *PACKAGES[name]], capture_output=True, text=True
         )
