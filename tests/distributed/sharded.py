@@ -40,6 +40,7 @@ class Case:
     needs: tuple = (True,) * 5
     row_mask: bool = False
     options: dict = field(default_factory=dict)
+    draws: int = 1  # more where a gradient has few elements
 
     def inputs(self, device):
         sizes = {"B": self.B, "N": self.N, "Lq": self.Lq, "Lk": self.Lk or self.Lq, "H": self.H}
@@ -84,14 +85,27 @@ def run_sharded(inputs, mesh, axes, function=None):
     return [None if x is None else x.full_tensor() for x in result], result
 
 
-def check(world, ours, inputs, more=0.0):
-    """The law, in the first process; `more` is allowed on top of it. `ours` is whole everywhere."""
+def check(world, *draws, more=0.0):
+    """The law, in the first process, for the results of all draws (ours, inputs) as one; `more` is
+    allowed on top of it. `ours` is whole everywhere.
+    """
     if world.rank:
         return
-    for x, tensor in zip(ours, (inputs.q, *inputs.tensors()), strict=True):
-        assert not isinstance(x, DTensor)
-        assert x is None or x.dtype == tensor.dtype, "a gradient in another dtype than its input"
-    eager = run(evoformer_attention, inputs, inputs.q.dtype)
-    reference = run(evoformer_attention, inputs, torch.float64)
+    for ours, inputs in draws:
+        for x, tensor in zip(ours, (inputs.q, *inputs.tensors()), strict=True):
+            assert not isinstance(x, DTensor)
+            assert x is None or x.dtype == tensor.dtype, "another dtype than its input"
+    ours = stacked(ours for ours, _ in draws)
+    eager = stacked(run(evoformer_attention, inputs, inputs.q.dtype) for _, inputs in draws)
+    reference = stacked(run(evoformer_attention, inputs, torch.float64) for _, inputs in draws)
     broken = violations(ours, eager, reference, [ulp + more for ulp in ulps(ours)])
     assert not broken, "; ".join(broken)
+
+
+def stacked(results):
+    """Several results, each a sequence of tensors, as one."""
+    found = []
+    for of_draws in zip(*results, strict=True):
+        absent = of_draws[0] is None
+        found.append(None if absent else torch.stack([x.detach() for x in of_draws]))
+    return found
