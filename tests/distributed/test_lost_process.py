@@ -9,9 +9,10 @@ pytest.importorskip("torch")
 from . import world
 
 
-def test_the_others_end(session_seed):
+@pytest.mark.parametrize("cases", ["of_rules", "of_ring"])
+def test_the_others_end(cases, session_seed):
     begin = time.monotonic()
-    found, output = world.launch("gloo", 2, session_seed, "tests.distributed.lost_process")
+    found, output = world.launch("gloo", 2, session_seed, f"tests.distributed.lost_process:{cases}")
     assert "RuntimeError" in found["end"] and "did not end it" in found["end"], output
     assert "nobody missed it" not in found["end"]
     assert time.monotonic() - begin < world.PATIENCE

@@ -40,9 +40,9 @@ class World:
         return self.meshes[shape, names]
 
 
-def launch(backend, size, seed, cases="tests.distributed.cases"):
+def launch(backend, size, seed, cases="tests.distributed.cases:of"):
     """Start `size` processes; {case: what failed, None where nothing did}, and the processes'
-    output.
+    output. `cases`: a module and its function that gives them.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.distributed.world", backend, str(size), folder]
@@ -117,7 +117,8 @@ def _run(backend, size, folder, seed, cases, rank):
     )
     world = World(rank, size, device, seed)
     with open(f"{folder}/found{rank}", "wb") as file:
-        for name, case in importlib.import_module(cases).of(size).items():
+        module, _, function = cases.partition(":")
+        for name, case in getattr(importlib.import_module(module), function)(size).items():
             torch.manual_seed(seed)
             try:
                 case(world)
