@@ -78,7 +78,9 @@ struct AttentionKernel {
 
   using Traits = ds4s::ArchTraits<ArchTag>;
   using Mma = ds4s::WarpMma<scalar_t, ArchTag, kTf32_>;
-  using Softmax = ds4s::RowSoftmax<Mma>;
+  // Beside an O of 128 registers it would be in local memory, and a load from there, in the loop, waits for bias2.
+  static constexpr bool kKeepsHuge = kHeadDimValue < 128;
+  using Softmax = ds4s::RowSoftmax<Mma, kKeepsHuge>;
   using Row = typename Softmax::Row;
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
   // Q is multiplied by it, so that any finite bias is finite in its units (head dimensions up to 4096); half_t has no
@@ -128,6 +130,8 @@ struct AttentionKernel {
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kConstantsBytes <= kMaxShared;
   static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned && (kFitsTwice || !kSingleValueIteration);
+  // Where the first keys lie is found while the mask is on its way; they are sent for once it says that they are seen.
+  static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
   static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes;
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
@@ -155,10 +159,10 @@ struct AttentionKernel {
     const auto mask = ds4s::RowMask::load<kSkips, kGiven>(p.key_mask.from(at.batch), p.num_keys);
     Params block = p;
     block.advance_to(at);
-    if (mask.sees_nothing()) return ds4s::store_unseen<AttentionKernel>(block);
     if constexpr (kSingleValueIteration) {
       ds4s::ForwardBlock<AttentionKernel>(block, shared).run(mask);
     } else {
+      if (mask.sees_nothing()) return ds4s::store_unseen<AttentionKernel>(block);
       ds4s::ForwardBlockMultiValue<AttentionKernel>(block, shared).run();
     }
   }

@@ -37,9 +37,9 @@ double difference(double x, double reference) {
 }
 
 // Scores are kept in `unit`s; each key's value is its number.
-template <int kSlots>
+template <int kSlots, bool kKeepsHuge = true>
 double worst_error(const Kind& kind, float unit, std::mt19937& random) {
-  using Softmax = RowSoftmax<OneLane<kSlots>>;
+  using Softmax = RowSoftmax<OneLane<kSlots>, kKeepsHuge>;
   std::normal_distribution<float> normal(0, 3);
   std::vector<double> scores[kSlots], values[kSlots];
   Softmax parts[kParts] = {Softmax(1 / unit), Softmax(1 / unit)};
@@ -86,7 +86,8 @@ int main(int, char** argv) {
     double worst = 0;
     for (int round = 0; round < 50; ++round) {
       for (float unit : {std::sqrt(32.f) / 64, std::sqrt(128.f) / 64}) {
-        worst = std::max({worst, worst_error<2>(kind, unit, random), worst_error<4>(kind, unit, random)});
+        worst = std::max({worst, worst_error<2>(kind, unit, random), worst_error<4>(kind, unit, random),
+                          worst_error<4, /*kKeepsHuge=*/false>(kind, unit, random)});
       }
     }
     std::printf("%g %s\n", worst, kind.name);

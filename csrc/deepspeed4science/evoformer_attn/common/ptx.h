@@ -129,6 +129,10 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
 // Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 CUTLASS_DEVICE void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
+template <typename T>
+CUTLASS_DEVICE void keep(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
 CUTLASS_DEVICE uint32_t block_x() {

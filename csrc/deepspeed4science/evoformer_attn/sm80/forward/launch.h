@@ -106,6 +106,8 @@ struct Forward {
     k.num_heads = int32_t(p.H), k.num_batches = int32_t(p.B * p.N);
     k.B = int32_t(p.B), k.N = int32_t(p.N);
     k.group_log2 = group_log2(p);
+    k.by_blocks = cutlass::FastDivmod(int((p.Lq + kTiles.queries - 1) / kTiles.queries));
+    k.by_heads = cutlass::FastDivmod(int(p.H)), k.by_N = cutlass::FastDivmod(int(p.N));
     // Our strides are B, N, L, H; the kernel steps over B * N by N's stride and adds the rest at each next B.
     auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {
       m = stride[2], h = stride[3], batch = stride[1], outer = stride[0] - p.N * stride[1];

@@ -1,6 +1,8 @@
 // What a launch of AttentionKernel (kernel_forward.h) is given: tensors, sizes, strides.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "../../common/key_mask.h"
 #include "../mma/smem_tile.h"
 
@@ -27,7 +29,9 @@ struct ForwardParams {
   int32_t num_heads = 0, num_batches = 0;  // num_batches = B * N
   int32_t B = 1, N = 1;
   int32_t group_log2 = 0;  // order of the blocks; the grid then counts num_batches rounded up to whole groups
-  KeyMask key_mask = {};   // [batch, ...]: what bias1 hides, and its shift; null: nothing, and 0
+  // For kIsComplete: division by the number of blocks of queries, by num_heads and by N.
+  cutlass::FastDivmod by_blocks, by_heads, by_N;
+  KeyMask key_mask = {};  // [batch, ...]: what bias1 hides, and its shift; null: nothing, and 0
 
   // Elements. M: next query or key; H: next head; B: next of the B * N batches; Outer: added for each next of the B.
   int64_t q_strideM = 0, k_strideM = 0, v_strideM = 0, o_strideM = 0;
@@ -69,18 +73,18 @@ struct ForwardParams {
   };
   CUTLASS_DEVICE Position position_of_block() const {
     constexpr int kQueriesPerBlock = K::QTile::kRows;
-    uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
+    const uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
     uint32_t id = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     uint32_t in_group = id & ((1u << group_log2) - 1);
     id >>= group_log2;
-    uint32_t rest = id / num_blocks;
-    uint32_t group = rest / uint32_t(num_heads);
+    const uint32_t rest = divide(id, num_blocks, by_blocks);
+    const uint32_t group = divide(rest, uint32_t(num_heads), by_heads);
     return {int64_t((group << group_log2) + in_group), int64_t(rest - group * uint32_t(num_heads)),
             int32_t(id - rest * num_blocks) * kQueriesPerBlock};
   }
   CUTLASS_DEVICE void advance_to(const Position& at) {
     const int64_t batch = at.batch, head = at.head, row = at.row;
-    int64_t b = uint32_t(batch) / uint32_t(N);
+    int64_t b = divide(uint32_t(batch), uint32_t(N), by_N);
     int64_t n = batch - b * N;
     query_ptr += batch * q_strideB + b * q_strideOuter + head * q_strideH + row * q_strideM;
     key_ptr += batch * k_strideB + b * k_strideOuter + head * k_strideH;
@@ -96,6 +100,11 @@ struct ForwardParams {
   }
 
  private:
+  // x / y; a true division takes 40 instructions, one after another.
+  CUTLASS_DEVICE static uint32_t divide(uint32_t x, uint32_t y, const cutlass::FastDivmod& by_y) {
+    if constexpr (K::kIsComplete) return uint32_t(by_y.div(int(x)));
+    return x / y;
+  }
   // A policy uses bias1's strides when it is a row and bias2's when it is a matrix, in whichever slot it stands.
   template <typename BiasT>
   CUTLASS_DEVICE scalar_t* to_tile(scalar_t* ptr, int64_t b, int64_t n, int64_t head, int32_t row) const {

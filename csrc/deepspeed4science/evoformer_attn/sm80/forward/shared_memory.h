@@ -21,7 +21,7 @@ struct FitsInSharedMemory {
                 "the name of this instantiation): take fewer queries or keys for a block, or a smaller kHeadDim");
 };
 
-constexpr int kForwardConstantsBytes = 96;  // ForwardBlock::Constants
+constexpr int kForwardConstantsBytes = 96;  // ForwardLoads::Constants
 
 // kSingleValueIteration = false, behind Q, K and V: for each row of warps the biases of 32 x 32 scores at a time, where
 // O's parts are added up afterwards; for each warp what it shares of its rows.

@@ -13,7 +13,7 @@
 
 namespace ds4s {
 
-template <typename Mma>
+template <typename Mma, bool kKeepsHuge = true>  // kKeepsHuge: `huge` has a register
 struct RowSoftmax {
   static constexpr int kSlots = Mma::kSlots;
   static constexpr int kPerSlot = 8 / kSlots;  // values of one row in an accumulator tile
@@ -68,12 +68,12 @@ struct RowSoftmax {
       cm[slot] = is_huge ? 0.f : 4 * now;
       any_huge |= is_huge;
     }
-    huge = ptx::any(any_huge);
+    if constexpr (kKeepsHuge) huge = ptx::any(any_huge);
   }
 
   // s becomes p; l grows.
   CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
-    if (huge) {
+    if (some_are_huge()) {
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < kSlots; ++slot) {
         // The exchange with itself keeps the compiler from predicating this rare branch into the common path.
@@ -154,6 +154,14 @@ struct RowSoftmax {
   }
 
  private:
+  // Also, without kKeepsHuge, where nothing is visible yet.
+  CUTLASS_DEVICE bool some_are_huge() const {
+    if constexpr (kKeepsHuge) return huge;
+    float largest = fabsf(limit[0]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 1; slot < kSlots; ++slot) largest = fmaxf(largest, fabsf(limit[slot]));
+    return ptx::any(largest * c > kHuge);
+  }
   CUTLASS_DEVICE bool is_huge(int slot) const { return limit[slot] > -infinity() && fabsf(limit[slot] * c) > kHuge; }
   CUTLASS_HOST_DEVICE static constexpr int first_of(int slot) { return Mma::kSlots == 4 ? 2 * slot : 2 * (slot & 1); }
 };

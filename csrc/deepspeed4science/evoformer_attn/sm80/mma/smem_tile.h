@@ -46,6 +46,7 @@ struct TileLoader {
   int first;       // the row that must exist for the first pass to read; never, where the chunk does not
   int s;           // offset in the tile
 
+  TileLoader() = default;
   // gMatrix: element (0, 0); cols: columns that exist.
   CUTLASS_DEVICE TileLoader(const T* gMatrix, int64_t stride_, int cols, int thread) : stride(stride_) {
     row = thread / TileT::kChunks;

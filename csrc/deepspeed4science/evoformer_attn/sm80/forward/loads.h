@@ -1,0 +1,158 @@
+// What a forward block loads: K, V and biases, of a stage or of what a segment of keys begins with. K below is the
+// AttentionKernel.
+#pragma once
+
+#include "../../transform/bias_broadcast.h"
+#include "key_segments.h"
+#include "warp_tile.h"
+
+namespace ds4s {
+
+template <typename K>
+struct ForwardLoads : ForwardWarp<K> {
+  using Base = ForwardWarp<K>;
+  using Params = typename K::Params;
+  using scalar_t = typename K::scalar_t;
+  using output_t = typename K::output_t;
+  using KTile = typename K::KTile;
+  using VTile = typename K::VTile;
+  using Frag1 = typename K::Bias1::Matrix::Fragment;
+  using Frag2 = typename K::Bias2::Matrix::Fragment;
+  template <typename TileT>
+  using Loader = typename Base::template Loader<TileT>;
+  using Base::inv_scale;
+  using Base::kKeys;
+  using Base::p;
+  using Base::shared;
+  using Base::thread;
+
+  scalar_t *bias1_ptr, *bias2_ptr;  // of a matrix: the lane's first element of the next key block
+  cutlass::MatrixCoord bias_start;
+
+  CUTLASS_DEVICE ForwardLoads(const Params& params, char* shared_)
+      : Base(params, shared_), bias1_ptr(nullptr), bias2_ptr(nullptr) {
+    auto start = K::MatrixMap::initial_offset(thread);
+    bias_start = cutlass::MatrixCoord(start.strided(), start.contiguous());
+  }
+
+ protected:
+  // This thread's element of a row bias: loaded early, converted and stored when it is there.
+  struct RowElement {
+    ElementBits<scalar_t> bias1, bias2;
+  };
+  // Of a row n and a head: the first key.
+  struct Operands {
+    const scalar_t *key, *value;
+    scalar_t *bias1, *bias2;
+  };
+  // What the loop asks for once a stage, and has no registers for.
+  struct Constants {
+    Operands operands;
+    output_t* output;
+    float* logsumexp;
+    KeySegments segments;
+    float shift;
+    int num_queries;
+  };
+  static_assert(sizeof(Constants) <= K::kConstantsBytes || !K::kSingleValueIteration, "K::kConstantsBytes");
+  CUTLASS_DEVICE Constants* sConstants() const {
+    return reinterpret_cast<Constants*>(shared + K::kSharedBytes - K::kConstantsBytes);
+  }
+
+  // What a segment begins with: where its keys come from, and what has been sent for of the first ones.
+  struct SegmentStart {
+    Loader<KTile> k;
+    Loader<VTile> v;
+    Frag1 bias1[K::kInFlight];
+    Frag2 bias2[K::kInFlight];
+    RowElement element;
+    float shift;
+  };
+  CUTLASS_DEVICE void locate(SegmentStart& start, const Operands& from, int key) {
+    start.k = Loader<KTile>(from.key + key * p.k_strideM, p.k_strideM, p.head_dim, thread);
+    start.v = Loader<VTile>(from.value + key * p.v_strideM, p.v_strideM, p.head_dim_value, thread);
+    int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column() + key;
+    if constexpr (K::Bias1::kIsMatrix) bias1_ptr = from.bias1 + offset;
+    if constexpr (K::Bias2::kIsMatrix) bias2_ptr = from.bias2 + offset;
+  }
+  // kInRegisters: as start.k and start.v stand; else found again from what lies in shared memory.
+  template <bool kInRegisters, bool kWhole>
+  CUTLASS_DEVICE void send(SegmentStart& start, const KeySegment& segment, float shift) {
+    start.shift = shift;
+    if constexpr (K::kAsync) {
+      load_keys<kInRegisters>(start, segment, segment.begin, 0);
+      start.element = load_row<kWhole>(segment, segment.begin);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < K::kInFlight; ++t) {
+      load_matrices(start.bias1[t], start.bias2[t], segment, segment.begin + t * K::kKeysPerBlock);
+    }
+  }
+
+  template <bool kInRegisters>
+  CUTLASS_DEVICE void load_keys(SegmentStart& start, const KeySegment& segment, int first, int stage) {
+    int left = segment.end - first;
+    if constexpr (kInRegisters) {
+      // Multiples of the strides would be kept in registers too.
+      start.k.stride = p.k_strideM, start.v.stride = p.v_strideM;
+      ptx::keep(start.k.stride);
+      start.k.load(this->sK(stage), left);
+      start.k.advance();
+      ptx::keep(start.v.stride);
+      start.v.load(this->sV(stage), left);
+      start.v.advance();
+    } else {
+      const Operands& from = sConstants()->operands;
+      const int thread_x = int(ptx::thread_x());
+      Loader<KTile>(from.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(this->sK(stage), left);
+      Loader<VTile>(from.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x)
+          .load(this->sV(stage), left);
+    }
+    if constexpr (K::kAsync) ptx::cp_async_commit();
+  }
+
+  template <bool kWhole>
+  CUTLASS_DEVICE RowElement load_row(const KeySegment& segment, int first) const {
+    RowElement x;
+    const int key = first + int(ptx::thread_x() % kKeys);
+    const cutlass::MatrixCoord extent(1, segment.end);
+    if constexpr (K::Bias1::kIsRow)
+      K::Bias1::Row::load(x.bias1, kWhole ? p.bias1_ptr : sConstants()->operands.bias1, key, extent, 0);
+    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->operands.bias2, key, extent, 0);
+    return x;
+  }
+  // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
+  CUTLASS_DEVICE void store_row(const KeySegment& segment, int first, int stage, const RowElement& element,
+                                float shift) const {
+    if constexpr (K::kHasRowBias) {
+      float x = element.bias1.value();
+      if constexpr (K::Bias1::kIsRow) x -= shift;
+      if constexpr (K::Bias1::kIsRow && K::Bias2::kIsRow) x += element.bias2.value();
+      if constexpr (!K::Bias1::kIsRow) x = element.bias2.value();
+      float raw = x * inv_scale;
+      const uint32_t thread_x = ptx::thread_x();
+      if (first + int(thread_x % kKeys) >= segment.end) raw = -infinity();
+      if (thread_x < kKeys) {
+        float* s = reinterpret_cast<float*>(this->sRowBias(stage) + thread_x / 2) + thread_x % 2;
+        s[0] = raw;
+        s[2] = raw;
+      }
+    }
+  }
+
+  // Keys from `key` on, where the pointers stand. They and the extent contain the lane's part: the policy sees the
+  // first thread of its map.
+  CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, const KeySegment& segment, int key) {
+    cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), segment.end - key - bias_start.column());
+    if constexpr (K::Bias1::kIsMatrix) {
+      K::Bias1::Matrix::load(bias1, bias1_ptr, 0, extent, p.bias2_strideM);
+      bias1_ptr += K::kKeysPerBlock;
+    }
+    if constexpr (K::Bias2::kIsMatrix) {
+      K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
+      bias2_ptr += K::kKeysPerBlock;
+    }
+  }
+};
+
+}  // namespace ds4s
