@@ -280,7 +280,7 @@ class CudaKernel:
         arguments = {
             "scalar": _CUDA_SCALAR[self.dtype],
             "arch": f"cutlass::arch::Sm{self.family[2:]}",
-            "aligned": f"/*kIsAligned=*/{_cpp(self.aligned)}",
+            "aligned": f"/*kAligned=*/{_cpp(self.aligned)}",
             "tier": self.head_dim,
             "bias1": f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}",
             "bias2": f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}",

@@ -52,7 +52,7 @@ struct AttentionKernel {
   using output_t = scalar_t;
   using output_accum_t = accum_t;
 
-  static constexpr bool kIsAligned = isAligned_;
+  static constexpr bool kAligned = isAligned_;
   static constexpr bool kSupportsBias = kSupportsBias_;
   static constexpr bool kSingleValueIteration = kSingleValueIteration_;
   static constexpr int kKeysPerBlock = kKeysPerBlock_;
@@ -101,7 +101,7 @@ struct AttentionKernel {
   using TileShape = cutlass::MatrixShape<kQueriesPerBlock, kKeysPerBlock>;
   using RowShape = cutlass::MatrixShape<1, kKeysPerStage>;
   using RowMap = ds4s::RowThreadMap;
-  using MatrixMap = ds4s::ScoreThreadMap<Mma, kWarpsM, kIsAligned && kIsComplete>;
+  using MatrixMap = ds4s::ScoreThreadMap<Mma, kWarpsM, kAligned && kIsComplete>;
   template <template <typename, typename, typename> class Broadcast>
   struct Bias {
     static constexpr bool kIsRow = kSupportsBias && Broadcast<RowMap, RowShape, scalar_t>::kIsRow;
@@ -129,7 +129,7 @@ struct AttentionKernel {
   static constexpr int kConstantsBytes = kSingleValueIteration ? ds4s::kForwardConstantsBytes : 0;
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kConstantsBytes <= kMaxShared;
-  static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned && (kFitsTwice || !kSingleValueIteration);
+  static constexpr bool kAsync = Traits::kHasCpAsync && kAligned && (kFitsTwice || !kSingleValueIteration);
   // Where the first keys lie is found while the mask is on its way; they are sent for once it says that they are seen.
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;

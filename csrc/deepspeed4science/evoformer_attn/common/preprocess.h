@@ -21,7 +21,7 @@ template <typename Config, typename scalar_t = typename Config::scalar_t>
 CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
   constexpr int kVec = 16 / int(sizeof(scalar_t));
   cutlass::AlignedArray<scalar_t, kVec> x;
-  if constexpr (Config::kIsAligned) {
+  if constexpr (Config::kAligned) {
     x.clear();
     if (chunk * kVec < count) x = *reinterpret_cast<const cutlass::AlignedArray<scalar_t, kVec>*>(row + chunk * kVec);
   } else {

@@ -11,7 +11,7 @@ enum class Gradients { kDq, kDkDv, kDk, kDv };
 
 template <typename scalar_t_,  // half_t; bfloat16_t (Sm80); float
           typename ArchTag_,   // cutlass::arch::Sm70, Sm75, Sm80
-          bool kIsAligned_,    // pointers, strides, D and Dv are multiples of 16 bytes
+          bool kAligned_,      // pointers, strides, D and Dv are multiples of 16 bytes
           int kHeadDim_,       // tier: at least D and Dv, a multiple of 16
           bool kHasBias2_,     // bias2 is there
           bool kTf32_>         // float on Sm80: TF32 instead of full precision
@@ -21,9 +21,9 @@ struct BackwardConfig {
   using Mma = WarpMma<scalar_t, ArchTag, kTf32_>;
   using Traits = ArchTraits<ArchTag>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kIsAligned = kIsAligned_;
+  static constexpr bool kAligned = kAligned_;
   static constexpr bool kHasBias2 = kHasBias2_;
-  static constexpr bool kAsync = Traits::kHasCpAsync && kIsAligned;
+  static constexpr bool kAsync = Traits::kHasCpAsync && kAligned;
   static constexpr int kMaxStages = kAsync ? 2 : 1;  // the launcher takes one where shared memory is too small for two
 
   static constexpr bool kTf32 = kTf32_;

@@ -37,7 +37,7 @@ struct Dbias2Operands {
   using KeyTile = Tile<scalar_t, Config::kKeys, Config::kHeadDim>;
   using Exponent = Probabilities<Config, KeyTile, Config::kChunkTiles, /*kLseInColumns=*/false>;
   template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
+  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kAligned, Config::kAsync>;
 
   // One half of the threads brings Q and K, the other dO and V; a small block brings both with all of them.
   static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;

@@ -31,7 +31,7 @@ struct KernelDqDkdv {
   using QueryValue = typename Config::QueryValue;
   using Position = TilePosition<Config>;
   using OwnedTile = typename SharedLayout<Config>::OwnedTile;
-  using OwnedLoader = TileLoader<scalar_t, OwnedTile, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using OwnedLoader = TileLoader<scalar_t, OwnedTile, Config::kThreads, Config::kAligned, Config::kAsync>;
   using OwnedValue = typename cutlass::platform::conditional<Config::kOwnsKeys, uint32_t, QueryValue>::type;
 
   static constexpr int shared_bytes(int stages) { return SharedLayout<Config>::bytes(stages); }
@@ -148,7 +148,7 @@ struct KernelDqDkdv {
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
       const int channel = at.part * Config::kPartChannels;
       scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + channel;
-      store_rows<Mma, Config::kIsAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
+      store_rows<Mma, Config::kAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
     if constexpr (Config::kFusesDq) loop.dq_add.wait_for_hosted();
@@ -188,7 +188,7 @@ struct KernelDqDkdv {
     auto store = [&](void* ptr, const int64_t (&stride)[4], int first, int count, int64_t channels) {
       if (ptr == nullptr) return;
       scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h);
-      store_zeros<scalar_t, Config::kThreads, Config::kIsAligned>(g, stride[2], thread, count, int(channels));
+      store_zeros<scalar_t, Config::kThreads, Config::kAligned>(g, stride[2], thread, count, int(channels));
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, at.first, num, p.D);
     if constexpr (Config::kFusesDq) {

@@ -24,9 +24,9 @@ inline bool backward_is_aligned(const BwdParams& p) {
 }
 
 // Template arguments: AttentionBackwardKernel's.
-template <typename scalar_t, typename ArchTag, bool kIsAligned, int kHeadDim, bool kHasBias2, bool kTf32>
+template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, bool kHasBias2, bool kTf32>
 class Backward : BackwardHost {
-  using Kernel = AttentionBackwardKernel<scalar_t, ArchTag, kIsAligned, kHeadDim, kHasBias2, kTf32>;
+  using Kernel = AttentionBackwardKernel<scalar_t, ArchTag, kAligned, kHeadDim, kHasBias2, kTf32>;
   using Config = typename Kernel::Config;
   using Dbias2 = typename Kernel::Dbias2;
   using QueryValue = typename Config::QueryValue;
@@ -48,7 +48,7 @@ class Backward : BackwardHost {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if ((p.bias2 != nullptr) != kHasBias2 || (p.dbias2 && !kHasBias2)) return cudaErrorInvalidValue;
     if (p.D > kHeadDim || p.Dv > kHeadDim) return cudaErrorInvalidValue;
-    if (kIsAligned && !backward_is_aligned<scalar_t>(p)) return cudaErrorMisalignedAddress;
+    if (kAligned && !backward_is_aligned<scalar_t>(p)) return cudaErrorMisalignedAddress;
     DeviceFacts device;
     if (cudaError_t status = query_device(device)) return status;
     const BackwardPlan plan = make_plan(p, device, kUnit);

@@ -25,7 +25,7 @@ struct RowStatistics {
   using KeyTile = Tile<scalar_t, Config::kStreamed, Config::kHeadDim>;
   using Operand = LeftOperand<Mma, QueryTile, scalar_t, /*kResident=*/false>;
   template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, Config::kThreads, Config::kIsAligned, Config::kAsync>;
+  using Loader = TileLoader<scalar_t, TileT, Config::kThreads, Config::kAligned, Config::kAsync>;
   using Exponent = Probabilities<Config, KeyTile, 4, /*kLseInColumns=*/false>;
   static_assert(Config::kExact, "for float in full precision");
   static_assert(Config::kThreads == Config::kOwned && Config::kThreads >= Config::kStreamed,

@@ -14,7 +14,7 @@ template <typename Config>
 struct StreamedTiles {
   using scalar_t = typename Config::scalar_t;
   using TileT = Tile<scalar_t, Config::kStreamed, Config::kHeadDim>;
-  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kIsAligned, Config::kAsync>;
+  using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kAligned, Config::kAsync>;
   using Keys = VisibleKeys<Config::kStreamed, 32, /*kSkips=*/!Config::kOwnsKeys>;
 
   static constexpr int kElements = TileT::kBytes / int(sizeof(scalar_t));

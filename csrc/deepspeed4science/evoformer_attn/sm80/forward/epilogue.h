@@ -88,8 +88,8 @@ struct ForwardEpilogue {
       }
     }
     __syncthreads();
-    TileStorer<output_t, OTile, K::kNumThreads, K::kIsAligned>::store(out.ptr, out.stride, sO, warp.thread,
-                                                                      out.num_queries, out.num_columns);
+    TileStorer<output_t, OTile, K::kNumThreads, K::kAligned>::store(out.ptr, out.stride, sO, warp.thread,
+                                                                    out.num_queries, out.num_columns);
   }
 };
 

@@ -144,10 +144,10 @@ const char* forward_obstacle(const typename K::Params& given) {
     return "head_dim or head_dim_value is above the kernel's kHeadDim: take kSingleValueIteration_ = false, smaller "
            "blocks, or a larger kHeadDim_";
   }
-  if (K::kIsAligned && !(has_pieces(p.query_ptr, p.head_dim, p.q_strideM, p.q_strideH, p.q_strideB) &&
-                         has_pieces(p.key_ptr, p.head_dim, p.k_strideM, p.k_strideH, p.k_strideB) &&
-                         has_pieces(p.value_ptr, p.head_dim_value, p.v_strideM, p.v_strideH, p.v_strideB) &&
-                         has_pieces(p.output_ptr, p.head_dim_value, p.o_strideM, p.o_strideH, p.o_strideB))) {
+  if (K::kAligned && !(has_pieces(p.query_ptr, p.head_dim, p.q_strideM, p.q_strideH, p.q_strideB) &&
+                       has_pieces(p.key_ptr, p.head_dim, p.k_strideM, p.k_strideH, p.k_strideB) &&
+                       has_pieces(p.value_ptr, p.head_dim_value, p.v_strideM, p.v_strideH, p.v_strideB) &&
+                       has_pieces(p.output_ptr, p.head_dim_value, p.o_strideM, p.o_strideH, p.o_strideB))) {
     return "isAligned_ = true: rows of query, key, value and output must begin at multiples of 16 bytes and be whole "
            "16-byte pieces; take isAligned_ = false";
   }

@@ -18,7 +18,7 @@ struct ForwardWarp {
   using VTile = typename K::VTile;
   using FragA = typename Mma::FragA;
   template <typename TileT>
-  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kIsAligned, K::kAsync>;
+  using Loader = TileLoader<scalar_t, TileT, K::kNumThreads, K::kAligned, K::kAsync>;
 
   static constexpr int kKeys = K::kKeysPerStage;
 

@@ -10,7 +10,7 @@ template <typename Element, int kHeadDim_>
 struct PrepareConfig {
   using scalar_t = Element;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kIsAligned = true, kTf32 = false;
+  static constexpr bool kAligned = true, kTf32 = false;
 };
 
 // Floats, or integers, that become 0 before others add to them.
