@@ -1,4 +1,4 @@
-"""`python -m benchmarks run | replay | layers | blocks | startup | show | plot | results`."""
+"""`python -m benchmarks run | replay | layers | blocks | host | startup | show | plot | results`"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.environment import Environment, describe, short_machine_name
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, select
-from benchmarks.startup import measure_overhead, measure_startups
+from benchmarks.startup import measure_startups
 from benchmarks.timing import MAX_RUNS
 
 SCHEMA = 1
@@ -59,10 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0)
     run.set_defaults(command=_run)
 
-    startup = commands.add_parser(
-        "startup", help="host overhead of a call; first call compiled and from the cache"
-    )
-    startup.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
+    host = commands.add_parser("host", help="host time of a call, beside autograd's own")
+    host.set_defaults(command=_host)
+
+    startup = commands.add_parser("startup", help="first call, compiled and from the cache")
+    for command in (host, startup):
+        command.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
     startup.set_defaults(command=_startup)
 
     layers = commands.add_parser(
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    for command in (run, startup, layers, blocks, replay):
+    for command in (run, host, startup, layers, blocks, replay):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -173,25 +175,35 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _host(arguments: argparse.Namespace) -> int:
+    from benchmarks.host import measure_overhead
+
+    device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
+    overheads = measure_overhead(dtype=DTYPES[arguments.dtype], device=device)
+    rows = [asdict(entry) for entry in overheads]
+    settings = {"dtype": arguments.dtype}
+    _save(arguments, environment, _result(environment, "host", settings=settings, rows=rows))
+    for entry in overheads:
+        print(
+            f"{entry.call:<12} {entry.peer:<8} {entry.median_us:8.1f} us a call "
+            f"(p20 {entry.p20_us:.1f}, p80 {entry.p80_us:.1f})"
+        )
+    return 0
+
+
 def _startup(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     dtype = DTYPES[arguments.dtype]
-    overheads = measure_overhead(dtype=dtype, device=device)
     startups = measure_startups(dtype=str(dtype).removeprefix("torch."), device=arguments.device)
     result = _result(
         environment,
         "startup",
         settings={"dtype": arguments.dtype},
-        overhead=[asdict(entry) for entry in overheads],
         startup=asdict(startups),
     )
     _save(arguments, environment, result)
-    for entry in overheads:
-        print(
-            f"{entry.peer:<8} {entry.median_us:8.1f} us a call "
-            f"(p20 {entry.p20_us:.1f}, p80 {entry.p80_us:.1f})"
-        )
     whole = asdict(startups)
     for name, seconds in whole.pop("compile_s").items():
         print(f"{name:<40} {'?' if seconds is None else format(seconds, '.3f'):>8} s to compile")

@@ -81,8 +81,8 @@ def page(measurements: Sequence[Measurement]) -> str:
             ],
         ),
         _section("Whole layers", _layers()),
-        _section("OpenFold 3's PairFormer block", _blocks()),
-        _section("First call, and the host's part of every call", _startup()),
+        _section("The host's part of a call", _host()),
+        _section("First call", _startup()),
         _section(
             "CPU",
             _compared(
@@ -233,24 +233,6 @@ def _layers() -> list[str]:
     ]
 
 
-def _blocks() -> list[str]:
-    newest = latest("blocks", device="cuda")
-    if newest is None:
-        return []
-    file, content = newest
-    times = {(r["path"], r["crop"]): number(r["median_ms"]) for r in content["rows"]}
-    paths, crops = (list(dict.fromkeys(key)) for key in zip(*times, strict=True))
-    rows = [[path, *(times.get((path, crop), "-") for crop in crops)] for path in paths]
-    return [
-        "Forward and backward, milliseconds, in training mode under bfloat16 autocast, "
-        f"{content['environment']['gpu']}, {link(file, content['environment']['date'])}. "
-        '"This op" is the package\'s own block with `drop_in.switch("openfold3")`; "our layers" '
-        "replace its three attention layers:",
-        table(["kernels", *(f"{crop} tokens" for crop in crops)], rows),
-        *(f"Left out: {path}: {why}." for path, why in content["skipped"].items()),
-    ]
-
-
 def _startup() -> list[str]:
     blocks = []
     for device in ("cuda", "cpu"):
@@ -271,8 +253,28 @@ def _startup() -> list[str]:
         ]
         rows += [[f"`{name}`", number(value)] for name, value in compiled.items()]
         blocks.append(table(["", "s"], rows))
-        overhead = [
-            [PEERS.get(o["peer"], o["peer"]), number(o["median_us"])] for o in content["overhead"]
+    return blocks
+
+
+def _host() -> list[str]:
+    blocks = []
+    for device in ("cuda", "cpu"):
+        newest = latest("host", device=device)
+        if newest is None:
+            continue
+        file, content = newest
+        environment, dtype = content["environment"], content["settings"]["dtype"]
+        peers = list(dict.fromkeys(row["peer"] for row in content["rows"]))
+        times = {(row["call"], row["peer"]): number(row["median_us"]) for row in content["rows"]}
+        rows = [
+            [call, *(times.get((call, peer), "") for peer in peers)]
+            for call in dict.fromkeys(row["call"] for row in content["rows"])
         ]
-        blocks.append(table(["host time of a small forward", "us"], overhead))
+        machine = environment["gpu"] or environment["cpu"]
+        blocks.append(
+            f"{machine}, {dtype}, both biases, {link(file, environment['date'])}; microseconds of "
+            "the host for one call, of inputs that a device is done with at once. autograd: a "
+            "function that computes nothing:"
+        )
+        blocks.append(table(["", *(PEERS.get(peer, peer) for peer in peers)], rows))
     return blocks
