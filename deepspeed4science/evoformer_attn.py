@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from deepspeed4science import autocast
 from deepspeed4science.arguments import (
     canonicalise,
     canonicalise_row_mask,
@@ -23,8 +24,8 @@ from deepspeed4science.dtensor import require_sharding_rules
 from deepspeed4science.operators import (
     below_autograd,
     forward_op,
-    heard_autocast,
     recorded_attention,
+    replayed,
 )
 from op_builder.system import process_exit
 
@@ -105,6 +106,30 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     """
     process_exit.stop_daemon_if_ending()
     bias1, bias2 = split_biases(biases)
+    known = replayed(ForwardCall(Q, K, V, bias1, bias2, return_lse, row_mask, scale))
+    if known is not None:
+        o, lse = known
+    else:
+        o, lse, bias1 = _first_of_its_kind(Q, K, V, bias1, bias2, scale, row_mask, return_lse)
+    result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
+    if not return_lse or lse is None:
+        return result
+    if bias1 is not None:  # kernels return that of scores from which this is taken
+        lse = lse + largest_finite(bias1)[..., 0].float()
+    return result, lse.reshape(*Q.shape[:-3], Q.shape[-2], Q.shape[-3])
+
+
+def _first_of_its_kind(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    scale: float | None,
+    row_mask: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """O and lse in five and four dimensions, and the bias1 that they are of."""
     if type(Q) is not Tensor:
         require_sharding_rules(Q)
     q, k, v, bias1, bias2 = canonicalise(Q, K, V, bias1, bias2)
@@ -125,15 +150,10 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     elif recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         o, lse = recorded_attention(q, k, v, bias1, bias2, row_mask, scale)
     else:  # autograd has nothing to record
-        q, k, v = heard_autocast(q, k, v)
+        q, k, v = autocast.heard(q, k, v)
         call = ForwardCall(q, k, v, bias1, bias2, return_lse, row_mask, scale)
         o, lse = below_autograd(call, differentiable=False)
-    result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
-    if not return_lse:
-        return result
-    if bias1 is not None:  # kernels return that of scores from which this is taken
-        lse = lse + largest_finite(bias1)[..., 0].float()
-    return result, lse.reshape(*Q.shape[:-3], Q.shape[-2], Q.shape[-3])
+    return o, lse, bias1
 
 
 class EvoformerFusedAttention:

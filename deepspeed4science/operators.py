@@ -21,59 +21,66 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
-from deepspeed4science import flops, implementation, registration
-from deepspeed4science.call import BackwardCall, Call, ForwardCall, Gradients, schema
+from deepspeed4science import autocast, flops, implementation, registration
+from deepspeed4science.call import BackwardCall, ForwardCall, Gradients, schema
 from deepspeed4science.dtensor import Placements, placements_of, summed
 from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
-from deepspeed4science.problem import SUPPORTED_DTYPES
-from deepspeed4science.replay import Replay
+from deepspeed4science.replay import Replay, tensors_of
 from deepspeed4science.vmap import map_backward, map_forward
+
+_NUM_ARGUMENTS = len(ForwardCall._fields)
 
 
 class Attention(torch.autograd.Function):
-    """The forward operator, recorded."""
+    """The forward operator, recorded. Its arguments are a `ForwardCall`'s, and what computes the
+    call, where that is known.
+    """
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        call = ForwardCall(*arguments)
-        o, lse = below_autograd(call, differentiable=True)
+        call, replayed = ForwardCall(*arguments[:_NUM_ARGUMENTS]), arguments[_NUM_ARGUMENTS:]
+        o, lse = replayed[0](call) if replayed else below_autograd(call, differentiable=True)
         return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        call = ForwardCall(*inputs)
+        q, k, v, bias1, bias2, ctx.with_lse, row_mask, ctx.scale = inputs[:_NUM_ARGUMENTS]
         o, lse = output
-        ctx.save_for_backward(call.q, call.k, call.v, o, lse, call.bias1, call.bias2, call.row_mask)
-        ctx.with_lse, ctx.scale = call.with_lse, call.scale
+        ctx.save_for_backward(q, k, v, o, lse, bias1, bias2, row_mask)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad
         if do_ is None:
-            return (None,) * 8
+            return (None,) * len(needed)
         q, k, v, o, lse, bias1, bias2, row_mask = ctx.saved_tensors
         if not ctx.with_lse:  # the operator was called directly, without what its backward needs
             o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, ctx.scale)
-        wanted = list(ctx.needs_input_grad[:5])
         inputs = (q, k, v, bias1, bias2)
         dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         placements = _NO_PLACEMENTS if type(q) is Tensor else placements_of(inputs)
-        arguments = BackwardCall(do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
+        wanted = needed[:5]
+        call = BackwardCall(do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, ctx.scale)
         compiled = torch.compiler.is_compiling()
         if not compiled and torch._C._are_functorch_transforms_active():
-            gradients = AttentionBackward.apply(*arguments)
+            gradients = AttentionBackward.apply(*call)
         elif compiled or torch.is_grad_enabled():
-            gradients = backward_op(*arguments)
+            gradients = backward_op(*call)
         else:  # nothing to record
-            gradients = _backward_below_autograd(arguments)
+            gradients = _backward_below_autograd(call)
             # What was saved goes before bias gradients get a copy in their own dtype: less memory
             # at once. Compiled autograd frees what it can itself.
-            del q, k, v, o, lse, bias1, bias2, inputs, arguments
+            del q, k, v, o, lse, bias1, bias2, inputs, call
             ctx.maybe_clear_saved_tensors()
+            if placements is _NO_PLACEMENTS:  # autograd rounds them itself, in half of the time
+                return (*gradients, *(None,) * (len(needed) - 5))
         own = zip(gradients, dtypes, placements, wanted, strict=True)
-        return (*(_in_dtype(*one) if want else None for *one, want in own), *(None,) * 3)
+        rounded = [_in_dtype(*one) if want else None for *one, want in own]
+        return (*rounded, *(None,) * (len(needed) - 5))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -81,7 +88,36 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-        return map_forward(Attention.apply, info.batch_size, in_dims, *arguments)
+        call, dims = arguments[:_NUM_ARGUMENTS], in_dims[:_NUM_ARGUMENTS]
+        return map_forward(Attention.apply, info.batch_size, dims, *call)
+
+
+def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
+    """O, differentiable, and lse (it may be None unless asked for), of a call as users make it;
+    None where none like it was made. Only calls that need no change are remembered.
+    """
+    q, k, v, bias1, bias2, with_lse, row_mask, scale = call
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
+        or not (scale is None or type(scale) is float)
+    ):
+        return None
+    tensors, given = tensors_of(call)
+    differentiable, grad = False, torch.is_grad_enabled()
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):  # somebody else's to refuse
+            return None
+        differentiable |= grad and tensor.requires_grad
+    if not differentiable:
+        compute = _other_forwards.known(q, tensors, given, with_lse, scale)
+        return None if compute is None else compute(call)
+    compute = _differentiable_forwards.known(q, tensors, given, True, scale)
+    if compute is None:
+        return None
+    o, lse = _record(q, k, v, bias1, bias2, True, row_mask, scale, compute)
+    return o, lse
 
 
 def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
@@ -90,8 +126,9 @@ def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, 
 
     differentiable   the backward may be wanted: it is compiled beside the forward
     """
-    known = _differentiable_forwards if differentiable else _other_forwards
-    compute = known.find(call, _absent(call), call.with_lse, call.scale)
+    replay = _differentiable_forwards if differentiable else _other_forwards
+    tensors, given = tensors_of(call)
+    compute = replay.find(call, tensors, given, call.with_lse, call.scale)
     if compute is not None:
         return compute(call)
     with torch._C._AutoDispatchBelowAutograd():
@@ -100,23 +137,29 @@ def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, 
 
 
 def _backward_below_autograd(call: BackwardCall) -> Gradients:
-    compute = _backwards.find(
-        call, _absent(call), tuple(call.wanted), call.scale, call.partial_keys
-    )
+    """Those of biases in float32."""
+    tensors, given = tensors_of(call)
+    tensors += call.do_, call.o, call.lse
+    kind = given, tuple(call.wanted), call.scale, call.partial_keys
+    compute = _backwards.find(call, tensors, *kind)
     if compute is not None:
         return compute(call)
     with torch._C._AutoDispatchBelowAutograd():
-        gradients: Gradients = backward_op(*call)
-    return gradients
-
-
-def _absent(call: Call) -> tuple[bool, bool, bool]:
-    return call.bias1 is None, call.bias2 is None, call.row_mask is None
+        dq, dk, dv, dbias1, dbias2 = (
+            one if want else None for one, want in zip(backward_op(*call), call.wanted, strict=True)
+        )
+    return dq, dk, dv, dbias1, dbias2
 
 
 _differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
 _other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
 _backwards = Replay(implementation.prepare_backward)
+
+
+def forget() -> None:
+    """All calls that were made: whoever changes the program while it runs."""
+    for replay in (_differentiable_forwards, _other_forwards, _backwards):
+        replay.forget()
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -174,7 +217,7 @@ def recorded_attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """O, differentiable by autograd and at every level of torch.func that is active, and lse."""
-    q, k, v = heard_autocast(q, k, v)
+    q, k, v = autocast.heard(q, k, v)
     arguments = (q, k, v, bias1, bias2, True, row_mask, scale)
     if not torch._C._are_functorch_transforms_active():
         o, lse = _record(*unwrap_dead_wrappers(arguments))
@@ -217,35 +260,15 @@ def _autograd_backward(*arguments: Any, **named: Any) -> Any:
     return _recorded(AttentionBackward, backward_op, BackwardCall(*arguments, **named))
 
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
-
-
-def heard_autocast(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V as autocast, where it is on, wants them: outside of operators, where autograd sees
-    it.
-    """
-    device_type = q.device.type
-    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        return _in_autocast_dtype(device_type, q, k, v)
-    return q, k, v
-
-
-def _in_autocast_dtype(device_type: str, *tensors: Tensor) -> list[Tensor]:
-    dtype = torch.get_autocast_dtype(device_type)
-    return [tensor.to(dtype) if tensor.dtype in SUPPORTED_DTYPES else tensor for tensor in tensors]
-
-
 def _autocast(device_type: str) -> Any:
-    """Q, K and V in autocast's dtype, float64 excepted, as PyTorch's own do it; biases stay as they
-    are (they are added in float32).
-    """
+    """The forward with Q, K and V in autocast's dtype."""
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     keyset = torch._C.DispatchKeySet(key)
 
     def call(*arguments: Any, **named: Any) -> Any:
         given = ForwardCall(*arguments, **named)
         with torch._C._ExcludeDispatchKeyGuard(keyset):
-            q, k, v = _in_autocast_dtype(device_type, given.q, given.k, given.v)
+            q, k, v = autocast.cast(device_type, given.q, given.k, given.v)
             return forward_op(*given._replace(q=q, k=k, v=v))
 
     return call

@@ -12,7 +12,7 @@ tensors are on 16 bytes. Other calls go through the operator, which does the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -30,9 +30,29 @@ _MOST_OF_A_GROUP = 8  # kinds that differ in what only PyTorch compares: strides
 CallT = TypeVar("CallT", bound=Call)
 ResultT = TypeVar("ResultT")
 
+# Looked up once: they are asked for at every call.
+_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+_is_profiler_enabled = torch._C._autograd._profiler_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _CLASSES = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda")  # what is subtracted from a key set leaves its devices
+
+
+def tensors_of(call: Call) -> tuple[list[Tensor], int]:
+    """Those of a forward, and a number that says which of them are there."""
+    tensors, given = [call.q, call.k, call.v], 0
+    if call.bias1 is not None:
+        tensors.append(call.bias1)
+        given += 1
+    if call.bias2 is not None:
+        tensors.append(call.bias2)
+        given += 2
+    if call.row_mask is not None:
+        tensors.append(call.row_mask)
+        given += 4
+    return tensors, given
 
 
 class Replay(Generic[CallT, ResultT]):
@@ -46,33 +66,37 @@ class Replay(Generic[CallT, ResultT]):
         # Groups are replaced, not changed: other threads read meanwhile.
         self._groups: dict[object, tuple[tuple[TensorGuards, Callable[[CallT], ResultT]], ...]] = {}
 
-    def find(self, call: CallT, *others: object) -> Callable[[CallT], ResultT] | None:
-        """What computes a plain call; None for another one.
+    def known(
+        self, q: Tensor, tensors: Sequence[Tensor], *others: object
+    ) -> Callable[[CallT], ResultT] | None:
+        """What computes calls of this kind, where one has been made. Changes nothing.
 
-        others   what kinds differ in beside tensors
+        tensors   those of the call that are there, q among them
+        others    what kinds differ in beside them: which of the tensors are there, for one
         """
-        if (
-            torch._C._is_torch_function_mode_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._autograd._profiler_enabled()
-        ):
+        if type(q) not in _CLASSES or q.is_nested:  # whose shape is not one of numbers
             return None
-        tensors = [one for one in call if isinstance(one, Tensor)]
-        for tensor in tensors:  # of another class sizes need not be numbers
-            if type(tensor) not in _CLASSES:
-                return None
-        group = (call.q.shape, others, _settings(call.q))
-        known = self._groups.get(group, ())
-        for guards, compute in known:
+        if _is_function_mode_enabled() or _is_profiler_enabled():
+            return None
+        for guards, compute in self._groups.get((q.shape, others, _settings(q)), ()):
             if guards.check(*tensors):
                 return compute if _are_aligned(tensors) else None
-        if not _are_plain(tensors) or not _are_aligned(tensors):
-            return None
+        return None
+
+    def find(
+        self, call: CallT, tensors: Sequence[Tensor], *others: object
+    ) -> Callable[[CallT], ResultT] | None:
+        """As `known`; of a plain call whose kind is not known it is prepared and kept."""
+        compute = self.known(call.q, tensors, *others)
+        if compute is not None or not _are_plain(tensors) or not _are_aligned(tensors):
+            return compute
         compute = self._prepare(call)
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if len(self._groups) >= _MOST_GROUPS:
             self._groups = {}
-        self._groups[group] = (*known[-_MOST_OF_A_GROUP + 1 :], (guards, compute))
+        group = (call.q.shape, others, _settings(call.q))
+        known = self._groups.get(group, ())[-_MOST_OF_A_GROUP + 1 :]
+        self._groups[group] = (*known, (guards, compute))
         return compute
 
     def forget(self) -> None:
@@ -91,19 +115,23 @@ def _settings(q: Tensor) -> tuple[object, ...]:
     return dispatch.BACKENDS, openmp.threads(torch.get_num_threads())
 
 
-def _are_aligned(tensors: list[Tensor]) -> bool:
+def _are_aligned(tensors: Sequence[Tensor]) -> bool:
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
     return bits % 16 == 0
 
 
-def _are_plain(tensors: list[Tensor]) -> bool:
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """PyTorch would come back to this package at once. Autocast has been heard already."""
+    if _is_function_mode_enabled() or _is_profiler_enabled() or _are_transforms_active():
+        return False
     on, off = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for tensor in tensors:
+        if type(tensor) not in _CLASSES or tensor.device.type not in _DEVICES:
+            return False
         beyond = ((torch._C._dispatch_keys(tensor) | on) - off) - _PLAIN_KEYS
-        if beyond.highestPriorityTypeId() != _Key.Undefined or tensor.device.type not in _DEVICES:
+        if beyond.highestPriorityTypeId() != _Key.Undefined:
             return False
     return True
 

@@ -1,8 +1,16 @@
 """Shared by all tests: fresh random inputs every run, with the seed printed."""
 
 import random
+import sys
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_replayed():
+    """No test has what was prepared before it changed a part of the program."""
+    if operators := sys.modules.get("deepspeed4science.operators"):
+        operators.forget()
 
 
 def pytest_addoption(parser):

@@ -5,11 +5,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    import torch
+    from tests.numeric.poison import poison_memory
 
-    from tests.numeric.poison import poisoning
-
-    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
+    poison_memory(monkeypatch.setattr)
 
 
 @pytest.fixture

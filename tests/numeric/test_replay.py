@@ -25,13 +25,6 @@ from tests.numeric.cases import Case  # noqa: E402
 from tests.numeric.law import check  # noqa: E402
 
 B, N, L, H, D = 2, 3, 9, 2, 16
-REPLAYS = (operators._other_forwards, operators._differentiable_forwards, operators._backwards)
-
-
-@pytest.fixture(autouse=True)
-def nothing_known():
-    for one in REPLAYS:
-        one.forget()
 
 
 @pytest.fixture

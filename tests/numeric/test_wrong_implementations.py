@@ -5,6 +5,8 @@ it.
 import pytest
 import torch
 
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.backends.cpu import CpuBackend
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import DTYPES, Case
 from tests.numeric.law import check, check_each_query, check_weights, ours
@@ -82,9 +84,7 @@ def test_the_law_notices(wrong, dtype):
 
 @pytest.mark.usefixtures("seed")
 def test_an_unwritten_output_is_noticed():
-    """What a kernel leaves out shows as NaN once memory is poisoned
-    (`fill_uninitialized_memory`).
-    """
+    """What a kernel leaves out shows as NaN, since memory is poisoned (`poisoned_memory`)."""
     inputs = CASE.inputs(torch.float32, "cpu")
 
     def forgets_the_last_query(q, k, v, bias1, bias2):
@@ -94,6 +94,19 @@ def test_an_unwritten_output_is_noticed():
 
     with pytest.raises(AssertionError, match="NaN or infinities"):
         check(inputs, forgets_the_last_query)
+
+
+def test_all_results_are_poisoned(monkeypatch):
+    """What kernels are given to write into."""
+    monkeypatch.setattr(CpuBackend, "launch", lambda *_: 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for Dv in (16, 24):
+            x = CASE.inputs(dtype, "cpu")
+            v = torch.randn(*x.v.shape[:-1], Dv, dtype=dtype)
+            leaves = [one.requires_grad_() for one in (x.q, x.k, v, x.bias1, x.bias2)]
+            o, lse = DS4Sci_EvoformerAttention(*leaves[:3], leaves[3:], return_lse=True)
+            gradients = torch.autograd.grad(o, leaves, torch.ones_like(o))
+            assert all(result.isnan().all() for result in (o, lse, *gradients))
 
 
 class _SmallGradientsLost(torch.autograd.Function):
