@@ -81,6 +81,7 @@ def page(measurements: Sequence[Measurement]) -> str:
             ],
         ),
         _section("Whole layers", _layers()),
+        _section("OpenFold 3's PairFormer block", _blocks()),
         _section("The host's part of a call", _host()),
         _section("First call", _startup()),
         _section(
@@ -230,6 +231,24 @@ def _layers() -> list[str]:
         "forward and backward under bfloat16 autocast, "
         f"{content['environment']['gpu']}, {link(file, content['environment']['date'])}:",
         table(["L", "node", "", "ms"], rows),
+    ]
+
+
+def _blocks() -> list[str]:
+    newest = latest("blocks", device="cuda")
+    if newest is None:
+        return []
+    file, content = newest
+    times = {(r["path"], r["crop"]): number(r["median_ms"]) for r in content["rows"]}
+    paths, crops = (list(dict.fromkeys(key)) for key in zip(*times, strict=True))
+    rows = [[path, *(times.get((path, crop), "-") for crop in crops)] for path in paths]
+    return [
+        "Forward and backward, milliseconds, in training mode under bfloat16 autocast, "
+        f"{content['environment']['gpu']}, {link(file, content['environment']['date'])}. "
+        '"This op" is the package\'s own block with `drop_in.switch("openfold3")`; "our layers" '
+        "replace its three attention layers:",
+        table(["kernels", *(f"{crop} tokens" for crop in crops)], rows),
+        *(f"Left out: {path}: {why}." for path, why in content["skipped"].items()),
     ]
 
 

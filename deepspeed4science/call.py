@@ -43,6 +43,19 @@ class BackwardCall(NamedTuple):
     partial_keys: bool = False
 
 
+class PackedBackwardCall(NamedTuple):
+    """`evoformer_attn_backward_packed` -> the gradient of product."""
+
+    do_: Tensor  # [B, N, L, H, D]
+    dgate: Tensor  # [*, N, L, H * D]
+    product: Tensor
+    o: Tensor  # [B, N, L, H, D]
+    lse: Tensor
+    bias1: Tensor | None
+    bias2: Tensor  # [B, 1, H, L, L], a copy of product's
+    ending: bool
+
+
 Call = ForwardCall | BackwardCall
 
 # Of q, k, v, bias1 and bias2; None where none is wanted.

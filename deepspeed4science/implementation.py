@@ -5,7 +5,7 @@ shape of what they belong to. Beside each, the same without values, for tracing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,13 +82,17 @@ def prepare_backward(call: BackwardCall) -> Callable[[BackwardCall], Gradients]:
     return lambda call: _summed(call, compute(call))
 
 
-def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-    """A `BackwardCall`'s arguments."""
+def backward(*arguments: Any, into: Sequence[Tensor] = (), **named: Any) -> tuple[Tensor, ...]:
+    """A `BackwardCall`'s arguments. dq, dk and dv are written to `into`, where that is given."""
     call = BackwardCall(*arguments, **named)
     inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
     wanted = [w and one is not None for w, one in zip(call.wanted, inputs, strict=True)]
     call = call._replace(wanted=wanted)
-    gradients = prepare_backward(call)(call)
+    compute = prepare_backward(call)
+    gradients = compute(call, into) if isinstance(compute, PreparedBackward) else compute(call)
+    for target, gradient in zip(into, gradients, strict=False):
+        if gradient is not None and gradient is not target:
+            target.copy_(gradient)
     return tuple(call.q.new_empty(0) if one is None else one for one in gradients)
 
 

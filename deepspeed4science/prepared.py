@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -99,9 +100,10 @@ class PreparedForward(_Prepared):
 class PreparedBackward(_Prepared):
     _layout = params.BWD
 
-    def __call__(self, call: BackwardCall) -> Gradients:
+    def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
-        float32; None where a gradient is not wanted.
+        float32; None where a gradient is not wanted. A kernel that computes in that dtype writes
+        dq, dk and dv to `into`, which has the strides of q, k and v.
 
         A softmax over one key (attention over the columns of a lone sequence) is 1 whatever its
         score: all gradients but dv are exactly 0, where a kernel would find what it rounded.
@@ -112,9 +114,15 @@ class PreparedBackward(_Prepared):
         do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, _, _ = call
         one_key = p.Lk == 1 and not p.partial_keys
         want_q, want_k, want_v, want_bias1, want_bias2 = wanted
-        dq = _new_like(q) if want_q else None
-        dk = _new_like(k) if want_k else None
-        dv = _new_like(v) if want_v else None
+        dq: Tensor | None
+        dk: Tensor | None
+        dv: Tensor | None
+        if into and q.dtype == p.dtype and not one_key:
+            dq, dk, dv = into
+        else:
+            dq = _new_like(q) if want_q else None
+            dk = _new_like(k) if want_k else None
+            dv = _new_like(v) if want_v else None
         dbias1 = dbias2 = None
         if want_bias1:
             dbias1 = lse.new_empty((p.B, p.N, 1, 1, p.Lk))

@@ -44,7 +44,7 @@ class EvoformerAttention(nn.Module):
         init: str = "glorot",
     ) -> None:
         super().__init__()
-        self.no_heads = no_heads
+        self.no_heads, self.c_hidden = no_heads, c_hidden
         width = no_heads * c_hidden
         self.linear_q = Linear(c_q, width, init, bias=0.0 if bias_q else None)
         self.linear_k = Linear(c_k, width, init)

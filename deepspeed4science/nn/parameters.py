@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from deepspeed4science import mixed_precision
 
-# 32 bytes of a 16-bit dtype: what each row of a projection is a multiple of, so that every part of
-# it begins at a sector of memory.
-_ROW = 16
+# What the columns of a product are a multiple of. cuBLAS takes 0.64 ms for 589,824 rows of 576
+# columns, forward, backward and weights together, and 0.78 ms for 528 (H200, bfloat16, 128 inputs).
+_ROW = 64
 _STD_OF_TRUNCATED = 0.8796256610342398  # of a standard normal distribution cut at -2 and 2
 
 
@@ -58,8 +58,15 @@ class LayerNorm(nn.LayerNorm):
 
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
     """`map(x)` for each, as views of one product: x is read once."""
+    product = join(x, maps)
     sizes = [one.out_features for one in maps]
-    rest = -sum(sizes) % _ROW
+    parts: Sequence[Tensor] = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)
+    return parts[: len(maps)]
+
+
+def join(x: Tensor, maps: Sequence[Linear]) -> Tensor:
+    """`map(x)` for each side by side, and zeros."""
+    rest = -sum(one.out_features for one in maps) % _ROW
     weights = [one.weight for one in maps]
     if rest:
         weights.append(weights[0].new_zeros(rest, x.shape[-1]))
@@ -68,6 +75,4 @@ def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
         zeros = weights[0].new_zeros
         biases = [zeros(one.out_features) if one.bias is None else one.bias for one in maps]
         bias = torch.cat([*biases, zeros(rest)])
-    product = mixed_precision.linear(x, torch.cat(weights), bias)
-    parts: Sequence[Tensor] = product.split([*sizes, rest], dim=-1)
-    return parts[: len(maps)]
+    return mixed_precision.linear(x, torch.cat(weights), bias)

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from deepspeed4science.dtensor import comes_sharded
 from deepspeed4science.nn.attention import EvoformerAttention
+from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
-from deepspeed4science.nn.parameters import LayerNorm, Linear, project
+from deepspeed4science.nn.parameters import LayerNorm, Linear, join
+from deepspeed4science.packed import columns
 
 
 class TriangleAttentionStartingNode(nn.Module):
@@ -48,14 +50,16 @@ class TriangleAttentionStartingNode(nn.Module):
             from deepspeed4science.distributed.axial import triangle_attention
 
             return triangle_attention(self, x, mask)
-        maps = [*self.mha.projections(), self.linear_z]
-        parts = project(self.layer_norm(x), maps)
-        if self.is_ending:  # of views: no pair is moved
-            parts = [part.transpose(-2, -3) for part in parts]
-            mask = None if mask is None else mask.transpose(-1, -2)
-        q, k, v, *gates, z = parts
+        product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
+        H, D = self.mha.no_heads, self.mha.c_hidden
+        if mask is not None and self.is_ending:
+            mask = mask.transpose(-1, -2)
         seen = None if mask is None else (mask != 0)[..., None, None, :]
-        o = self.mha.attend(q, k, v, gates, (seen, z.movedim(-1, -3).unsqueeze(-4)))
+        if can_be_recorded(product):
+            o: Tensor = self.mha.linear_o(gated_attention(product, seen, H, D, self.is_ending))
+        else:
+            q, k, v, gate, z = columns(product, H, D, self.is_ending)  # views: no pair is moved
+            o = self.mha.attend(q, k, v, [gate], (seen, z.movedim(-1, -3).unsqueeze(-4)))
         return o.transpose(-2, -3) if self.is_ending else o
 
 

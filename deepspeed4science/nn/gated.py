@@ -1,0 +1,76 @@
+"""Attention and its gate as one differentiable function of a layer's product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed4science.arguments import canonicalise
+from deepspeed4science.dtensor import is_dtensor
+from deepspeed4science.operators import forward_op
+from deepspeed4science.packed import backward_packed_op, columns
+
+
+def can_be_recorded(product: Tensor) -> bool:
+    """Whether `gated_attention` is worth it, and can be had: torch.func and DTensors take operators
+    apart that know their rules.
+    """
+    return (
+        torch.is_grad_enabled()
+        and product.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and not is_dtensor(product)
+    )
+
+
+def gated_attention(
+    product: Tensor, seen: Tensor | None, no_heads: int, c_hidden: int, ending: bool
+) -> Tensor:
+    """softmax(q k^T / sqrt(c_hidden) + z + mask) v * sigmoid(gate), of the columns of product
+    (packed.py).
+
+    Args:
+        product: `[*, I, J, W]`.
+        seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
+
+    Returns:
+        `[*, N, L, no_heads * c_hidden]`.
+    """
+    result: Tensor = _GatedAttention.apply(product, seen, no_heads, c_hidden, ending)
+    return result
+
+
+class _GatedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: Tensor, seen: Tensor | None, H: int, D: int, ending: bool
+    ) -> Tensor:
+        *qkv, gate, z = columns(product, H, D, ending)
+        # A copy: both directions repack it, eight times as fast where its rows lie together.
+        z = z.movedim(-1, -3).unsqueeze(-4).contiguous()
+        q, k, v = (part.unflatten(-1, (H, D)) for part in qkv)
+        q, k, v, bias1, bias2 = canonicalise(q, k, v, seen, z)
+        o, lse = forward_op(q, k, v, bias1, bias2, True, None, None)
+        ctx.save_for_backward(product, o, lse, bias1, bias2)
+        ctx.ending = ending
+        gated: Tensor = (o.reshape(gate.shape) * _sigmoid(gate)).to(o.dtype)
+        return gated
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        product, o, lse, bias1, bias2 = ctx.saved_tensors
+        H, D = o.shape[3:]
+        gate = columns(product, H, D, ctx.ending)[3]
+        opened = _sigmoid(gate)
+        do_ = (gradient * opened).to(o.dtype).reshape(o.shape)
+        of_opened = (gradient * o.reshape(gate.shape)).to(opened.dtype)
+        dgate = torch.ops.aten.sigmoid_backward(of_opened, opened).to(o.dtype)
+        arguments = (do_, dgate, product, o, lse, bias1, bias2, ctx.ending)
+        return backward_packed_op(*arguments), None, None, None, None
+
+
+def _sigmoid(gate: Tensor) -> Tensor:
+    """In float32 where that is fused, and costs nothing."""
+    return (gate.float() if torch.compiler.is_compiling() else gate).sigmoid()

@@ -1,0 +1,112 @@
+"""Triangle attention whose gradients are columns of one tensor, against the same layer without:
+kernels write dq, dk and dv with the strides of a product's columns.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from deepspeed4science import nn
+from deepspeed4science.errors import DoubleBackwardError
+from deepspeed4science.nn import triangle
+from deepspeed4science.packed import backward_packed_op
+from tests.numeric import law
+from tests.numeric.cases import DEVICES
+
+pytestmark = pytest.mark.usefixtures("seed")
+EACH = pytest.mark.parametrize("device", DEVICES)
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+# Shape of pairs, channels of a head, heads, and whether there is a mask: calls of few scores, odd
+# lengths, several of a batch, every tier of head dimensions.
+SIZES = {
+    "few": ((2, 5, 5), 8, 2, True),
+    "odd": ((2, 37, 37), 8, 3, True),
+    "d16": ((70, 70), 16, 4, True),
+    "d32": ((1, 2, 130, 130), 32, 4, False),
+    "d64": ((1, 96, 96), 64, 2, True),
+    "d128": ((1, 66, 66), 128, 1, True),
+}
+
+
+@contextlib.contextmanager
+def plainly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triangle, "can_be_recorded", lambda _: False)
+        yield
+
+
+def gradients(layer, x, mask, do_):
+    o = layer(x, mask)
+    return o.detach(), *torch.autograd.grad(o, [x, *layer.parameters()], do_)
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
+def test_equal_to_the_parts(device, dtype, size, ending):
+    check(*SIZES[size], device, dtype, ending)
+
+
+@EACH
+def test_length_at_which_dq_is_added_up_in_memory(device):
+    if device == "cpu":
+        pytest.skip("GPUs have other kernels above 1,536 queries; for a CPU it is only long")
+    check((1600, 1600), 32, 1, False, device, torch.bfloat16, ending=True)
+
+
+def check(shape, D, H, masked, device, dtype, ending):
+    kind = nn.TriangleAttentionEndingNode if ending else nn.TriangleAttentionStartingNode
+    layer = kind(24, D, H).to(device, dtype)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(*shape, 24, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.rand(shape, device=device) < 0.7 if masked else None
+    do_ = torch.randn_like(x)
+    found = gradients(layer, x, mask, do_)
+    with plainly():
+        expected = gradients(layer, x, mask, do_)
+    for one, other in zip(found, expected, strict=True):
+        assert law.same_non_finite(one, other)
+        # Kernels may add in another order, run to run.
+        assert law.relative_error(one, other) <= 2 * torch.finfo(dtype).eps
+
+
+@EACH
+@pytest.mark.parametrize("ending", [False, True])
+def test_opcheck(device, ending):
+    L, H, D, W = 4, 2, 8, 128
+    o, product = torch.randn(1, L, L, H, D), torch.randn(1, L, L, W)
+    lse, bias2 = torch.randn(1, L, H, L), torch.randn(1, 1, H, L, L)
+    tensors = (torch.randn_like(o), torch.randn(1, L, L, H * D), product, o, lse)
+    tensors = [x.to(device) for x in tensors]
+    torch.library.opcheck(backward_packed_op, (*tensors, None, bias2.to(device), ending))
+
+
+def test_double_backward_is_refused():
+    layer = nn.TriangleAttentionStartingNode(12, 8, 2)
+    torch.nn.init.normal_(layer.mha.linear_o.weight)
+    x = torch.randn(1, 5, 5, 12, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="first derivatives only"):
+        dx.sum().backward()
+
+
+def test_what_torch_func_and_inference_take():
+    layer = nn.TriangleAttentionStartingNode(12, 8, 2)
+    torch.nn.init.normal_(layer.mha.linear_o.weight)
+    x = torch.randn(1, 5, 5, 12, requires_grad=True)
+    weights = {name: value.detach() for name, value in layer.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(layer, weights, (x.detach(),)).square().sum()
+
+    found = torch.func.grad(loss)(weights)
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    for one, other in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), layer(x.clone()))
