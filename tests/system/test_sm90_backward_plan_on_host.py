@@ -94,6 +94,17 @@ def test_kernels_of(call, dkdv, dq, dbias2, plan):
     assert [found.get(name) for name in ("dkdv", "dq", "dbias2")] == [dkdv, dq, dbias2], found
 
 
+def test_where_visible_keys_are_found(plan):
+    """Beside delta, but in front of it where that kernel lists the rows n that see them."""
+    one_row = {"N": 1, "Lq": 768, "Lk": 768, "H": 16}
+    assert plan(**one_row, bias1=1)["visible_keys"] == "found_with_delta"
+    assert plan(**one_row, row_mask=1)["dbias2"] == "paired_dbias2"
+    assert "visible_keys" not in plan(**one_row, row_mask=1)
+    assert "visible_keys" not in plan(**one_row)
+    assert "visible_keys" not in plan(**square(384, bias1=1))
+    assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_with_delta"
+
+
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
     assert plan(**square(384))["slices"] == "8"

@@ -140,13 +140,12 @@ struct KeyMaskArgs {
 
 constexpr int kKeyMaskThreads = 128;
 
+// By a block of kKeyMaskThreads threads, for the row n with this index among all B N.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
+CUTLASS_DEVICE void find_visible_keys_of(const KeyMaskArgs& args, int64_t bn) {
   using Rule = MaskRule<scalar_t>;
   constexpr int kWarps = kKeyMaskThreads / 32;
-  ptx::wait_for_kernel_before();
-  ptx::let_next_kernel_start();
-  const int64_t bn = blockIdx.x, b = uint32_t(bn) / args.N, n = bn - b * args.N;
+  const int64_t b = uint32_t(bn) / args.N, n = bn - b * args.N;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   const scalar_t* row = static_cast<const scalar_t*>(args.bias1);
   if (row != nullptr) row += b * args.bias1_stride[0] + n * args.bias1_stride[1];
@@ -206,6 +205,28 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   args.shift[bn] = Rule::shift(largest);
   args.range[bn] = make_int2(sFirst, sEnd);
   if (bn == 0) *args.counter = 0;
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __grid_constant__ KeyMaskArgs args) {
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  find_visible_keys_of<scalar_t>(args, blockIdx.x);
+}
+
+// Of one row n, without what find_visible_keys finds; asked by all threads of a block. All bias1 are -inf: otherwise
+// the largest one is visible, or what is no number.
+template <typename scalar_t, int kThreads, typename Params>
+CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
+  if (p.row_mask != nullptr && p.row_mask[b * p.row_mask_stride[0] + n * p.row_mask_stride[1]] == 0) return true;
+  if (p.bias1 == nullptr) return false;
+  const scalar_t* row = static_cast<const scalar_t*>(p.bias1) + b * p.bias1_stride[0] + n * p.bias1_stride[1];
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int64_t first = 0; first < p.Lk; first += kThreads) {
+    const int64_t k = first + threadIdx.x;
+    if (__syncthreads_or(k < p.Lk && float(row[k * p.bias1_stride[2]]) != -infinity())) return false;
+  }
+  return true;
 }
 
 // A block of kThreads threads for each tile of so many keys of a b.

@@ -72,6 +72,8 @@ struct PrepareRows {
   };
 
   // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
+  // kLooks: no kernel in front has found what is visible.
+  template <bool kLooks = false>
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
@@ -81,7 +83,7 @@ struct PrepareRows {
     int lane = threadIdx.x % kGroup;
     Row row(first, H);
     const Row step(kRowsAtOnce, H);
-    const bool unseen = args.mask.sees_nothing(bn);
+    bool unseen = !kLooks && args.mask.sees_nothing(bn);
 
     Share o[kTurns], do_[kTurns];
     CUTLASS_PRAGMA_UNROLL
@@ -90,10 +92,12 @@ struct PrepareRows {
       o[turn] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
       do_[turn] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
+    if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // beside those loads
     row = Row(first, H);
     CUTLASS_PRAGMA_UNROLL
     for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
       float delta = reduce(dot_share<Config>(o[turn], do_[turn]));
+      if (kLooks && unseen) delta = 0.f;
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
     }
   }

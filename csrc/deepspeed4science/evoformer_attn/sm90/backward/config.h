@@ -177,12 +177,18 @@ struct DqDkdvConfig {
   }
   CUTLASS_DEVICE static Visible visible(const BackwardArgs& args, const Coordinates& at) {
     Visible x{};
-    for (int t = 0; t < kWarpgroups; ++t) {
-      const int n = at.row + t / kTiles, l = at.owned + t % kTiles * kOwned;
-      if (n >= args.N || l >= num_owned(args)) continue;
+    for (int r = 0; r < kRows; ++r) {
+      const int n = at.row + r;
+      if (n >= args.N) continue;
       const int64_t bn = args.row_index(at.batch, n);
-      const bool sees = kKeys ? args.mask.units(bn, l, kOwned / KeyMask::kUnit) != 0 : !args.mask.sees_nothing(bn);
-      x.warpgroups |= uint32_t(sees) << t;
+      constexpr int kUnits = kOwned / KeyMask::kUnit;
+      const uint32_t seen = kKeys                        ? args.mask.units(bn, at.owned, kTiles * kUnits)
+                            : args.mask.sees_nothing(bn) ? 0
+                                                         : ~0u;
+      for (int t = 0; t < kTiles; ++t) {
+        const bool sees = (seen >> t * kUnits & ((1u << kUnits) - 1)) != 0 && at.owned + t * kOwned < num_owned(args);
+        x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
+      }
     }
     if (x.warpgroups == 0) return x;
     if constexpr (kKeys) {

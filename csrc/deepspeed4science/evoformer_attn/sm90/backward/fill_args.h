@@ -27,6 +27,7 @@ class BackwardFill {
     args.row_lists = row_lists();
     args.keys_per_list = int32_t(plan_.keys_per_list);
     args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
+    if (plan_.preprocess_finds_keys) args.key_mask = find_visible_keys(), args.num_masked = int32_t(p_.B * p_.N);
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
     if (plan_.dq_global) {

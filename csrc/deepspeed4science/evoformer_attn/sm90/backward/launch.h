@@ -61,15 +61,20 @@ class Backward {
 
   // What bias1 and row_mask leave visible, delta of each query, and zeros.
   void preprocess() {
+    if (plan_.preprocess_finds_keys) return launch_preprocess</*kFindsVisibleKeys=*/true>();
     if (plan_.key_mask >= 0) {
       launches_.start_overlapping(find_visible_keys<Element>, fill_.key_mask().num_blocks(), kKeyMaskThreads, 0,
                                   /*cluster=*/1, fill_.find_visible_keys());
     }
+    launch_preprocess</*kFindsVisibleKeys=*/false>();
+  }
+  template <bool kFindsVisibleKeys>
+  void launch_preprocess() {
     using Prepare = PrepareConfig<Element, kHeadDim>;
     const PreprocessArgs args = fill_.preprocess();
-    const int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
-    launches_.start_overlapping(sm90::preprocess<Prepare>, args.num_lists + blocks, kPrepareThreads, 0, /*cluster=*/1,
-                                args);
+    const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
+    launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
+                                args.num_lists + args.num_masked + of_queries, kPrepareThreads, 0, /*cluster=*/1, args);
   }
 
   void launch_keys(bool waits) {

@@ -47,8 +47,9 @@ struct BackwardPlan {
   // Slices of the rows n of kernel_dbias2; chosen on the device by what is visible, at most so many.
   int64_t num_slices = 1;
   bool device_chooses_slices = false;
-  bool adds_dbias2 = false;   // several slices add into one result
-  int64_t keys_per_list = 0;  // of the lists of rows n that see a tile of keys; 0: no lists
+  bool adds_dbias2 = false;            // several slices add into one result
+  int64_t keys_per_list = 0;           // of the lists of rows n that see a tile of keys; 0: no lists
+  bool preprocess_finds_keys = false;  // that are visible; with lists a kernel in front of it does
   DqGlobalPlan dq_global;
 
   // Offsets in the workspace.
@@ -88,6 +89,7 @@ class BackwardPlanner {
     const KeyMaskLayout key_mask(p_);
     const int64_t rows = p_.B * p_.N, pairs = rows * p_.H;
     if (plan_.dbias2 != Kernel::kNone) plan_dbias2(key_mask.needed());
+    plan_.preprocess_finds_keys = key_mask.needed() && plan_.keys_per_list == 0;
     const DqGlobalPlan& dq = plan_.dq_global;
     plan_.delta = layout_.reserve(true, pairs * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
@@ -219,6 +221,7 @@ inline void BackwardPlan::print(PlanText& text) const {
   if (stores_dbias2) text.add("dbias2", "stored_with_dq");
   if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
+  if (preprocess_finds_keys) text.add("visible_keys", "found_with_delta");
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);

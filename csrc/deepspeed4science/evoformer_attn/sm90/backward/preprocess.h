@@ -36,24 +36,32 @@ struct PreprocessArgs {
   float* negative_delta;    // [B, N, H, Lq]
   RowLists row_lists;
   int32_t num_lists, keys_per_list;
+  KeyMaskArgs key_mask;
+  int32_t num_masked;                            // rows n whose visible keys are found here, or 0: they are known
   Zeros dbias1, dbias2, accumulators, counters;  // of dq_global.h the last two
 };
 
-// The first blocks list what sees each tile of keys of kernel_dbias2; the others have queries, and a share of what
-// becomes 0.
-template <typename Config>
-__global__ void __launch_bounds__(kPrepareThreads) preprocess(const __grid_constant__ PreprocessArgs args) {
+// The first blocks find what each row n sees, or list what sees each tile of keys of kernel_dbias2; the others have
+// queries, and a share of what becomes 0.
+template <typename Config, bool kFindsVisibleKeys>
+__global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_constant__ PreprocessArgs args) {
+  static_assert(kPrepareThreads == kKeyMaskThreads, "find_visible_keys_of");
   ptx::wait_for_kernel_before();
-  if (int(blockIdx.x) < args.num_lists) {
-    list_visible_rows<kPrepareThreads>(args.rows.mask, args.row_lists, args.keys_per_list, int(blockIdx.x));
+  const int num_first = kFindsVisibleKeys ? args.num_masked : args.num_lists;
+  if (int(blockIdx.x) < num_first) {
+    if constexpr (kFindsVisibleKeys) {
+      find_visible_keys_of<typename Config::scalar_t>(args.key_mask, blockIdx.x);
+    } else {
+      list_visible_rows<kPrepareThreads>(args.rows.mask, args.row_lists, args.keys_per_list, int(blockIdx.x));
+    }
     return;
   }
-  const uint32_t block = blockIdx.x - uint32_t(args.num_lists);
+  const uint32_t block = blockIdx.x - uint32_t(num_first);
   const int64_t thread = int64_t(block) * kPrepareThreads + threadIdx.x;
-  const int64_t num_threads = int64_t(gridDim.x - uint32_t(args.num_lists)) * kPrepareThreads;
+  const int64_t num_threads = int64_t(gridDim.x - uint32_t(num_first)) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
-  PrepareRows<Config>::run(args.rows, args.negative_delta, block);
+  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block);
 }
 
 }  // namespace ds4s::sm90
