@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import archive, masks, results_page, table
-from benchmarks.environment import Environment, describe, short_machine_name
+from benchmarks import archive, masks, models_cli, results_page, table
+from benchmarks.environment import describe
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
+from benchmarks.result_file import make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, select
 from benchmarks.startup import measure_startups
 from benchmarks.timing import MAX_RUNS
 
-SCHEMA = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,26 +67,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
     startup.set_defaults(command=_startup)
 
-    layers = commands.add_parser(
-        "layers",
-        help="triangle attention layers with residual, forward and backward, bf16 autocast",
-    )
-    layers.add_argument("--lengths", default="384,768", help="with commas")
-    layers.add_argument("--modes", default="eager,compiled", help="eager, compiled")
-    layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
-    layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
-    layers.set_defaults(command=_layers)
-
-    blocks = commands.add_parser(
-        "blocks",
-        help="OpenFold 3's PairFormer block on every path of kernels, forward and backward, "
-        "bf16 autocast; needs the package",
-    )
-    blocks.add_argument("--crops", default="256,384,768", help="with commas")
-    blocks.add_argument("--seconds", type=float, default=10.0, help="for each crop")
-    blocks.add_argument("--runs", type=int, default=20, help="at most so many of each")
-    blocks.set_defaults(command=_blocks)
-
     replay = commands.add_parser(
         "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
     )
@@ -101,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    for command in (run, host, startup, layers, blocks, replay):
+    for command in (run, host, startup, replay, *models_cli.add_commands(commands)):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -160,14 +140,14 @@ def _run(arguments: argparse.Namespace) -> int:
             )
             rows += new
             skipped += left_out
-            result = _result(
+            result = make_result(
                 environment,
                 "run",
                 settings={**asdict(options), "peers": names},
                 results=[asdict(row) for row in rows],
                 skipped=[asdict(entry) for entry in skipped],
             )
-            _save(
+            save(
                 arguments, environment, result
             )  # after each: a run that is cut short keeps what it has
             print(f"{workload.id} {dtype} done", file=sys.stderr)
@@ -183,7 +163,7 @@ def _host(arguments: argparse.Namespace) -> int:
     overheads = measure_overhead(dtype=DTYPES[arguments.dtype], device=device)
     rows = [asdict(entry) for entry in overheads]
     settings = {"dtype": arguments.dtype}
-    _save(arguments, environment, _result(environment, "host", settings=settings, rows=rows))
+    save(arguments, environment, make_result(environment, "host", settings=settings, rows=rows))
     for entry in overheads:
         print(
             f"{entry.call:<12} {entry.peer:<8} {entry.median_us:8.1f} us a call "
@@ -197,63 +177,18 @@ def _startup(arguments: argparse.Namespace) -> int:
     environment = describe(device, commit=arguments.commit)
     dtype = DTYPES[arguments.dtype]
     startups = measure_startups(dtype=str(dtype).removeprefix("torch."), device=arguments.device)
-    result = _result(
+    result = make_result(
         environment,
         "startup",
         settings={"dtype": arguments.dtype},
         startup=asdict(startups),
     )
-    _save(arguments, environment, result)
+    save(arguments, environment, result)
     whole = asdict(startups)
     for name, seconds in whole.pop("compile_s").items():
         print(f"{name:<40} {'?' if seconds is None else format(seconds, '.3f'):>8} s to compile")
     for name, seconds in whole.items():
         print(f"{name:<40} {seconds:8.3f} s beyond import torch")
-    return 0
-
-
-def _layers(arguments: argparse.Namespace) -> int:
-    from benchmarks.layers import measure_layers
-
-    device = torch.device(arguments.device)
-    environment = describe(device, commit=arguments.commit)
-    rows = measure_layers(
-        [int(length) for length in arguments.lengths.split(",")],
-        modes=arguments.modes.split(","),
-        device=device,
-        budget_s=arguments.seconds,
-        max_runs=arguments.runs,
-    )
-    _save(
-        arguments, environment, _result(environment, "layers", rows=[asdict(row) for row in rows])
-    )
-    for row in rows:
-        print(
-            f"{row.length:6d} {row.layer:<9} {row.mode:<9} {row.median_ms:8.3f} ms "
-            f"(p20 {row.p20_ms:.3f}, p80 {row.p80_ms:.3f})"
-        )
-        for name, calls, ms in row.kernels if row.mode == "compiled" else ():
-            print(f"       {ms:8.3f} ms {calls:3d}x {name[:110]}")
-    return 0
-
-
-def _blocks(arguments: argparse.Namespace) -> int:
-    from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
-
-    device = torch.device(arguments.device)
-    environment = describe(device, commit=arguments.commit)
-    skipped = {path.name: why for path in PATHS if (why := missing(path, device))}
-    paths = [path for path in PATHS if path.name not in skipped]
-    rows: list[BlockRow] = []
-    for crop in arguments.crops.split(","):
-        budget = {"budget_s": arguments.seconds, "max_runs": arguments.runs}
-        rows += measure_block(int(crop), paths, device=device, **budget)
-        result = _result(environment, "blocks", rows=[asdict(row) for row in rows], skipped=skipped)
-        _save(arguments, environment, result)  # after each, as in _run
-    for row in rows:
-        print(row)
-    for name, why in skipped.items():
-        print(f"       {name:<52} left out: {why}")
     return 0
 
 
@@ -290,26 +225,9 @@ def _replay(arguments: argparse.Namespace) -> int:
         )
         rows[row.key] = row.joined(rows.get(row.key))
         results = [asdict(entry) for entry in rows.values()]
-        result = _result(environment, "graph-replay", settings=settings, results=results)
-        _save(arguments, environment, result)
+        result = make_result(environment, "graph-replay", settings=settings, results=results)
+        save(arguments, environment, result)
     return 0
-
-
-def _result(environment: Environment, kind: str, **content: object) -> dict[str, object]:
-    return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
-
-
-def _save(
-    arguments: argparse.Namespace, environment: Environment, result: dict[str, object]
-) -> None:
-    if arguments.json is None:
-        return
-    path: Path = arguments.json
-    if path.suffix != ".json":
-        what = arguments.what or result["kind"]
-        path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _list(_: argparse.Namespace) -> int:

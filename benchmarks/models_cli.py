@@ -1,0 +1,82 @@
+"""`python -m benchmarks layers | blocks`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
+from benchmarks.environment import describe
+from benchmarks.layers import measure_layers
+from benchmarks.result_file import make_result, save
+
+
+def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
+    layers = commands.add_parser(
+        "layers",
+        help="triangle attention layers with residual, forward and backward, bf16 autocast",
+    )
+    layers.add_argument("--lengths", default="384,768", help="with commas")
+    layers.add_argument("--modes", default="eager,compiled", help="eager, compiled")
+    layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
+    layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
+    layers.set_defaults(command=_layers)
+
+    blocks = commands.add_parser(
+        "blocks",
+        help="OpenFold 3's PairFormer block on every path of kernels, forward and backward, "
+        "bf16 autocast; needs the package",
+    )
+    blocks.add_argument("--crops", default="256,384,768", help="with commas")
+    blocks.add_argument("--seconds", type=float, default=10.0, help="for each crop")
+    blocks.add_argument("--runs", type=int, default=20, help="at most so many of each")
+    blocks.set_defaults(command=_blocks)
+    return [layers, blocks]
+
+
+def _layers(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
+    rows = measure_layers(
+        [int(length) for length in arguments.lengths.split(",")],
+        modes=arguments.modes.split(","),
+        device=device,
+        budget_s=arguments.seconds,
+        max_runs=arguments.runs,
+    )
+    save(
+        arguments,
+        environment,
+        make_result(environment, "layers", rows=[asdict(row) for row in rows]),
+    )
+    for row in rows:
+        print(
+            f"{row.length:6d} {row.layer:<9} {row.mode:<9} {row.median_ms:8.3f} ms "
+            f"(p20 {row.p20_ms:.3f}, p80 {row.p80_ms:.3f})"
+        )
+        for name, calls, ms in row.kernels if row.mode == "compiled" else ():
+            print(f"       {ms:8.3f} ms {calls:3d}x {name[:110]}")
+    return 0
+
+
+def _blocks(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    environment = describe(device, commit=arguments.commit)
+    skipped = {path.name: why for path in PATHS if (why := missing(path, device))}
+    paths = [path for path in PATHS if path.name not in skipped]
+    rows: list[BlockRow] = []
+    for crop in arguments.crops.split(","):
+        budget = {"budget_s": arguments.seconds, "max_runs": arguments.runs}
+        rows += measure_block(int(crop), paths, device=device, **budget)
+        result = make_result(
+            environment, "blocks", rows=[asdict(row) for row in rows], skipped=skipped
+        )
+        save(arguments, environment, result)  # after each, as in _run
+    for row in rows:
+        print(row)
+    for name, why in skipped.items():
+        print(f"       {name:<52} left out: {why}")
+    return 0

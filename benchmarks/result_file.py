@@ -1,0 +1,29 @@
+"""What a run leaves: one JSON file with its environment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.environment import Environment, short_machine_name
+
+SCHEMA = 1
+
+
+def make_result(environment: Environment, kind: str, **content: object) -> dict[str, object]:
+    return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
+
+
+def save(
+    arguments: argparse.Namespace, environment: Environment, result: dict[str, object]
+) -> None:
+    if arguments.json is None:
+        return
+    path: Path = arguments.json
+    if path.suffix != ".json":
+        what = arguments.what or result["kind"]
+        path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
