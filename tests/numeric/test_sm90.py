@@ -62,6 +62,26 @@ def test_every_edge_of_a_key_tile(Lk):
     check(Case("keys", N=2, Lq=33, Lk=Lk, H=1).inputs(torch.bfloat16, "cuda"))
 
 
+@pytest.mark.parametrize("biases", [False, True], ids=["none", "both"])
+@pytest.mark.parametrize("D", [32, 48, 128])
+@pytest.mark.parametrize("width", [1, 16, 17, 32, 33, 49])
+def test_every_width_of_the_last_step(width, D, biases):
+    """The forward cuts it, behind an even and an odd number of whole ones; keys end there, or what
+    is visible of them.
+    """
+    for L in (64 + width, 128 + width, 192 + width):
+        check(
+            Case("width", N=3, Lq=70, Lk=L, D=D, bias1=biases, bias2=biases).inputs(
+                torch.bfloat16, "cuda"
+            )
+        )
+        if biases:
+            inputs = Case("masked", N=3, Lq=70, Lk=320, D=D).inputs(torch.bfloat16, "cuda")
+            inputs.bias1[..., L:] = -torch.inf
+            inputs.bias1[:, 1, ..., L - 3 :] = -1e9
+            check(inputs)
+
+
 @pytest.mark.parametrize("Lq", LENGTHS)
 def test_every_edge_of_a_query_tile(Lq):
     check(Case("queries", N=2, Lq=Lq, Lk=40, H=1).inputs(torch.float16, "cuda"))

@@ -56,6 +56,8 @@ void check(std::mt19937& random, int Lk, int stride, bool has_bias1) {
   args.bias1_stride[1] = int64_t(Lk) * stride, args.bias1_stride[2] = stride, args.row_mask_stride[1] = 1;
   args.N = N, args.Lk = Lk, args.bias1_in_vectors = stride == 1 && Lk % 8 == 0;
 
+  const int num_steps = (Lk + 63) / 64;
+  const int num_ahead = random() % 2;
   static sm90::TileMask<kRows> mask;
   std::vector<std::thread> lanes;
   for (int lane = 0; lane < 32; ++lane) {
@@ -63,16 +65,15 @@ void check(std::mt19937& random, int Lk, int stride, bool has_bias1) {
       threadIdx.x = lane;
       for (int n = 0; n < kRows; ++n) {
         if (has_bias1) {
-          sm90::RowScan<Element, true>(args, 0, n).run(mask, n);
+          sm90::RowScan<Element, true>(args, 0, n).run(mask, n, num_ahead);
         } else {
-          sm90::RowScan<Element, false>(args, 0, n).run(mask, n);
+          sm90::RowScan<Element, false>(args, 0, n).run(mask, n, num_ahead);
         }
       }
     });
   }
   for (auto& lane : lanes) lane.join();
 
-  const int num_steps = (Lk + 63) / 64;
   std::vector<bool> any(num_steps);
   bool right = true;
   for (int n = 0; n < kRows; ++n) {
@@ -82,23 +83,31 @@ void check(std::mt19937& random, int Lk, int stride, bool has_bias1) {
     }
     if (!has_bias1) largest = 0.f;
     bool sees_any = false;
+    int end = 0;
     for (int step = 0; step < num_steps; ++step) {
       bool sees = false;
       for (int k = 64 * step; k < std::min(64 * step + 64, Lk); ++k) {
         const float x = has_bias1 ? float(values[n][k]) : 0.f;
-        sees |= std::isnan(x) || x == infinity() || (std::isfinite(x) && (x == largest || x > largest - kThreshold));
+        const bool visible =
+            std::isnan(x) || x == infinity() || (std::isfinite(x) && (x == largest || x > largest - kThreshold));
+        sees |= visible;
+        if (visible && n < N && read[n] != 0) end = k + 1;
       }
       sees &= n < N && read[n] != 0;
+      sees_any |= sees;
+      if (step == 0) right &= mask.sees_first[n] == sees;
+      sees |= step < num_ahead;
       right &= (mask.steps[n][step / 32] >> step % 32 & 1) == uint32_t(sees);
-      sees_any |= sees, any[step] = any[step] || sees;
+      any[step] = any[step] || sees;
     }
-    right &= mask.sees_any[n] == sees_any;
+    right &= mask.sees_any[n] == sees_any && mask.end[n] == end;
     if (sees_any) right &= mask.shift[n] == (std::isfinite(largest) ? largest : 0.f);
     ++rows;
   }
   sm90::TileSteps<kRows> steps(&mask, Lk);
   right &= steps.count() == std::count(any.begin(), any.end(), true);
-  for (int step = 0; step < num_steps && right; ++step) {
+  steps.skip(num_ahead);
+  for (int step = num_ahead; step < num_steps && right; ++step) {
     if (any[step]) right &= steps.next() == 64 * step;
   }
   if (!right) std::printf("wrong: Lk = %d, stride %d, bias1 %d\n", Lk, stride, has_bias1);

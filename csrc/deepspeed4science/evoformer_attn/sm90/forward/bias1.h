@@ -15,14 +15,13 @@ class Bias1Vectors {
   using Vector = cute::conditional_t<kCount == 4, uint2, uint32_t>;
   static_assert(sizeof(Vector) == kCount * sizeof(Element), "two or four of 16 bits");
 
-  CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at,
-                              const typename Config::Mask& mask, int lane)
+  CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
       : place_(kCount * lane), keys_left_(args.Lk - place_ % kKeys) {
     const int row = place_ / kKeys, n = min(at.row + row, args.N - 1);
     bias1_ = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] +
              place_ % kKeys;
-    shift_ = mask.shift[row];
   }
+  CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) { shift_ = mask.shift[place_ / kKeys]; }
   CUTLASS_DEVICE void load(int key) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) pairs_[i] = ptx::pack<Element>(-infinity(), -infinity());
@@ -51,15 +50,17 @@ class Bias1Elements {
   using Element = typename Config::Element;
   static constexpr int kRows = Config::kRows, kPerLane = Config::kKeys / 32;
 
-  CUTLASS_DEVICE Bias1Elements(const ForwardArgs& args, const typename Config::Coordinates& at,
-                               const typename Config::Mask& mask, int lane)
+  CUTLASS_DEVICE Bias1Elements(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
       : stride_(args.bias1_stride[2]), Lk_(args.Lk), lane_(lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const int n = min(at.row + r, args.N - 1);
       row_[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
-      shift_[r] = mask.shift[r];
     }
+  }
+  CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) shift_[r] = mask.shift[r];
   }
   CUTLASS_DEVICE void load(int key) {
     CUTLASS_PRAGMA_UNROLL

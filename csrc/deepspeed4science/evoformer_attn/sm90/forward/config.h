@@ -35,7 +35,7 @@ struct ForwardConfig {
   using QTile = SwizzledTile<kQueries, kHeadDim>;
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
   using BiasTile = SwizzledTile<kQueries, kKeys>;
-  static constexpr int kQSteps = (kHeadDim + 15) / 16, kKeySteps = kKeys / 16;
+  static constexpr int kQSteps = (kHeadDim + 15) / 16;
 
   struct KeyStage {  // what the scores of a step need
     alignas(1024) uint8_t k[kRows][KTile::kBytes];
@@ -49,10 +49,13 @@ struct ForwardConfig {
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
-  // Of a block's tile: steps with a visible key, and of each of its rows n (a bit) whether it sees any.
+  static constexpr int kFirstWarps = 4 * kQueryTiles;  // that look at a row n of the first tile (first_mask.h)
+  // What is known of a block's tile when its Q has arrived.
   struct Visible {
-    int num_steps;
-    uint32_t rows;
+    int num_steps;   // that are loaded: those with a visible key, and num_unseen
+    int num_unseen;  // 1: the first of them was loaded ahead, and nobody sees it
+    int tail_units;  // 1 or 2: of the last one only the first 16 tail_units keys are visible
+    uint32_t rows;   // a bit for each row n: it sees a key
   };
   struct Shared {
     alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
@@ -60,6 +63,7 @@ struct ForwardConfig {
     ValueStage values[kStages];
     alignas(16) Bias1Stage bias1[kStages];
     Mask mask[2];  // of this tile and the next
+    FirstMaskParts<kRows, kFirstWarps> first_mask;
     Visible visible[2];
     EmptyBarrier mask_full[2], mask_empty[2];
     FullBarrier q_full[2], k_full[kStages], v_full[kStages];
@@ -79,6 +83,11 @@ struct ForwardConfig {
     args.by_row_groups(at.batch, at.row, tile);
     at.query *= kBlockQueries, at.row *= kRows;
     return at;
+  }
+
+  // Steps of a block's first tile that are loaded before what it sees is known.
+  CUTLASS_DEVICE static int num_ahead(const ForwardArgs& args, int tile) {
+    return args.has_mask() && tile == int(blockIdx.x) ? 1 : 0;
   }
 
   using Pipe = PipelineState<kStages>;

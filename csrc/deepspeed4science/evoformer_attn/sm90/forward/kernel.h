@@ -1,7 +1,7 @@
 // O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
 //
 // A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 at a time,
-// without steps in which none of its rows n sees a key.
+// without steps in which none of its rows n sees a key, and of the last one 16 or 32 where that is all they see.
 // Each of its kRows * kQueryTiles consumer warpgroups (mainloop.h) has one tile of one n; the last warpgroup
 // (producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2
 // are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
@@ -14,6 +14,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "sm90/forward/first_mask.h"
 #include "sm90/forward/mainloop.h"
 #include "sm90/forward/producer.h"
 
@@ -21,9 +22,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
-    forward(const ForwardArgs args, const __grid_constant__ CUtensorMap map_q,
-            const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-            const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_bias2) {
+    forward(const ForwardArgs args, const __grid_constant__ ForwardMaps maps) {
   constexpr int kWarpgroups = Config::kWarpgroups;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
@@ -39,17 +38,17 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
     }
     cutlass::arch::fence_barrier_init();
   }
+  ptx::wait_for_kernel_before();
   __syncthreads();
 
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
-    ForwardMainloop<Config>::run(shared, args, map_o);
+    if (FirstMask<Config>::is_found(args)) FirstMask<Config>::find(shared, args);
+    ForwardMainloop<Config>::run(shared, args, maps.o);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
-    if (warp == 0 && cute::elect_one_sync()) {
-      ForwardProducer<Config>::run(shared, args, map_q, map_k, map_v, map_bias2);
-    }
+    if (warp == 0 && cute::elect_one_sync()) ForwardProducer<Config>::run(shared, args, maps);
     if (Config::kBias1 && warp == 1) {
       if (args.bias1_in_vectors) {
         ForwardProducer<Config>::template run_bias1<Bias1Vectors<Config>>(shared, args);

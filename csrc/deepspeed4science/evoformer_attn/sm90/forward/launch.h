@@ -29,17 +29,20 @@ struct ForwardLaunch {
   static cudaError_t run(const FwdParams& p, const TensorView<5>& bias2, cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
-    CUtensorMap q, k, v, o, b{};
-    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D));
-    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
-    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
-    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(b, bias2);
+    ForwardMaps maps{};
+    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(maps.q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D));
+    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(maps.k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
+    if (error == cudaSuccess)
+      error = make_tile_map<Element, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
+    if (error == cudaSuccess)
+      error = make_tile_map<Element, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
-    forward<Config><<<blocks, Config::kNumThreads, Config::kSharedBytes, stream>>>(args, q, k, v, o, b);
-    return cudaGetLastError();
+    Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
+    launch.overlap();
+    return cudaLaunchKernelEx(launch.config(), forward<Config>, args, maps);
   }
 
   static cudaError_t resident_blocks(int& blocks) {

@@ -23,7 +23,7 @@ struct ForwardMainloop {
   using BiasTile = typename Config::BiasTile;
   static constexpr int kHeadDim = Config::kHeadDim, kQueryTiles = Config::kQueryTiles;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
-  static constexpr int kQSteps = Config::kQSteps, kKeySteps = Config::kKeySteps;
+  static constexpr int kQSteps = Config::kQSteps;
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
 
   // Q' = factor Q, in place.
@@ -33,16 +33,12 @@ struct ForwardMainloop {
     for (int i = 0; i < kVectors; ++i) {
       uint4& x = reinterpret_cast<uint4*>(tile)[128 * i + 32 * at.warp + at.lane];
       uint4 y = x;
-      y.x = scale_pair(y.x, factor), y.y = scale_pair(y.y, factor);
-      y.z = scale_pair(y.z, factor), y.w = scale_pair(y.w, factor);
+      y.x = ptx::scale_word<Element>(y.x, factor), y.y = ptx::scale_word<Element>(y.y, factor);
+      y.z = ptx::scale_word<Element>(y.z, factor), y.w = ptx::scale_word<Element>(y.w, factor);
       x = y;
     }
     cutlass::arch::fence_view_async_shared();
     at.sync();
-  }
-  CUTLASS_DEVICE static uint32_t scale_pair(uint32_t x, float factor) {
-    float2 pair = ptx::unpack<Element>(x);
-    return ptx::pack<Element>(pair.x * factor, pair.y * factor);
   }
 
   // Low words of the descriptors of this warpgroup's operands in stage 0.
@@ -69,13 +65,14 @@ struct ForwardMainloop {
   };
 
   // s = f (bias1 - shift + bias2); nothing without them.
-  CUTLASS_DEVICE static void begin_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
-                                          int stage, float f, const ConsumerCoord& at) {
+  template <int kCount>
+  CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
+                                          float f, const ConsumerCoord& at) {
     const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
     const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
     CUTLASS_PRAGMA_UNROLL
-    for (int g = 0; g < kKeySteps; ++g) {
+    for (int g = 0; g < kCount / 8; ++g) {
       uint32_t pairs[4];
       if constexpr (kBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
       CUTLASS_PRAGMA_UNROLL
@@ -92,33 +89,36 @@ struct ForwardMainloop {
   }
 
   // Starts s += Q' K^T of a stage that has arrived.
-  CUTLASS_DEVICE static void start_scores(float (&s)[kKeys / 2], const Shared& shared, const Operands& operands,
-                                          int stage, uint32_t q, float f, const ConsumerCoord& at) {
+  template <int kCount>
+  CUTLASS_DEVICE static void start_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
+                                          uint32_t q, float f, const ConsumerCoord& at) {
     begin_scores(s, shared, operands, stage, f, at);
     fence_registers(s);
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kQSteps; ++step) {
-      wgmma<Element, kKeys, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
-                                      operands.keys(stage, step),
-                                      kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
+      wgmma<Element, 2 * kCount, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
+                                           operands.keys(stage, step),
+                                           kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
     }
     wgmma_commit();
   }
 
   // Without bias1, which brings its own -inf, keys past the last are hidden here.
-  CUTLASS_DEVICE static void hide_tail(float (&s)[kKeys / 2], int keys_left, int lane) {
+  template <int kCount>
+  CUTLASS_DEVICE static void hide_tail(float (&s)[kCount], int keys_left, int lane) {
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kKeys / 2; ++x) {
+    for (int x = 0; x < kCount; ++x) {
       int column = x / 8 * 16 + (x >> 2 & 1) * 8 + 2 * (lane % 4) + (x & 1);
       if (column >= keys_left) s[x] = -infinity();
     }
   }
 
   // p of finished scores. True when o is to be multiplied by `factor`.
-  CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kKeys / 4], float (&factor)[2], float (&s)[kKeys / 2],
+  template <int kCount>
+  CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], float (&s)[kCount],
                                           RowSoftmax& softmax, int keys_left, const ConsumerCoord& at) {
-    if (!kBias1 && keys_left < kKeys) hide_tail(s, keys_left, at.lane);
+    if (!kBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
     return softmax.template exponentiate<Element>(p, factor, s);
   }
   CUTLASS_DEVICE static void rescale(float (&o)[kHeadDim / 2], const float (&factor)[2]) {
@@ -127,27 +127,26 @@ struct ForwardMainloop {
   }
 
   // Starts O += P V.
-  CUTLASS_DEVICE static void start_output(float (&o)[kHeadDim / 2], const uint32_t (&p)[kKeys / 4],
+  template <int kCount>
+  CUTLASS_DEVICE static void start_output(float (&o)[kHeadDim / 2], const uint32_t (&p)[kCount],
                                           const Operands& operands, int stage) {
     fence_registers(o);
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kKeySteps; ++step) {
+    for (int step = 0; step < kCount / 4; ++step) {
       wgmma<Element, kHeadDim, Major::MN>(o, p + 4 * step, operands.values(stage, step));
     }
     wgmma_commit();
   }
 
-  // All visible keys, one step after another. While a step's exponentials are computed the tensor cores work for
-  // others.
+  // All visible keys, one step after another; of the last one, where it is narrow, only its first 16 tail_units keys.
+  // While a step's exponentials are computed the tensor cores work for others.
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
-                                    PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                    const ConsumerCoord& at) {
-    float s[kKeys / 2];
-    uint32_t p[kKeys / 4];
-    int last_stage = -1;
+                                    int tail_units, PendingStore& pending, float (&o)[kHeadDim / 2],
+                                    RowSoftmax& softmax, const ConsumerCoord& at) {
+    int last_stage = -1, key = 0;
     Operands operands(shared, at);
-    for (int key = 0; key < end; key += kKeys, pipe.advance()) {
+    auto step = [&](auto& s, auto& p) {
       shared.k_full[pipe.index].wait(pipe.phase);
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
       wgmma_wait<0>();
@@ -164,17 +163,31 @@ struct ForwardMainloop {
       if (exponentiate(p, factor, s, softmax, args.Lk - key, at)) rescale(o, factor);
       shared.v_full[pipe.index].wait(pipe.phase);
       start_output(o, p, operands, pipe.index);
-    }
+    };
+    float s[kKeys / 2];
+    uint32_t p[kKeys / 4];
+    for (; key < end; key += kKeys, pipe.advance()) step(s, p);
+    if (tail_units == 1) last_step<16>(step, pipe);
+    if (tail_units == 2) last_step<32>(step, pipe);
     wgmma_wait<0>();
     fence_registers(o);
     shared.v_empty[last_stage].arrive();
   }
+  template <int kWidth, typename Step>
+  CUTLASS_DEVICE static void last_step(Step& step, Pipe& pipe) {
+    float s[kWidth / 2];
+    uint32_t p[kWidth / 4];
+    step(s, p);
+    pipe.advance();
+    wgmma_wait<0>();  // for which p stays
+  }
 
   // The same with O += P V of a step beside the exponentials of the next.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
-                                              PendingStore& pending, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
-                                              const ConsumerCoord& at) {
-    float s[kKeys / 2], factor[2];
+                                              int tail_units, PendingStore& pending, float (&o)[kHeadDim / 2],
+                                              RowSoftmax& softmax, const ConsumerCoord& at) {
+    float factor[2];
+    float s[kKeys / 2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
     shared.k_full[pipe.index].wait(pipe.phase);
@@ -186,33 +199,49 @@ struct ForwardMainloop {
     exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
     int key = kKeys;
-    auto step = [&](uint32_t (&p)[kKeys / 4], uint32_t (&p_next)[kKeys / 4]) {
-      Pipe values = pipe;
+    auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
+      const Pipe values = pipe;
       pipe.advance();
-      bool more = key < end;
-      if (more) {
-        shared.k_full[pipe.index].wait(pipe.phase);
-        start_scores(s, shared, operands, pipe.index, q, args.f, at);
-        shared.v_full[values.index].wait(values.phase);
-        start_output(o, p, operands, values.index);
-        wgmma_wait<1>();
-        fence_registers(s);
-        shared.k_empty[pipe.index].arrive();
-        bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
-        wgmma_wait<0>();
-        fence_registers(o);
-        if (moves) rescale(o, factor);
-      } else {
-        shared.v_full[values.index].wait(values.phase);
-        start_output(o, p, operands, values.index);
-        wgmma_wait<0>();
-        fence_registers(o);
-      }
+      shared.k_full[pipe.index].wait(pipe.phase);
+      start_scores(s, shared, operands, pipe.index, q, args.f, at);
+      shared.v_full[values.index].wait(values.phase);
+      start_output(o, p, operands, values.index);
+      wgmma_wait<1>();
+      fence_registers(s);
+      shared.k_empty[pipe.index].arrive();
+      bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
+      wgmma_wait<0>();
+      fence_registers(o);
+      if (moves) rescale(o, factor);
       shared.v_empty[values.index].arrive();
       key += kKeys;
-      return more;
     };
-    while (step(even, odd) && step(odd, even)) {
+    auto last_product = [&](auto& p) {
+      shared.v_full[pipe.index].wait(pipe.phase);
+      start_output(o, p, operands, pipe.index);
+      wgmma_wait<0>();
+      fence_registers(o);
+      shared.v_empty[pipe.index].arrive();
+      pipe.advance();
+    };
+    auto finish = [&](uint32_t (&p)[kKeys / 4]) {
+      if (tail_units == 0) {
+        last_product(p);
+      } else if (tail_units == 1) {
+        float s[8];
+        uint32_t p_last[4];
+        step(s, p, p_last), last_product(p_last);
+      } else {
+        float s[16];
+        uint32_t p_last[8];
+        step(s, p, p_last), last_product(p_last);
+      }
+    };
+    while (true) {
+      if (key >= end) return finish(even);
+      step(s, even, odd);
+      if (key >= end) return finish(odd);
+      step(s, odd, even);
     }
   }
 
@@ -241,6 +270,17 @@ struct ForwardMainloop {
     store_tile<Element, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
   }
 
+  // Steps of which nothing is computed.
+  CUTLASS_DEVICE static void release(Shared& shared, Pipe& pipe, int num_steps) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+      shared.k_full[pipe.index].wait(pipe.phase);
+      shared.k_empty[pipe.index].arrive();
+      shared.v_full[pipe.index].wait(pipe.phase);
+      shared.v_empty[pipe.index].arrive();
+    }
+  }
+
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
     ConsumerCoord at = ConsumerCoord::of_thread<kQueryTiles>();
     Pipe pipe;
@@ -250,8 +290,11 @@ struct ForwardMainloop {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_pipe.index][at.warpgroup];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);
-      const int num_steps = uniform(shared.visible[q_pipe.index].num_steps);
-      const uint32_t rows = shared.visible[q_pipe.index].rows;
+      const typename Config::Visible& seen = shared.visible[q_pipe.index];
+      const int num_unseen = uniform(seen.num_unseen), num_steps = uniform(seen.num_steps) - num_unseen;
+      const int tail_units = uniform(seen.tail_units), end = (num_steps - (tail_units > 0)) * kKeys;
+      const uint32_t rows = seen.rows;
+      release(shared, pipe, num_unseen);
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
       if (exists && (rows >> at.row & 1) != 0) {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
@@ -259,19 +302,14 @@ struct ForwardMainloop {
         float o[kHeadDim / 2] = {};
         RowSoftmax softmax(args.c);
         if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, pipe, q_low, num_steps * kKeys, pending, o, softmax, at);
+          attend_pipelined(shared, args, pipe, q_low, end, tail_units, pending, o, softmax, at);
         } else {
-          attend(shared, args, pipe, q_low, num_steps * kKeys, pending, o, softmax, at);
+          attend(shared, args, pipe, q_low, end, tail_units, pending, o, softmax, at);
         }
         finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but stages go round
         pending.finish(shared.q_empty, at);
-        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
-          shared.k_full[pipe.index].wait(pipe.phase);
-          shared.k_empty[pipe.index].arrive();
-          shared.v_full[pipe.index].wait(pipe.phase);
-          shared.v_empty[pipe.index].arrive();
-        }
+        release(shared, pipe, num_steps);
         if (exists) {  // a row n that sees no key
           float o[kHeadDim / 2] = {};
           RowSoftmax softmax(args.c);

@@ -19,10 +19,30 @@ struct TileMask {
   static constexpr int kWords = 32;                 // keys past 65536 count as visible, which costs time alone
   static_assert(kWords == 32, "cleared by a warp");
 
-  uint32_t steps[kRows][kWords];  // bit i of word w: the row sees a key of step 32 w + i
-  bool sees_any[kRows];
-  float shift[kRows];  // of bias1
+  uint32_t steps[kRows][kWords];            // bit i of word w: the row sees a key of step 32 w + i
+  int end[kRows];                           // behind the last key that the row sees
+  bool sees_first[kRows], sees_any[kRows];  // a key of the first step, of any
+  float shift[kRows];                       // of bias1
 };
+
+// The first tile's, on the way (first_mask.h).
+constexpr int kFirstMaskKeys = 1024;
+template <int kRows, int kWarps>
+struct FirstMaskParts {
+  float largest[kRows][kWarps];
+  int end[kRows][kFirstMaskKeys / kStepKeys];  // behind the last visible key of each step; 0: there is none
+};
+
+// Floats as integers of the same order; NaN, positive as max.NaN makes it, above infinity.
+CUTLASS_DEVICE int flip_ordered(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+CUTLASS_DEVICE int ordered(float x) { return flip_ordered(__float_as_int(x)); }
+CUTLASS_DEVICE float from_ordered(int x) { return __int_as_float(flip_ordered(x)); }
+CUTLASS_DEVICE float warp_max(float x) { return from_ordered(__reduce_max_sync(0xffffffffu, ordered(x))); }
+
+// Behind the last of 64 keys that is visible.
+CUTLASS_DEVICE int end_of_votes(const uint32_t (&votes)[2]) {
+  return votes[1] != 0 ? 64 - __clz(int(votes[1])) : 32 - __clz(int(votes[0]));
+}
 
 // By one warp. Its instructions count: a tile of (1,384,384,4,32) takes each scheduler 16,000, and 800 more were 5 %.
 template <typename Element, bool kBias1>
@@ -38,33 +58,51 @@ class RowScan {
     if constexpr (kBias1) bias1_ += batch * args.bias1_stride[0] + n * args.bias1_stride[1];
   }
 
+  // num_ahead: 1 where the first step is loaded whatever the row sees.
   template <int kRows>
-  CUTLASS_DEVICE void run(TileMask<kRows>& mask, int row) const {
+  CUTLASS_DEVICE void run(TileMask<kRows>& mask, int row, int num_ahead) const {
     using Mask = TileMask<kRows>;
     if (sees_nothing_) {
-      mask.steps[row][lane_] = 0;
-      if (lane_ == 0) mask.sees_any[row] = false, mask.shift[row] = 0.f;
+      mask.steps[row][lane_] = lane_ == 0 ? num_ahead : 0;
+      if (lane_ == 0) mask.end[row] = 0, mask.sees_first[row] = mask.sees_any[row] = false, mask.shift[row] = 0.f;
       return;
     }
     // The largest of all words has to be known before the first is written; one word is read once.
     const int num_words = (Lk_ + Mask::kWordKeys - 1) / Mask::kWordKeys;
     float mine = -infinity(), largest = -infinity();
     bool sees_any = num_words > Mask::kWords;
+    int last = -1;  // of its steps
     CUTLASS_PRAGMA_NO_UNROLL
     for (int word = num_words > 1 ? -num_words : 0; word < num_words; ++word) {
       const int first = (word < 0 ? word + num_words : word) * Mask::kWordKeys;
       const float top = read(first, mine);
-      largest = from_ordered(__reduce_max_sync(0xffffffffu, ordered(mine)));
+      largest = warp_max(mine);
       const bool visible = first + lane_ * kStepKeys < Lk_ && MaskRule<Element>::is_visible(top, largest);
       const uint32_t steps = __ballot_sync(0xffffffffu, visible);
       if (word < 0 || word >= Mask::kWords) continue;
-      if (lane_ == 0) mask.steps[row][word] = steps;
-      sees_any |= steps != 0;
+      if (lane_ == 0) mask.steps[row][word] = word == 0 ? steps | num_ahead : steps;
+      if (lane_ == 0 && word == 0) mask.sees_first[row] = steps & 1;
+      if (steps != 0) sees_any = true, last = 32 * word + 31 - __clz(int(steps));
     }
-    if (lane_ == 0) mask.sees_any[row] = sees_any, mask.shift[row] = MaskRule<Element>::shift(largest);
+    const int end = kBias1 && num_words <= Mask::kWords ? end_of(last, largest) : Lk_;
+    if (lane_ == 0)
+      mask.end[row] = end, mask.sees_any[row] = sees_any, mask.shift[row] = MaskRule<Element>::shift(largest);
   }
 
  private:
+  // Behind the last key of a step that is visible.
+  CUTLASS_DEVICE int end_of(int step, float largest) const {
+    if (step < 0) return 0;
+    uint32_t votes[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int k = step * kStepKeys + 32 * i + lane_;
+      const float x = k < Lk_ ? float(bias1_[k * stride_]) : -infinity();
+      votes[i] = __ballot_sync(0xffffffffu, MaskRule<Element>::is_visible(x, largest));
+    }
+    return step * kStepKeys + end_of_votes(votes);
+  }
+
   // The largest bias1 of 32 steps from `key` on, in lane i of the i-th one; NaN where the step has one. largest: the
   // largest finite one that this lane has read.
   CUTLASS_DEVICE float read(int key, float& largest) const {
@@ -136,11 +174,6 @@ class RowScan {
   }
   CUTLASS_DEVICE static float larger_finite(float x, float y) { return y < infinity() ? fmaxf(x, y) : x; }
 
-  // Floats as integers of the same order; NaN, positive as max.NaN makes it, above infinity.
-  CUTLASS_DEVICE static int ordered(float x) { return flip(__float_as_int(x)); }
-  CUTLASS_DEVICE static float from_ordered(int x) { return __int_as_float(flip(x)); }
-  CUTLASS_DEVICE static int flip(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
-
   const Element* bias1_;  // of this row, or null
   int64_t stride_;
   int Lk_, lane_;
@@ -162,6 +195,8 @@ class TileSteps {
     for (int word = 1; word < num_words_ && word < kWords; ++word) count_ += __popc(load(word));
   }
   CUTLASS_DEVICE int count() const { return count_; }
+  // The first steps, which are among them.
+  CUTLASS_DEVICE void skip(int num_steps) { bits_ &= ~0u << num_steps; }
   // The first key of the next one; called at most count() times.
   CUTLASS_DEVICE int next() {
     CUTLASS_PRAGMA_NO_UNROLL

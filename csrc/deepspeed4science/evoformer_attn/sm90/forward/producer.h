@@ -4,6 +4,8 @@
 #pragma once
 
 #include "sm90/forward/bias1.h"
+#include "sm90/forward/first_mask.h"
+#include "sm90/forward/maps.h"
 
 namespace ds4s::sm90 {
 
@@ -24,53 +26,35 @@ struct ForwardProducer {
   static constexpr bool kBias2 = Config::kBias2;
 
   // One thread: everything that is tiles.
-  CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_q,
-                                 const CUtensorMap& map_k, const CUtensorMap& map_v, const CUtensorMap& map_bias2) {
-    constexpr uint32_t kQBytes = kWarpgroups * QTile::kBytes;
-    constexpr uint32_t kValueBytes = kRows * KTile::kBytes;
-    constexpr uint32_t kKeyBytes = kValueBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0);
+  CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const ForwardMaps& maps) {
     Pipe pipe;
     QPipe q_pipe;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
+    // Nobody is ahead of a block's first tile: its first step is loaded, seen or not, while its mask is looked at.
+    int num_ahead = Config::num_ahead(args, int(blockIdx.x));
+    if (num_ahead > 0) {
+      const Coordinates at = Config::locate(args, int(blockIdx.x));
+      load_q(shared, 0, maps, at);
+      load_keys(shared, 0, args, maps, at, 0), load_values(shared, 0, maps, at, 0);
+      pipe.advance();
+    }
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance(), num_ahead = 0) {
       Coordinates at = Config::locate(args, tile);
       const Mask* mask = begin_mask(shared, args, q_pipe);
       Steps steps(mask, args.Lk);
       const int num_steps = steps.count();
       FullBarrier& q_full = shared.q_full[q_pipe.index];
       shared.q_empty[q_pipe.index].wait(q_pipe.phase ^ 1);
-      shared.visible[q_pipe.index] = {num_steps, rows_that_see(mask, args, at)};
-      if (num_steps == 0) {
-        q_full.arrive();
-        end_mask(shared, mask, q_pipe);
-        continue;
-      }
-      q_full.arrive_and_expect_tx(kQBytes);
-      for (int w = 0; w < kWarpgroups; ++w) {
-        load_tile<QTile>(map_q, q_full, shared.q[q_pipe.index][w], 0, at.query + w % kQueryTiles * kQueries, at.head,
-                         at.row + w / kQueryTiles, at.batch);
-      }
+      shared.visible[q_pipe.index] = visible(mask, args, at, num_ahead, num_steps);
+      if (num_ahead == 0 && num_steps > 0) load_q(shared, q_pipe.index, maps, at);
+      q_full.arrive();
+      steps.skip(num_ahead);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+      for (int step = num_ahead; step < num_steps; ++step, pipe.advance()) {
         const int key = steps.next();
-        typename Config::KeyStage& keys = shared.keys[pipe.index];
-        FullBarrier& k_full = shared.k_full[pipe.index];
         shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
-        k_full.arrive_and_expect_tx(kKeyBytes);
-        for (int r = 0; r < kRows; ++r) {
-          load_tile<KTile>(map_k, k_full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
-        }
-        if constexpr (kBias2) {
-          for (int t = 0; t < kQueryTiles; ++t) {
-            load_tile<BiasTile>(map_bias2, k_full, keys.bias2[t], key, at.query + t * kQueries, at.head * args.bias2_H,
-                                0, at.batch * args.bias2_B);
-          }
-        }
-        FullBarrier& v_full = shared.v_full[pipe.index];
+        load_keys(shared, pipe.index, args, maps, at, key);
         shared.v_empty[pipe.index].wait(pipe.phase ^ 1);
-        v_full.arrive_and_expect_tx(kValueBytes);
-        for (int r = 0; r < kRows; ++r) {
-          load_tile<KTile>(map_v, v_full, shared.values[pipe.index].v[r], 0, key, at.head, at.row + r, at.batch);
-        }
+        load_values(shared, pipe.index, maps, at, key);
       }
       end_mask(shared, mask, q_pipe);
     }
@@ -83,11 +67,16 @@ struct ForwardProducer {
     Pipe pipe;
     QPipe q_pipe;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
+      Bias1 bias1(args, Config::locate(args, tile), lane);
+      bias1.load(0);  // often the first that is seen, and under way before the mask is known
       const Mask* mask = begin_mask(shared, args, q_pipe);
+      bias1.take_shift(*mask);
       Steps steps(mask, args.Lk);
       const int num_steps = steps.count();
-      Bias1 bias1(args, Config::locate(args, tile), *mask, lane);
-      if (num_steps > 0) bias1.load(steps.next());
+      if (num_steps > 0) {
+        const int key = steps.next();
+        if (key > 0) bias1.load(key);
+      }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
         shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
@@ -102,18 +91,52 @@ struct ForwardProducer {
   // One of kScanningWarps warps: what its rows n see of each tile.
   CUTLASS_DEVICE static void run_mask(Shared& shared, const ForwardArgs& args, int warp) {
     QPipe pipe;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, pipe.advance()) {
+    int tile = int(blockIdx.x);
+    if (FirstMask<Config>::is_found(args)) tile += int(gridDim.x), pipe.advance();
+    for (; tile < args.num_tiles; tile += int(gridDim.x), pipe.advance()) {
       const Coordinates at = Config::locate(args, tile);
       shared.mask_empty[pipe.index].wait(pipe.phase ^ 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
-        RowScan<Element, Config::kBias1>(args, at.batch, at.row + r).run(shared.mask[pipe.index], r);
+        RowScan<Element, Config::kBias1>(args, at.batch, at.row + r)
+            .run(shared.mask[pipe.index], r, Config::num_ahead(args, tile));
       }
       shared.mask_full[pipe.index].arrive();
     }
   }
 
  private:
+  // Q is full when all of it has arrived and shared.visible is known.
+  CUTLASS_DEVICE static void load_q(Shared& shared, int buffer, const ForwardMaps& maps, const Coordinates& at) {
+    FullBarrier& full = shared.q_full[buffer];
+    full.expect_transaction(kWarpgroups * QTile::kBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < kWarpgroups; ++w) {
+      load_tile<QTile>(maps.q, full, shared.q[buffer][w], 0, at.query + w % kQueryTiles * kQueries, at.head,
+                       at.row + w / kQueryTiles, at.batch);
+    }
+  }
+  CUTLASS_DEVICE static void load_keys(Shared& shared, int stage, const ForwardArgs& args, const ForwardMaps& maps,
+                                       const Coordinates& at, int key) {
+    typename Config::KeyStage& keys = shared.keys[stage];
+    FullBarrier& full = shared.k_full[stage];
+    full.arrive_and_expect_tx(kRows * KTile::kBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0));
+    for (int r = 0; r < kRows; ++r) load_tile<KTile>(maps.k, full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
+    if constexpr (kBias2) {
+      for (int t = 0; t < kQueryTiles; ++t) {
+        load_tile<BiasTile>(maps.bias2, full, keys.bias2[t], key, at.query + t * kQueries, at.head * args.bias2_H, 0,
+                            at.batch * args.bias2_B);
+      }
+    }
+  }
+  CUTLASS_DEVICE static void load_values(Shared& shared, int stage, const ForwardMaps& maps, const Coordinates& at,
+                                         int key) {
+    FullBarrier& full = shared.v_full[stage];
+    full.arrive_and_expect_tx(kRows * KTile::kBytes);
+    for (int r = 0; r < kRows; ++r) {
+      load_tile<KTile>(maps.v, full, shared.values[stage].v[r], 0, key, at.head, at.row + r, at.batch);
+    }
+  }
   // The mask of a tile; null without one. Between the two it stays where it is.
   CUTLASS_DEVICE static const Mask* begin_mask(Shared& shared, const ForwardArgs& args, const QPipe& pipe) {
     if (!args.has_mask()) return nullptr;
@@ -123,14 +146,20 @@ struct ForwardProducer {
   CUTLASS_DEVICE static void end_mask(Shared& shared, const Mask* mask, const QPipe& pipe) {
     if (mask != nullptr) shared.mask_empty[pipe.index].arrive();
   }
-  // A bit for each row n of the tile.
-  CUTLASS_DEVICE static uint32_t rows_that_see(const Mask* mask, const ForwardArgs& args, const Coordinates& at) {
-    uint32_t rows = 0;
+  CUTLASS_DEVICE static typename Config::Visible visible(const Mask* mask, const ForwardArgs& args,
+                                                         const Coordinates& at, int num_ahead, int num_steps) {
+    typename Config::Visible x{num_steps, 0, 0, 0};
+    int end = mask == nullptr ? args.Lk : 0;
+    bool sees_first = mask == nullptr;
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      rows |= uint32_t(at.row + r < args.N && (mask == nullptr || mask->sees_any[r])) << r;
+      x.rows |= uint32_t(at.row + r < args.N && (mask == nullptr || mask->sees_any[r])) << r;
+      if (mask != nullptr) end = max(end, mask->end[r]), sees_first |= mask->sees_first[r];
     }
-    return rows;
+    if (num_ahead > 0 && !sees_first) x.num_unseen = 1;
+    const int width = end - (end - 1) / kKeys * kKeys;
+    if (num_steps - x.num_unseen > 1 && width <= 32) x.tail_units = (width + 15) / 16;
+    return x;
   }
 };
 

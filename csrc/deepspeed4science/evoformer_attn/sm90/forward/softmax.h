@@ -50,7 +50,11 @@ struct RowSoftmax {
       l[0] = l_before[0], l[1] = l_before[1];
     }
     move(factor, s);
-    exponentiate_careful<Element>(p, s);
+    if (careful) {
+      exponentiate_careful<Element>(p, s);
+    } else {
+      exponentiate_common<Element>(p, s);
+    }
     return true;
   }
 

@@ -66,6 +66,7 @@ To bits_of(From x) {
 inline int __float_as_int(float x) { return bits_of<int>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __ldg(const T* x) {

@@ -1,0 +1,12 @@
+// What the tensor memory accelerator is told for the forward.
+#pragma once
+
+#include "sm90/mma/tensor_map.h"
+
+namespace ds4s::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap q, k, v, o, bias2;
+};
+
+}  // namespace ds4s::sm90
