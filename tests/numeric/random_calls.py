@@ -165,11 +165,15 @@ def within_limits(call):
     """
     if call.Lk == 1 or call.B * call.N * call.H * call.Lq * call.Lk <= 4096:
         return call
-    if call.bias1 == "one-key":
-        call = replace(call, bias1="inf")
     if call.dtype != "fp32" and call.Lk <= 3:
         call = replace(call, Lk=4)
     return call
+
+
+def of_kind(call, dtype, tier):
+    """A call in a dtype and with head dimensions for which the kernels are the same."""
+    D = tier - call.D % 8
+    return replace(call, dtype=dtype, D=D, Dv=min(call.Dv, D))
 
 
 def smaller(call):

@@ -14,7 +14,7 @@ HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 DEFAULTS = {"B": 1, "H": 4, "D": 32, "dq": 1, "dk": 1, "dv": 1, "bias2": 1, "dbias2": 1}
 OFFSETS = (
     *("delta", "counters", "accumulators", "key_mask", "row_lists", "bias1"),
-    *("dbias1_parts", "bias2", "dbias2_parts"),
+    *("dbias1_parts", "bias2", "dbias2_parts", "postprocess_flag"),
 )
 
 

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/key_mask_buffers.h"
+#include "common/postprocess_host.h"
 #include "common/preprocess.h"
 #include "common/workspace.h"
 

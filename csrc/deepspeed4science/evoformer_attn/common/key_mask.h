@@ -9,6 +9,7 @@
 
 #include "key_mask_layout.h"
 #include "mask_rule.h"
+#include "postprocess_flag.h"
 
 namespace ds4s {
 
@@ -134,8 +135,10 @@ struct KeyMaskArgs {
   uint32_t* visible;
   int2* range;
   int32_t words;
-  void* copy;        // bias1 again with neighbours side by side, [B, N, Lk], or null
-  int32_t* counter;  // becomes 0: for kernels that hand out work by it
+  void* copy;            // bias1 again with neighbours side by side, [B, N, Lk], or null
+  int32_t* counter;      // becomes 0: for kernels that hand out work by it
+  int32_t* only_key;     // [B N] the visible key where there is one alone, else -1; or null
+  PostprocessFlag flag;  // raised where a row n sees a single key; only with only_key
 };
 
 constexpr int kKeyMaskThreads = 128;
@@ -205,6 +208,13 @@ CUTLASS_DEVICE void find_visible_keys_of(const KeyMaskArgs& args, int64_t bn) {
   args.shift[bn] = Rule::shift(largest);
   args.range[bn] = make_int2(sFirst, sEnd);
   if (bn == 0) *args.counter = 0;
+  if (args.only_key == nullptr) return;
+  int num_visible = 0, only_key = -1;
+  for (int k = sFirst; sEnd - sFirst == KeyMask::kUnit && k < sEnd && k < args.Lk; ++k) {
+    if (Rule::is_visible(float(row[k * args.bias1_stride[2]]), largest)) ++num_visible, only_key = k;
+  }
+  args.only_key[bn] = num_visible == 1 ? only_key : -1;
+  if (num_visible == 1) args.flag.raise();
 }
 
 template <typename scalar_t>

@@ -27,8 +27,11 @@ class KeyMaskBuffers {
   // 0 when the kernels run that follow find_visible_keys.
   int32_t* counter(void* place) const { return needed() ? ds4s::at<int32_t>(place, layout_.counter()) : nullptr; }
 
+  // For each row n the only key that it sees; null where nobody asks.
+  int32_t* only_key(void* place) const { return ds4s::at<int32_t>(place, layout_.only_key()); }
+
   // copy: of bias1 in rows of Lk neighbours, or null.
-  KeyMaskArgs arguments(void* place, void* copy) const {
+  KeyMaskArgs arguments(void* place, void* copy, PostprocessFlag flag = {}) const {
     KeyMask mask = at(place);
     return {p_.bias1,
             {p_.bias1_stride[0], p_.bias1_stride[1], p_.bias1_stride[2]},
@@ -41,14 +44,16 @@ class KeyMaskBuffers {
             const_cast<int2*>(mask.range),
             layout_.words(),
             p_.bias1 != nullptr ? copy : nullptr,
-            counter(place)};
+            counter(place),
+            only_key(place),
+            flag};
   }
   int64_t num_blocks() const { return layout_.rows(); }
   template <typename scalar_t>
-  cudaError_t fill(void* place, void* copy, cudaStream_t stream) const {
+  cudaError_t fill(void* place, void* copy, cudaStream_t stream, PostprocessFlag flag = {}) const {
     if (!needed() || num_blocks() == 0) return cudaSuccess;
     if (place == nullptr) return cudaErrorInvalidValue;
-    find_visible_keys<scalar_t><<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(place, copy));
+    find_visible_keys<scalar_t><<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(place, copy, flag));
     return cudaGetLastError();
   }
 

@@ -21,6 +21,7 @@ class KeyMaskLayout {
     shift_ = pieces.reserve(true, 4 * rows_);
     range_ = pieces.reserve(true, 8 * rows_);
     visible_ = pieces.reserve(true, 4 * rows_ * words_);
+    only_key_ = pieces.reserve(finds_only_keys(p), 4 * rows_);
     bytes_ = pieces.bytes();
   }
 
@@ -33,12 +34,16 @@ class KeyMaskLayout {
   int64_t shift() const { return shift_; }
   int64_t range() const { return range_; }
   int64_t visible() const { return visible_; }
+  int64_t only_key() const { return only_key_; }
 
  private:
+  static constexpr bool finds_only_keys(const FwdParams&) { return false; }
+  static constexpr bool finds_only_keys(const BwdParams& p) { return p.bias1 != nullptr && p.partial_keys == 0; }
+
   bool needed_;
   int64_t rows_;
   int words_;
-  int64_t bytes_ = 0, counter_ = 0, shift_ = 0, range_ = 0, visible_ = 0;
+  int64_t bytes_ = 0, counter_ = 0, shift_ = 0, range_ = 0, visible_ = 0, only_key_ = kNotReserved;
 };
 
 }  // namespace ds4s

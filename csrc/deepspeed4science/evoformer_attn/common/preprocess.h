@@ -74,7 +74,8 @@ struct PrepareRows {
   // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
   // kLooks: no kernel in front has found what is visible.
   template <bool kLooks = false>
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block,
+                                 PostprocessFlag flag) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
@@ -94,15 +95,25 @@ struct PrepareRows {
     }
     if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // beside those loads
     row = Row(first, H);
+    bool looks = false;  // O of a query that sees nothing is 0
     CUTLASS_PRAGMA_UNROLL
     for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
       float delta = reduce(dot_share<Config>(o[turn], do_[turn]));
       if (kLooks && unseen) delta = 0.f;
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
+      looks |= !(fabsf(delta) > 0.f);
     }
+    if (looks && !unseen) raise_if_hidden(p, bn, Row(first, H), step, flag);
   }
 
  private:
+  CUTLASS_DEVICE static void raise_if_hidden(const BwdParams& p, int64_t bn, Row row, const Row& step,
+                                             PostprocessFlag flag) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, uint32_t(p.H))) {
+      if (row.q < p.Lq && p.lse[(bn * p.H + row.h) * p.Lq + row.q] == -infinity()) flag.raise();
+    }
+  }
   CUTLASS_DEVICE static void store(const BackwardArgs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
                                    const Row& row, float delta) {
     if (negative_delta) {
@@ -117,9 +128,9 @@ struct PrepareRows {
 // Eight blocks: told no number, ptxas takes 48 registers, and all but one row of a group wait for that one's loads.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
-    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta) {
+    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta, PostprocessFlag flag) {
   ptx::wait_for_kernel_before();
-  PrepareRows<Config>::run(args, negative_delta, blockIdx.x);
+  PrepareRows<Config>::run(args, negative_delta, blockIdx.x, flag);
 }
 
 // 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of

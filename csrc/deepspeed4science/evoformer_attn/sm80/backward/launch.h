@@ -58,7 +58,10 @@ class Backward : BackwardHost {
 
  private:
   Backward(const BwdParams& p, const BackwardPlan& plan, cudaStream_t stream)
-      : BackwardHost(p), plan_(plan), args_(arguments()) {
+      : BackwardHost(p),
+        plan_(plan),
+        flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))),
+        args_(arguments()) {
     stream_ = stream;
   }
 
@@ -100,6 +103,7 @@ class Backward : BackwardHost {
       if (plan_.runs_dbias2) dbias2();
     }
     if (plan_.runs_dq) start_kernel<Gradients::kDq>(plan_.dq_stages);
+    if (needs_postprocess(p_)) finish();
     return status_;
   }
 
@@ -127,7 +131,7 @@ class Backward : BackwardHost {
   // What the kernels read of bias1, bias2, o and dO, in the form that costs them least.
   void prepare() {
     check(KeyMaskBuffers<BwdParams>(p_).template fill<scalar_t>(at<void>(plan_.key_mask), at<void>(plan_.bias1),
-                                                                stream_));
+                                                                stream_, flag_));
     if constexpr (kHasBias2) {
       int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * plan_.bias2_copies_b * plan_.bias2_copies_h;
       if (plan_.copies_bias2 || plan_.transposes_bias2) {
@@ -138,11 +142,18 @@ class Backward : BackwardHost {
     if constexpr (Config::kExact) {
       int64_t blocks = ceil_div(p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N;
       start(row_statistics<Config>, blocks, Config::kThreads, RowStatistics<Config>::kSharedBytes, args_,
-            at<float2>(plan_.softmax), at<float2>(plan_.delta));
+            at<float2>(plan_.softmax), at<float2>(plan_.delta), flag_);
     } else {
       int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * p_.B * p_.N;
-      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(plan_.delta));
+      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(plan_.delta), flag_);
     }
+  }
+
+  void finish() {
+    PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
+    if (Config::kExact)
+      args.softmax = at<const float2>(plan_.softmax), args.negative_delta = at<const float2>(plan_.delta);
+    start(postprocess<scalar_t, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0, args);
   }
 
   // dk, dv or both; with dbias1 where it is wanted.
@@ -210,6 +221,7 @@ class Backward : BackwardHost {
   }
 
   const BackwardPlan plan_;
+  const PostprocessFlag flag_;
   const BackwardArgs args_;
 };
 

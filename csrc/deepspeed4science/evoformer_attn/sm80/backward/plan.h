@@ -49,6 +49,7 @@ struct BackwardPlan {
   int64_t key_mask = kNotReserved, softmax = kNotReserved, delta = kNotReserved, bias1 = kNotReserved;
   int64_t progress = kNotReserved, own_accumulators = kNotReserved, padded_dbias2 = kNotReserved;
   int64_t dbias1_parts = kNotReserved, bias2 = kNotReserved, bias2_t = kNotReserved, dbias2_parts = kNotReserved;
+  int64_t postprocess_flag = kNotReserved;
   int64_t workspace_bytes = 0;
 
   void print(PlanText& text) const;
@@ -71,6 +72,7 @@ class BackwardPlanner {
     if (plan_.runs_fused) plan_fused();
     plan_.dbias1_parts = layout_.reserve(p_.dbias1 && p_.deterministic, keys * 4);
     if (unit_.has_bias2) plan_bias2();
+    plan_.postprocess_flag = layout_.reserve(true, 4);
     plan_.workspace_bytes = layout_.bytes();
     return plan_;
   }
@@ -182,7 +184,7 @@ inline void BackwardPlan::print(PlanText& text) const {
   text.add_offset("bias1", bias1), text.add_offset("progress", progress);
   text.add_offset("own_accumulators", own_accumulators), text.add_offset("padded_dbias2", padded_dbias2);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2), text.add_offset("bias2_t", bias2_t);
-  text.add_offset("dbias2_parts", dbias2_parts);
+  text.add_offset("dbias2_parts", dbias2_parts), text.add_offset("postprocess_flag", postprocess_flag);
   text.add("workspace_bytes", workspace_bytes);
 }
 

@@ -38,7 +38,8 @@ struct RowStatistics {
   static constexpr int kSharedBytes =
       2 * QueryTile::kBytes + 2 * KeyTile::kBytes + kKeys * kColumnBytes + Config::kOwned * int(sizeof(float));
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float2* softmax, float2* negative_delta, char* shared) {
+  CUTLASS_DEVICE static void run(const BackwardArgs& args, float2* softmax, float2* negative_delta,
+                                 PostprocessFlag flag, char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_query = thread / 32 * 32;
     uint32_t query_tiles = uint32_t(p.Lq + Config::kOwned - 1) / Config::kOwned;
@@ -122,8 +123,13 @@ struct RowStatistics {
     for (int slot = 0; slot < kSlots; ++slot) {
       const int mine = warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
       const int64_t index = bnh * p.Lq + query0 + mine;
-      share[slot].store(softmax + index, negative_delta + index, sCenter[mine],
-                        Mma::leads_row(lane) && mine < queries_left);
+      const bool stores = Mma::leads_row(lane) && mine < queries_left;
+      const bool hidden = share[slot].store(softmax + index, negative_delta + index, sCenter[mine], stores);
+      if (hidden) flag.raise();
+      if (p.partial_keys == 0 || !stores) continue;
+      const float lse = p.lse[index];  // of more keys than are here
+      softmax[index] = make_float2(lse == -infinity() ? lse : -lse, 1.f);
+      negative_delta[index] = make_float2(-sCenter[mine], 0.f);
     }
   }
 
@@ -153,16 +159,17 @@ struct RowStatistics {
       sum = fmaf(sum, keep, part_sum), rest = fmaf(rest, keep, part_rest);
       max = largest;
     }
-    // The lanes of a query put theirs together.
-    CUTLASS_DEVICE void store(float2* softmax, float2* negative_delta, float center, bool stores) const {
+    // The lanes of a query put theirs together. True for the one that stores, where the query sees nothing.
+    CUTLASS_DEVICE bool store(float2* softmax, float2* negative_delta, float center, bool stores) const {
       float largest = Mma::reduce_max(max);
       float keep = expf(max - reference(largest));
       float total = Mma::reduce_sum(sum * keep), part = Mma::reduce_sum(rest * keep);
-      if (!stores) return;
+      if (!stores) return false;
       bool nothing = largest == -infinity();
       float inverse = nothing ? 0.f : 1.f / total;
       *softmax = make_float2(nothing ? largest : -largest, inverse);
       *negative_delta = make_float2(-center, -part * inverse);
+      return nothing;
     }
   };
 
@@ -193,9 +200,10 @@ struct RowStatistics {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 8 / Config::kWarps)
-    row_statistics(const __grid_constant__ BackwardArgs args, float2* softmax, float2* negative_delta) {
+    row_statistics(const __grid_constant__ BackwardArgs args, float2* softmax, float2* negative_delta,
+                   PostprocessFlag flag) {
   extern __shared__ __align__(16) char shared[];
-  RowStatistics<Config>::run(args, softmax, negative_delta, shared);
+  RowStatistics<Config>::run(args, softmax, negative_delta, flag, shared);
 }
 
 }  // namespace ds4s

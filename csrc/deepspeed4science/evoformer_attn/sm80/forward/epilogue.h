@@ -56,7 +56,7 @@ struct ForwardEpilogue {
     int64_t stride;    // elements between rows
     int num_queries, num_columns;
   };
-  CUTLASS_DEVICE void store(const Output& out, const float (&o)[K::kTilesO][8], Softmax& softmax) const {
+  CUTLASS_DEVICE void store(const Output& out, float (&o)[K::kTilesO][8], Softmax& softmax) const {
     using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
                                                         /*isFirst=*/true, /*isLast=*/true, Row>;
     output_t* sO = reinterpret_cast<output_t*>(warp.shared);
@@ -71,6 +71,7 @@ struct ForwardEpilogue {
         }
         sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
       }
+      softmax.clear_unseen(o);
       Normalize normalize(sums, softmax.m_prime);
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < K::kTilesO; ++j) {

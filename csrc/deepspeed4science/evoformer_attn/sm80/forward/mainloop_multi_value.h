@@ -245,7 +245,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     share(largest, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // The rows' sums, 1 where nothing was visible; writes lse.
+  // The rows' sums, infinity where nothing was visible; writes lse.
   CUTLASS_DEVICE void finish(Softmax& softmax, Row& sums) const {
     softmax.finish();
     share(softmax.l, [](float a, float b) { return a + b; });
@@ -255,7 +255,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       if (p.logsumexp_ptr && warp_n == 0 && Mma::leads_row(lane) && r < p.num_queries) {
         p.logsumexp_ptr[r] = softmax.logsumexp(slot);
       }
-      sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];
+      sums[slot] = softmax.l[slot] == 0.f ? infinity() : softmax.l[slot];
     }
   }
 
@@ -280,6 +280,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
           source[e] = !First::kValue && c < p.head_dim_value ? buffer[c] : 0.f;
         }
         auto x = normalize(slot, Softmax::get(o[j], slot), source);
+        if (Last::kValue && sums[slot] == infinity()) x.clear();  // whatever V holds
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < Softmax::kPerSlot; ++e) {
           int c = column + 8 * j + column_of_element(e);

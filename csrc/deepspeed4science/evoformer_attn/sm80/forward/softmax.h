@@ -134,6 +134,19 @@ struct RowSoftmax {
     }
   }
 
+  // 0 where nothing is visible, whatever V holds. Behind a vote, which keeps choices out of the common path.
+  template <int kTiles>
+  CUTLASS_DEVICE void clear_unseen(float (&o)[kTiles][8]) const {
+    bool unseen = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) unseen |= l[slot] == 0.f;
+    if (!ptx::any(unseen)) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 8 * kTiles; ++x) {
+      if (l[Mma::slot_of(x % 8)] == 0.f) o[x / 8][x % 8] = 0.f;
+    }
+  }
+
   // The values of one slot of an accumulator tile, in ascending order.
   CUTLASS_DEVICE static cutlass::Array<float, kPerSlot> get(const float (&tile)[8], int slot) {
     cutlass::Array<float, kPerSlot> x;

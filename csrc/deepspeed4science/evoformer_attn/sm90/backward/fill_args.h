@@ -2,7 +2,7 @@
 // does not change it.
 #pragma once
 
-#include "common/key_mask_buffers.h"
+#include "common/postprocess_host.h"
 #include "sm90/backward/kernels.h"
 #include "sm90/backward/preprocess.h"
 
@@ -10,7 +10,8 @@ namespace ds4s::sm90 {
 
 class BackwardFill {
  public:
-  BackwardFill(const BwdParams& p, const BackwardPlan& plan) : p_(p), plan_(plan), bias2_(p), key_mask_(p) {}
+  BackwardFill(const BwdParams& p, const BackwardPlan& plan)
+      : p_(p), plan_(plan), bias2_(p), key_mask_(p), flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))) {}
 
   template <typename T>
   T* at(int64_t offset) const {
@@ -18,12 +19,15 @@ class BackwardFill {
   }
   const Bias2View& bias2() const { return bias2_; }
   const KeyMaskBuffers<BwdParams>& key_mask() const { return key_mask_; }
-  KeyMaskArgs find_visible_keys() const { return key_mask_.arguments(at<void>(plan_.key_mask), at<void>(plan_.bias1)); }
+  KeyMaskArgs find_visible_keys() const {
+    return key_mask_.arguments(at<void>(plan_.key_mask), at<void>(plan_.bias1), flag_);
+  }
+  PostprocessArgs postprocess() const { return postprocess_args(p_, at<void>(plan_.key_mask), flag_); }
 
   PreprocessArgs preprocess() const {
     PreprocessArgs args{};
     args.rows.p = p_, args.rows.mask = mask();
-    args.negative_delta = at<float>(plan_.delta);
+    args.negative_delta = at<float>(plan_.delta), args.flag = flag_;
     args.row_lists = row_lists();
     args.keys_per_list = int32_t(plan_.keys_per_list);
     args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
@@ -122,6 +126,7 @@ class BackwardFill {
   const BackwardPlan& plan_;
   Bias2View bias2_;
   KeyMaskBuffers<BwdParams> key_mask_;
+  PostprocessFlag flag_;
 };
 
 }  // namespace ds4s::sm90

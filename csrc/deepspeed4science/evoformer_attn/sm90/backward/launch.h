@@ -56,6 +56,10 @@ class Backward {
     if (plan_.queries != Kernel::kNone) {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
     }
+    if (needs_postprocess(p_)) {
+      launches_.start_overlapping(postprocess<Element, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0,
+                                  /*cluster=*/1, fill_.postprocess());
+    }
     return launches_.status();
   }
 

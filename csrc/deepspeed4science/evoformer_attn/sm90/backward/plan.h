@@ -55,7 +55,7 @@ struct BackwardPlan {
   // Offsets in the workspace.
   int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
   int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
-  int64_t dbias2_parts = kNotReserved;
+  int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved;
   int64_t workspace_bytes = 0;
 
   void print(PlanText& text) const;
@@ -104,6 +104,7 @@ class BackwardPlanner {
     plan_.bias2 = layout_.reserve(bias2.copied, bias2.workspace_bytes());
     plan_.dbias2_parts =
         layout_.reserve(plan_.num_slices > 1 && p_.deterministic, plan_.num_slices * p_.B * p_.H * p_.Lq * p_.Lk * 4);
+    plan_.postprocess_flag = layout_.reserve(true, 4);
     plan_.workspace_bytes = layout_.bytes();
     return plan_;
   }
@@ -227,7 +228,7 @@ inline void BackwardPlan::print(PlanText& text) const {
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);
-  text.add_offset("dbias2_parts", dbias2_parts);
+  text.add_offset("dbias2_parts", dbias2_parts), text.add_offset("postprocess_flag", postprocess_flag);
   text.add("workspace_bytes", workspace_bytes);
 }
 

@@ -34,6 +34,7 @@ struct Zeros {
 struct PreprocessArgs {
   ds4s::BackwardArgs rows;  // parameters and mask
   float* negative_delta;    // [B, N, H, Lq]
+  PostprocessFlag flag;
   RowLists row_lists;
   int32_t num_lists, keys_per_list;
   KeyMaskArgs key_mask;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_co
   const int64_t num_threads = int64_t(gridDim.x - uint32_t(num_first)) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
-  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block);
+  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag);
 }
 
 }  // namespace ds4s::sm90

@@ -1,0 +1,227 @@
+// After the passes: gradients that a weight of 0 or 1 must leave alone are made so. The passes multiply by P, and
+//
+//   - 0 times NaN is NaN: what V and dO hold reaches gradients also from a query whose keys are all hidden by bias2, or
+//     by both biases together. What is NaN where there is such a query is computed again without it; its dq is 0.
+//   - P of an only visible key is 1 and dS = 0, of which rounding leaves dP - delta. Where bias1 leaves a row n a
+//   single
+//     key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without those rows n.
+//
+// Kernels before this one see both by the way and raise a flag. Where nobody has, this one ends at once. Otherwise it
+// takes its time: in float32, a group of lanes for each score, sums in a fixed order.
+#pragma once
+
+#include "common/backward_args.h"
+
+namespace ds4s {
+
+struct PostprocessArgs {
+  BwdParams p;
+  const float* shift;       // of bias1 [B, N], or null
+  const int32_t* only_key;  // [B, N], -1: it sees several or none; or null
+  const float2* softmax;    // full precision: [B, N, H, Lq] in place of lse and delta (sm80/backward/statistics.h)
+  const float2* negative_delta;
+  PostprocessFlag flag;
+};
+
+constexpr int kPostprocessThreads = 256, kPostprocessBlocks = 264;
+
+template <typename scalar_t, int kHeadDim>
+class Postprocess {
+ public:
+  CUTLASS_DEVICE explicit Postprocess(const PostprocessArgs& args)
+      : args_(args),
+        p_(args.p),
+        lane_(int(threadIdx.x) % 32),
+        sublane_(int(threadIdx.x) % kLanes),
+        of_group_(int(threadIdx.x) % 32 / kLanes) {}
+
+  CUTLASS_DEVICE void run() const {
+    const int64_t warp = int64_t(blockIdx.x) * (kPostprocessThreads / 32) + threadIdx.x / 32;
+    constexpr int64_t kWarps = int64_t(kPostprocessBlocks) * (kPostprocessThreads / 32);
+    const int64_t groups = (p_.Lk + kKeys - 1) / kKeys;
+    for (int64_t x = warp; x < p_.B * p_.N * groups; x += kWarps) mend_keys(x / groups, x % groups * kKeys);
+    for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) mend_dq(x / p_.Lq, x % p_.Lq);
+    for (int64_t x = warp; p_.dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
+      mend_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
+    }
+  }
+
+ private:
+  static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // of a key: at most 8 channels each
+  static constexpr int kKeys = 32 / kLanes;                                      // of a warp
+  static constexpr int kPerLane = kHeadDim / kLanes;
+  static constexpr bool kExact = sizeof(scalar_t) == 4;
+
+  // Channels sublane, sublane + kLanes, ... of a query or key.
+  struct Channels {
+    float x[kPerLane] = {};
+
+    CUTLASS_DEVICE void add(float factor, const Channels& other) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kPerLane; ++c) x[c] = fmaf(factor, other.x[c], x[c]);
+    }
+    CUTLASS_DEVICE float dot(const Channels& other) const {
+      float sum = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kPerLane; ++c) sum = fmaf(x[c], other.x[c], sum);
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += ptx::shfl_xor(sum, mask);
+      return sum;
+    }
+  };
+  CUTLASS_DEVICE Channels load(const scalar_t* row, int64_t count) const {
+    Channels channels;
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kPerLane; ++c) {
+      if (sublane_ + c * kLanes < count) channels.x[c] = float(row[sublane_ + c * kLanes]);
+    }
+    return channels;
+  }
+  CUTLASS_DEVICE void store(scalar_t* row, int64_t count, const Channels& channels, float factor) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kPerLane; ++c) {
+      if (sublane_ + c * kLanes < count) row[sublane_ + c * kLanes] = scalar_t(channels.x[c] * factor);
+    }
+  }
+
+  CUTLASS_DEVICE int64_t index(int64_t bn, int64_t h, int64_t q) const { return (bn * p_.H + h) * p_.Lq + q; }
+  CUTLASS_DEVICE bool is_hidden(int64_t bn, int64_t h, int64_t q) const {
+    return p_.lse[index(bn, h, q)] == -infinity();
+  }
+  CUTLASS_DEVICE int only_key(int64_t bn) const { return args_.only_key == nullptr ? -1 : args_.only_key[bn]; }
+
+  // P and dS, the query's dO and Q with them. Of an only key dS is 0, or NaN where it would not be a number.
+  struct Score {
+    float p, ds;
+    Channels q, do_;
+  };
+  CUTLASS_DEVICE Score score(int64_t b, int64_t n, int64_t h, int64_t q, int64_t key) const {
+    const int64_t bn = b * p_.N + n;
+    Score of{};
+    of.q = load(element<const scalar_t>(p_.q, p_.q_stride, b, n, q, h), p_.D);
+    of.do_ = load(element<const scalar_t>(p_.do_, p_.do_stride, b, n, q, h), p_.Dv);
+    Channels values = load(element<const scalar_t>(p_.v, p_.v_stride, b, n, key, h), p_.Dv);
+    float s = p_.scale * of.q.dot(load(element<const scalar_t>(p_.k, p_.k_stride, b, n, key, h), p_.D));
+    if (p_.bias1) {
+      const int64_t at = b * p_.bias1_stride[0] + n * p_.bias1_stride[1] + key * p_.bias1_stride[2];
+      s += float(static_cast<const scalar_t*>(p_.bias1)[at]) - args_.shift[bn];
+    }
+    if (p_.bias2) s += float(*element<const scalar_t>(p_.bias2, p_.bias2_stride, b, h, q, key));
+    if (kExact && args_.softmax != nullptr) {
+      const float2 softmax = args_.softmax[index(bn, h, q)], delta = args_.negative_delta[index(bn, h, q)];
+      of.p = expf(s + softmax.x) * softmax.y;
+      of.ds = of.p * ((of.do_.dot(values) + delta.x) + delta.y);
+    } else {
+      const float lse = p_.lse[index(bn, h, q)];
+      of.p = lse < -kLargestLse ? 0.f : expf(s - lse);
+      values.add(-1.f, load(element<const scalar_t>(p_.o, p_.o_stride, b, n, q, h), p_.Dv));
+      of.ds = of.p * of.do_.dot(values);  // dP - delta = dO (V - O)
+    }
+    if (only_key(bn) >= 0) of.ds *= 0.f;
+    return of;
+  }
+
+  // dk, dv and dbias1 of keys from key0 on.
+  CUTLASS_DEVICE void mend_keys(int64_t bn, int64_t key0) const {
+    const int64_t b = bn / p_.N, n = bn % p_.N;
+    const bool exists = key0 + of_group_ < p_.Lk;
+    const int64_t key = exists ? key0 + of_group_ : p_.Lk - 1;
+    auto dk = [&](int64_t h) { return element<scalar_t>(p_.dk, p_.dk_stride, b, n, key, h); };
+    auto dv = [&](int64_t h) { return element<scalar_t>(p_.dv, p_.dv_stride, b, n, key, h); };
+    const bool sees_one = only_key(bn) >= 0;
+    float* dbias1 = p_.dbias1 ? p_.dbias1 + bn * p_.Lk + key : nullptr;
+    bool is_nan = dbias1 && isnan(*dbias1), hides = false;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t h = 0; h < p_.H; ++h) {
+      if (p_.dk) {
+        const Channels x = load(dk(h), p_.D);
+        is_nan |= has_nan(x);
+        if (sees_one && exists) store(dk(h), p_.D, x, 0.f);
+      }
+      if (p_.dv) is_nan |= has_nan(load(dv(h), p_.Dv));
+    }
+    __syncwarp();
+    if (sees_one && exists && dbias1 && sublane_ == 0) *dbias1 *= 0.f;
+    if (!ptx::any(is_nan)) return;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t x = lane_; x < p_.H * p_.Lq; x += 32) hides |= is_hidden(bn, x / p_.Lq, x % p_.Lq);
+    if (!ptx::any(hides)) return;
+
+    float sum = 0.f;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t h = 0; h < p_.H; ++h) {
+      Channels sum_dk, sum_dv;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int64_t q = 0; q < p_.Lq; ++q) {
+        if (is_hidden(bn, h, q)) continue;
+        const Score x = score(b, n, h, q, key);
+        sum_dk.add(x.ds, x.q), sum_dv.add(x.p, x.do_), sum += x.ds;
+      }
+      if (p_.dk && exists) store(dk(h), p_.D, sum_dk, p_.scale);
+      if (p_.dv && exists) store(dv(h), p_.Dv, sum_dv, 1.f);
+    }
+    if (dbias1 && exists && sublane_ == 0) *dbias1 = sum;
+  }
+  CUTLASS_DEVICE static bool has_nan(const Channels& channels) {
+    bool found = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kPerLane; ++c) found |= isnan(channels.x[c]);
+    return found;
+  }
+
+  // dq of a query of all heads.
+  CUTLASS_DEVICE void mend_dq(int64_t bn, int64_t q) const {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t h = of_group_; h < p_.H; h += kKeys) {
+      scalar_t* row = element<scalar_t>(p_.dq, p_.dq_stride, bn / p_.N, bn % p_.N, q, h);
+      if (is_hidden(bn, h, q)) {
+        store(row, p_.D, Channels(), 0.f);
+      } else if (only_key(bn) >= 0) {
+        store(row, p_.D, load(row, p_.D), 0.f);
+      }
+    }
+  }
+
+  // A query's row of dbias2.
+  CUTLASS_DEVICE void mend_dbias2(int64_t b, int64_t h, int64_t q) const {
+    bool hides = false, sees_one = false;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t n = lane_; n < p_.N; n += 32) {
+      hides |= is_hidden(b * p_.N + n, h, q), sees_one |= only_key(b * p_.N + n) >= 0;
+    }
+    hides = ptx::any(hides), sees_one = ptx::any(sees_one);
+    if (!hides && !sees_one) return;
+    float* row = p_.dbias2 + ((b * p_.H + h) * p_.Lq + q) * p_.Lk;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t key0 = 0; key0 < p_.Lk; key0 += 32) {
+      const int64_t key = key0 + lane_;
+      bool wrong = hides && key < p_.Lk && isnan(row[key]);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int64_t n = 0; sees_one && n < p_.N; ++n) wrong |= only_key(b * p_.N + n) == key;
+      uint32_t left = __ballot_sync(0xffffffffu, wrong);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int first = 0; left != 0; first += kKeys, left >>= kKeys) {
+        if (left % (1 << kKeys) == 0) continue;
+        const int64_t mine = key0 + first + of_group_;
+        float sum = 0.f;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int64_t n = 0; n < p_.N; ++n) {
+          if (!is_hidden(b * p_.N + n, h, q)) sum += score(b, n, h, q, mine < p_.Lk ? mine : p_.Lk - 1).ds;
+        }
+        if ((left >> of_group_ & 1) != 0 && sublane_ == 0) row[mine] = sum;
+      }
+    }
+  }
+
+  const PostprocessArgs& args_;
+  const BwdParams& p_;
+  const int lane_, sublane_, of_group_;
+};
+
+template <typename scalar_t, int kHeadDim>
+__global__ void __launch_bounds__(kPostprocessThreads, 1) postprocess(const __grid_constant__ PostprocessArgs args) {
+  ptx::wait_for_kernel_before();
+  if (args.flag.is_raised()) Postprocess<scalar_t, kHeadDim>(args).run();
+}
+
+}  // namespace ds4s

@@ -1,0 +1,30 @@
+// Host side of common/postprocess.h.
+#pragma once
+
+#include <atomic>
+
+#include "common/key_mask_buffers.h"
+#include "common/postprocess.h"
+
+namespace ds4s {
+
+// The flag of a call, in a word of its workspace.
+inline PostprocessFlag new_postprocess_flag(uint32_t* word) {
+  static std::atomic<uint32_t> calls{0x64733473u};
+  return {word, calls.fetch_add(1, std::memory_order_relaxed)};
+}
+
+// Without a bias all queries of a row n see the same keys, and more than one.
+inline bool needs_postprocess(const BwdParams& p) { return p.bias1 != nullptr || p.bias2 != nullptr; }
+
+// key_mask: its place in the workspace.
+inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {
+  const KeyMaskBuffers<BwdParams> buffers(p);
+  PostprocessArgs args{};
+  args.p = p, args.flag = flag;
+  args.shift = buffers.at(key_mask).shift;
+  args.only_key = buffers.only_key(key_mask);
+  return args;
+}
+
+}  // namespace ds4s
