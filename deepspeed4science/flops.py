@@ -9,13 +9,14 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from deepspeed4science.call import BackwardCall, ForwardCall
+from deepspeed4science.call import BackwardCall, ForwardCall, PackedBackwardCall
 
 
-def register(forward_op: Any, backward_op: Any) -> None:
+def register(*operators: Any) -> None:
     """Once in a process, like the operators."""
-    for operator, formula in ((forward_op, _forward), (backward_op, _backward)):
+    for operator in operators:
         if operator.overloadpacket not in flop_registry:
+            formula = _FORMULAS[operator.overloadpacket.__name__]
             register_flop_formula(operator.overloadpacket)(formula)
 
 
@@ -34,6 +35,20 @@ def _backward(*shapes: Any, **named: Any) -> int:
     if want_q or want_k or want_bias1 or want_bias2:
         depth += Dv
     return _product(call, depth)
+
+
+def _backward_packed(*shapes: Any, **named: Any) -> int:
+    """The same, with all gradients wanted."""
+    B, N, L, H, D = _call(PackedBackwardCall, shapes, named).do_
+    products: int = 2 * B * N * H * L * L * 5 * D
+    return products
+
+
+_FORMULAS = {
+    "evoformer_attn": _forward,
+    "evoformer_attn_backward": _backward,
+    "evoformer_attn_backward_packed": _backward_packed,
+}
 
 
 def _call(kind: Any, shapes: Sequence[Any], named: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed4science import implementation, registration
+from deepspeed4science import flops, implementation, registration
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
 from deepspeed4science.errors import DoubleBackwardError
@@ -101,3 +101,4 @@ def _autograd_backward(*arguments: Any, **named: Any) -> Any:
         fake=_fake_backward,
     ),
 )
+flops.register(backward_packed_op)

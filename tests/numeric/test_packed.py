@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed4science import nn
 from deepspeed4science.errors import DoubleBackwardError
@@ -93,6 +94,20 @@ def test_double_backward_is_refused():
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="first derivatives only"):
         dx.sum().backward()
+
+
+def test_operations_are_counted():
+    layer = nn.TriangleAttentionStartingNode(12, 8, 2)
+    x = torch.randn(1, 5, 5, 12, requires_grad=True)
+
+    def count():
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        return counter.get_total_flops()
+
+    counted = count()
+    with plainly():
+        assert counted == count()
 
 
 def test_what_torch_func_and_inference_take():
