@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.backends.kernels import Kernels
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import DEVICES
 
@@ -85,6 +86,19 @@ def test_gradients_are_those_without_it():
     o = DS4Sci_EvoformerAttention(*leaves[:3], leaves[3:])
     for mine, theirs in zip(ours, torch.autograd.grad(o.sin().sum(), leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_alone_it_begins_to_compile_no_backward(monkeypatch):
+    ahead = []
+    monkeypatch.setattr(Kernels, "prefetch", lambda self, kernel: ahead.append(kernel.direction))
+    q, k, v, bias1, bias2 = tensors("cpu")
+    for _ in range(2):
+        DS4Sci_EvoformerAttention(q.detach(), k, v, [bias1, bias2], return_lse=True)
+        with torch.no_grad():
+            DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], return_lse=True)
+    assert ahead == []
+    DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
+    assert ahead == ["bwd"]
 
 
 def test_compiled_vmapped_and_under_autocast():
