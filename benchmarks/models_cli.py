@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
 from benchmarks.environment import describe
-from benchmarks.layers import measure_layers
 from benchmarks.result_file import make_result, save
 
 
@@ -37,7 +35,10 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     return [layers, blocks]
 
 
+# The layers are imported where they are measured: other commands time versions without them.
 def _layers(arguments: argparse.Namespace) -> int:
+    from benchmarks.layers import measure_layers
+
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     rows = measure_layers(
@@ -63,6 +64,8 @@ def _layers(arguments: argparse.Namespace) -> int:
 
 
 def _blocks(arguments: argparse.Namespace) -> int:
+    from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
+
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     skipped = {path.name: why for path in PATHS if (why := missing(path, device))}

@@ -63,12 +63,20 @@ def measure_replays(
     commit: str | None,
 ) -> Iterator[ReplayRow]:
     """One row after another; `bwd` computes dq, dk, dv and dbias2."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for workload in workloads:
-        calls = _calls(workload, dtype)
+        # A backward runs on the stream of its forward, and a graph holds what one stream does.
+        with torch.cuda.stream(stream):
+            calls = _calls(workload, dtype)
+            us = {d: _microseconds(calls[d], workload, d, stream) for d in directions}
         for direction in directions:
-            us = _microseconds(calls[direction], workload, direction)
             yield ReplayRow(
-                family, commit, workload.shape, direction, workload.mask.id, (round(us, 1),)
+                family,
+                commit,
+                workload.shape,
+                direction,
+                workload.mask.id,
+                (round(us[direction], 1),),
             )
 
 
@@ -91,20 +99,20 @@ def _calls(workload: Workload, dtype: torch.dtype) -> dict[str, Callable[[], obj
     return {"fwd": forward, "bwd": backward}
 
 
-def _microseconds(call: Callable[[], object], workload: Workload, direction: str) -> float:
+def _microseconds(
+    call: Callable[[], object], workload: Workload, direction: str, stream: torch.cuda.Stream
+) -> float:
     num_calls = int(SCORES_IN_A_GRAPH / workload.num_scores)
     num_calls = max(2, min(50, num_calls if direction == "fwd" else num_calls // 3))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+    for _ in range(3):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(num_calls):
             call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(num_calls):
-                call()
-        graph.replay()
-        return median(_replay_ms(graph) for _ in range(NUM_REPLAYS)) * 1e3 / num_calls
+    graph.replay()
+    return median(_replay_ms(graph) for _ in range(NUM_REPLAYS)) * 1e3 / num_calls
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

@@ -77,8 +77,8 @@ def check_stacked(draw, ulp):
         for name, (x, e, ref) in draw().items():
             assert same_non_finite(x, ref), f"{name}: NaN or infinities elsewhere"
             total = totals.setdefault(name, torch.zeros(4, dtype=torch.float64))
-            norms = [(tensor.double() - ref).norm() ** 2 for tensor in (x, e)]
-            total += torch.stack([*norms, ref.norm() ** 2, torch.tensor(ref.numel())]).cpu()
+            norms = [float((tensor.double() - ref).norm()) ** 2 for tensor in (x, e)]
+            total += torch.tensor([*norms, float(ref.norm()) ** 2, ref.numel()])
         least = min(total[3] for total in totals.values())
     broken = []
     for name, (of_ours, of_eager, of_reference, _) in totals.items():

@@ -72,8 +72,9 @@ def check(shape, D, H, masked, device, dtype, ending):
         expected = gradients(layer, x, mask, do_)
     for one, other in zip(found, expected, strict=True):
         assert law.same_non_finite(one, other)
-        # Kernels may add in another order, run to run.
-        assert law.relative_error(one, other) <= 2 * torch.finfo(dtype).eps
+        # Kernels may add in another order, run to run, and so do products of another layout: each
+        # of the two is off by up to two roundings of its own.
+        assert law.relative_error(one, other) <= 4 * torch.finfo(dtype).eps
 
 
 @EACH
