@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.environment import describe
+from benchmarks.result_file import make_result
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.distributed import apply_locally
 from deepspeed4science.distributed.gather import Gather
@@ -197,7 +197,7 @@ def main() -> None:
         found[name]["speedup"] = one["ms"] / many["ms"]
     found["weak"]["efficiency"] = found["weak"]["one"]["ms"] / found["weak"]["axial"]["ms"]
     if dist.get_rank() == 0:
-        text = json.dumps({"environment": asdict(describe(device)), **found}, indent=2)
+        text = json.dumps(make_result(describe(device), "many-gpus", **found), indent=2)
         print(text)
         if options.out:
             options.out.write_text(text + "\n")
