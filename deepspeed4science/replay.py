@@ -13,11 +13,10 @@ tensors are on 16 bytes. Other calls go through the operator, which does the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from deepspeed4science import dispatch
 from deepspeed4science.call import Call
@@ -30,14 +29,35 @@ _MOST_OF_A_GROUP = 8  # kinds that differ in what only PyTorch compares: strides
 CallT = TypeVar("CallT", bound=Call)
 ResultT = TypeVar("ResultT")
 
-# Looked up once: they are asked for at every call.
-_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
-_is_profiler_enabled = torch._C._autograd._profiler_enabled
-_are_transforms_active = torch._C._are_functorch_transforms_active
-
-_KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _CLASSES = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda")  # what is subtracted from a key set leaves its devices
+
+
+def _keys(*names: str) -> Any:
+    found = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        found = found | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return found
+
+
+# Not PyTorch's public interface: a release without one of them replays nothing, and all calls go
+# through the operator. Looked up once, since they are asked for at every call.
+try:
+    from torch._C._dynamo.guards import TensorGuards
+
+    _is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+    _is_profiler_enabled = torch._C._autograd._profiler_enabled
+    _are_transforms_active = torch._C._are_functorch_transforms_active
+    _included = torch._C._dispatch_tls_local_include_set
+    _excluded = torch._C._dispatch_tls_local_exclude_set
+    _keys_of, _NO_KEY = torch._C._dispatch_keys, torch._C.DispatchKey.Undefined
+    _PLAIN_KEYS = _keys(
+        *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
+        *("BackendSelect", "ADInplaceOrView"),
+    )
+    IS_POSSIBLE = True
+except (ImportError, AttributeError):
+    IS_POSSIBLE = False
 
 
 def tensors_of(call: Call) -> tuple[list[Tensor], int]:
@@ -64,7 +84,7 @@ class Replay(Generic[CallT, ResultT]):
     def __init__(self, prepare: Callable[[CallT], Callable[[CallT], ResultT]]) -> None:
         self._prepare = prepare
         # Groups are replaced, not changed: other threads read meanwhile.
-        self._groups: dict[object, tuple[tuple[TensorGuards, Callable[[CallT], ResultT]], ...]] = {}
+        self._groups: dict[object, tuple[tuple[Any, Callable[[CallT], ResultT]], ...]] = {}
 
     def known(
         self, q: Tensor, tensors: Sequence[Tensor], *others: object
@@ -74,7 +94,9 @@ class Replay(Generic[CallT, ResultT]):
         tensors   those of the call that are there, q among them
         others    what kinds differ in beside them: which of the tensors are there, for one
         """
-        if type(q) not in _CLASSES or q.is_nested:  # whose shape is not one of numbers
+        if (
+            not IS_POSSIBLE or type(q) not in _CLASSES or q.is_nested
+        ):  # whose shape is not one of numbers
             return None
         if _is_function_mode_enabled() or _is_profiler_enabled():
             return None
@@ -87,6 +109,8 @@ class Replay(Generic[CallT, ResultT]):
         self, call: CallT, tensors: Sequence[Tensor], *others: object
     ) -> Callable[[CallT], ResultT] | None:
         """As `known`; of a plain call whose kind is not known it is prepared and kept."""
+        if not IS_POSSIBLE:
+            return None
         compute = self.known(call.q, tensors, *others)
         if compute is not None or not _are_plain(tensors) or not _are_aligned(tensors):
             return compute
@@ -126,24 +150,11 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """PyTorch would come back to this package at once. Autocast has been heard already."""
     if _is_function_mode_enabled() or _is_profiler_enabled() or _are_transforms_active():
         return False
-    on, off = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    on, off = _included(), _excluded()
     for tensor in tensors:
         if type(tensor) not in _CLASSES or tensor.device.type not in _DEVICES:
             return False
-        beyond = ((torch._C._dispatch_keys(tensor) | on) - off) - _PLAIN_KEYS
-        if beyond.highestPriorityTypeId() != _Key.Undefined:
+        beyond = ((_keys_of(tensor) | on) - off) - _PLAIN_KEYS
+        if beyond.highestPriorityTypeId() != _NO_KEY:
             return False
     return True
-
-
-def _keys(*names: str) -> torch._C.DispatchKeySet:
-    found = _KeySet(getattr(_Key, names[0]))
-    for name in names[1:]:
-        found = found | _KeySet(getattr(_Key, name))
-    return found
-
-
-_PLAIN_KEYS = _keys(
-    *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
-    *("BackendSelect", "ADInplaceOrView"),
-)
