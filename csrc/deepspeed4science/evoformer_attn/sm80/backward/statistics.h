@@ -119,18 +119,7 @@ struct RowStatistics {
       }
     }
 
-    CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int mine = warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
-      const int64_t index = bnh * p.Lq + query0 + mine;
-      const bool stores = Mma::leads_row(lane) && mine < queries_left;
-      const bool hidden = share[slot].store(softmax + index, negative_delta + index, sCenter[mine], stores);
-      if (hidden) flag.raise();
-      if (p.partial_keys == 0 || !stores) continue;
-      const float lse = p.lse[index];  // of more keys than are here
-      softmax[index] = make_float2(lse == -infinity() ? lse : -lse, 1.f);
-      negative_delta[index] = make_float2(-sCenter[mine], 0.f);
-    }
+    store(p, share, sCenter, softmax, negative_delta, bnh, query0, warp_query, lane, flag);
   }
 
  private:
@@ -172,6 +161,25 @@ struct RowStatistics {
       return nothing;
     }
   };
+
+  // The statistics of the block's queries, which begin at query0.
+  CUTLASS_DEVICE static void store(const BwdParams& p, const Share (&share)[kSlots], const float* sCenter,
+                                   float2* softmax, float2* negative_delta, uint32_t bnh, int query0, int warp_query,
+                                   int lane, PostprocessFlag flag) {
+    const int queries_left = int(p.Lq) - query0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const int mine = warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+      const int64_t index = bnh * p.Lq + query0 + mine;
+      const bool stores = Mma::leads_row(lane) && mine < queries_left;
+      const bool hidden = share[slot].store(softmax + index, negative_delta + index, sCenter[mine], stores);
+      if (hidden) flag.raise();
+      if (p.partial_keys == 0 || !stores) continue;
+      const float lse = p.lse[index];  // of more keys than are here
+      softmax[index] = make_float2(lse == -infinity() ? lse : -lse, 1.f);
+      negative_delta[index] = make_float2(-sCenter[mine], 0.f);
+    }
+  }
 
   CUTLASS_DEVICE static float center_of(const scalar_t* o, const scalar_t* do_, int channels) {
     float center = 0.f;
