@@ -111,11 +111,7 @@ struct RowStatistics {
         multiply_rows<Mma, KeyTile, 2>(s, 0, operand_q, sK + offset);
         multiply_rows<Mma, KeyTile, 2>(dp, 0, operand_do, sV + offset);
         add_biases(exponent, s, bias, sBias1 + 64 * stripe, lane);
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < kSlots; ++slot) {
-          float center = sCenter[warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep];
-          share[slot].take_in(s, dp, slot, center);
-        }
+        take_in(share, s, dp, sCenter, warp_query, lane);
       }
     }
 
@@ -161,6 +157,15 @@ struct RowStatistics {
       return nothing;
     }
   };
+
+  CUTLASS_DEVICE static void take_in(Share (&share)[kSlots], const float (&s)[4][8], const float (&dp)[4][8],
+                                     const float* sCenter, int warp_query, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      float center = sCenter[warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep];
+      share[slot].take_in(s, dp, slot, center);
+    }
+  }
 
   // The statistics of the block's queries, which begin at query0.
   CUTLASS_DEVICE static void store(const BwdParams& p, const Share (&share)[kSlots], const float* sCenter,
