@@ -16,6 +16,7 @@ def test_losses_are_those_of_one_process():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["examples/axial_parallel.py", "--length=21", "--steps=4", "--blocks=1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     losses = re.findall(r"^ *\d+ +(\d+\.\d+) +(\d+\.\d+)$", done.stdout, re.M)
     assert len(losses) == 4, done.stdout + done.stderr
     for many, one in losses:
