@@ -7,10 +7,9 @@ The names below arrive on first use, so that the report works on a machine whose
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from op_builder import offered
 
 if TYPE_CHECKING:
     from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
@@ -25,8 +24,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# As on what DeepSpeed's `load()` returns.
-offered.offer(f"{__name__}.drop_in.binding", "attention", "attention_bwd")
+with suppress(ImportError):  # a damaged installation, of which the report has more to say
+    from op_builder import offered
+
+    # As on what DeepSpeed's `load()` returns.
+    offered.offer(f"{__name__}.drop_in.binding", "attention", "attention_bwd")
 
 _MODULES = {
     "DS4Sci_EvoformerAttention": "evoformer_attn",

@@ -129,8 +129,11 @@ def _check_what_is_known(call: Call) -> None:
 
 
 def _zero_gradients(call: BackwardCall) -> Gradients:
-    likes = _gradient_likes(call)
-    dq, dk, dv, dbias1, dbias2 = (_empty_gradient(like, call).zero_() for like in likes)
+    """None where no gradient is wanted."""
+    dq, dk, dv, dbias1, dbias2 = (
+        _empty_gradient(like, call).zero_() if wanted else None
+        for like, wanted in zip(_gradient_likes(call), call.wanted, strict=True)
+    )
     return dq, dk, dv, dbias1, dbias2
 
 
