@@ -7,6 +7,7 @@ table asks for: its figures were measured in one run on one machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from benchmarks import masks
 from benchmarks.archive import Measurement, latest
@@ -252,13 +253,15 @@ def _blocks() -> list[str]:
     ]
 
 
+def _newest(kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """The newest file of a GPU, and of a CPU."""
+    found = [latest(kind, device=device) for device in ("cuda", "cpu")]
+    return [file for file in found if file is not None]
+
+
 def _startup() -> list[str]:
     blocks = []
-    for device in ("cuda", "cpu"):
-        newest = latest("startup", device=device)
-        if newest is None:
-            continue
-        file, content = newest
+    for file, content in _newest("startup"):
         environment, seconds = content["environment"], dict(content["startup"])
         compiled = seconds.pop("compile_s", {})
         machine = f"{environment['gpu'] or environment['cpu']}, {environment['num_cores']} cores"
@@ -277,11 +280,7 @@ def _startup() -> list[str]:
 
 def _host() -> list[str]:
     blocks = []
-    for device in ("cuda", "cpu"):
-        newest = latest("host", device=device)
-        if newest is None:
-            continue
-        file, content = newest
+    for file, content in _newest("host"):
         environment, dtype = content["environment"], content["settings"]["dtype"]
         peers = list(dict.fromkeys(row["peer"] for row in content["rows"]))
         times = {(row["call"], row["peer"]): number(row["median_us"]) for row in content["rows"]}

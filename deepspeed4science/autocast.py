@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from deepspeed4science.call import ForwardCall
 from deepspeed4science.problem import SUPPORTED_DTYPES
 
 _DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
@@ -22,3 +26,17 @@ def cast(device_type: str, *tensors: Tensor) -> list[Tensor]:
     """In autocast's dtype, float64 excepted, as PyTorch's own do it."""
     dtype = torch.get_autocast_dtype(device_type)
     return [tensor.to(dtype) if tensor.dtype in SUPPORTED_DTYPES else tensor for tensor in tensors]
+
+
+def kernel(device_type: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward operator under autocast: `forward` below it, with Q, K and V in its dtype."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    keyset = torch._C.DispatchKeySet(key)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        given = ForwardCall(*arguments, **named)
+        with torch._C._ExcludeDispatchKeyGuard(keyset):
+            q, k, v = cast(device_type, given.q, given.k, given.v)
+            return forward(*given._replace(q=q, k=k, v=v))
+
+    return call

@@ -241,7 +241,7 @@ def _is_functionalized() -> bool:
     )
 
 
-def _recorded(function: type[torch.autograd.Function], operator: Any, arguments: Any) -> Any:
+def recorded(function: type[torch.autograd.Function], operator: Any, arguments: Any) -> Any:
     """The operator as autograd meets it: recorded where a gradient is wanted."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if any(torch._VF._unpack_dual(tensor, level=0)[1] is not None for tensor in tensors):
@@ -253,25 +253,15 @@ def _recorded(function: type[torch.autograd.Function], operator: Any, arguments:
 
 
 def _autograd_forward(*arguments: Any, **named: Any) -> Any:
-    return _recorded(Attention, forward_op, ForwardCall(*arguments, **named))
+    return recorded(Attention, forward_op, ForwardCall(*arguments, **named))
 
 
 def _autograd_backward(*arguments: Any, **named: Any) -> Any:
-    return _recorded(AttentionBackward, backward_op, BackwardCall(*arguments, **named))
+    return recorded(AttentionBackward, backward_op, BackwardCall(*arguments, **named))
 
 
-def _autocast(device_type: str) -> Any:
-    """The forward with Q, K and V in autocast's dtype."""
-    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
-    keyset = torch._C.DispatchKeySet(key)
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        given = ForwardCall(*arguments, **named)
-        with torch._C._ExcludeDispatchKeyGuard(keyset):
-            q, k, v = autocast.cast(device_type, given.q, given.k, given.v)
-            return forward_op(*given._replace(q=q, k=k, v=v))
-
-    return call
+def _below_autocast(*call: Any) -> Any:
+    return forward_op(*call)
 
 
 def _vmap_forward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
@@ -288,8 +278,8 @@ forward_op, backward_op = registration.register(
         kernels={
             "CompositeExplicitAutograd": implementation.forward,
             "Autograd": _autograd_forward,
-            "AutocastCPU": _autocast("cpu"),
-            "AutocastCUDA": _autocast("cuda"),
+            "AutocastCPU": autocast.kernel("cpu", _below_autocast),
+            "AutocastCUDA": autocast.kernel("cuda", _below_autocast),
         },
         fake=implementation.fake_forward,
         vmap=_vmap_forward,

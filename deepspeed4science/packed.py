@@ -17,6 +17,7 @@ from deepspeed4science import flops, implementation, registration
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
 from deepspeed4science.errors import DoubleBackwardError
+from deepspeed4science.operators import recorded
 
 
 def columns(product: Tensor, H: int, D: int, ending: bool) -> list[Tensor]:
@@ -84,11 +85,7 @@ class _Once(torch.autograd.Function):
 
 
 def _autograd_backward(*arguments: Any, **named: Any) -> Any:
-    call = PackedBackwardCall(*arguments, **named)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call):
-        return _Once.apply(*call)
-    with torch._C._AutoDispatchBelowAutograd():
-        return backward_packed_op(*call)
+    return recorded(_Once, backward_packed_op, PackedBackwardCall(*arguments, **named))
 
 
 (backward_packed_op,) = registration.register(

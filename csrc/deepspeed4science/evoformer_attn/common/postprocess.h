@@ -2,8 +2,7 @@
 //
 //   - 0 times NaN is NaN: what V and dO hold reaches gradients also from a query whose keys are all hidden by bias2, or
 //     by both biases together. What is NaN where there is such a query is computed again without it; its dq is 0.
-//   - P of an only visible key is 1 and dS = 0, of which rounding leaves dP - delta. Where bias1 leaves a row n a
-//   single
+//   - P of an only visible key is 1 and dS = 0, of which rounding leaves dP - delta. Where bias1 leaves a row n one
 //     key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without those rows n.
 //
 // Kernels before this one see both by the way and raise a flag. Where nobody has, this one ends at once. Otherwise it
