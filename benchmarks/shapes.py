@@ -128,7 +128,9 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("trunk384", 1, 1, 384, 16, 24, f"{AF3_TRUNK}; crop 384"),
     Workload("trunk768", 1, 1, 768, 16, 24, f"{AF3_TRUNK}; crop 768"),
     Workload("wide64", 1, 256, 1024, 4, 64, "heads of 64, where other kernels change their path"),
-    Workload("wide128", 1, 64, 1024, 8, 128, "heads of 128, the widest that is supported"),
+    Workload("wide128", 1, 64, 1024, 8, 128, "heads of 128, the widest of Hopper's own kernels"),
+    Workload("wide160", 1, 64, 1024, 8, 160, "heads of 160"),
+    Workload("wide256", 1, 64, 1024, 8, 256, "heads of 256, the widest that is supported"),
 )
 
 GROUPS: dict[str, tuple[str, ...]] = {
