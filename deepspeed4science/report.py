@@ -88,7 +88,7 @@ class Report:
     no_gpu: str  # when there is none: what PyTorch or the driver say
     cpu: CpuRow
     cache: CacheRow
-    variables: dict[str, str]  # those of README's table that are set
+    variables: dict[str, str]  # those of `env.VARIABLES` that are set
     usable: bool
     verdict: str
     warnings: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Every environment variable the project reads, as data; nothing else touches `os.environ`.
 
 Nothing here is ever written back: a variable that one build changes would leak into the next.
-README's table is checked against `VARIABLES` by a test. An empty value counts as unset, as in most
-shells' habits.
+A test compares docs/environment.md, and the README's six, with `VARIABLES`. An empty value counts
+as unset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Variable:
     name: str
     meaning: str
     default: str  # in words
-    of_the_system: bool = False  # every system sets it, and not for us: not in README's table
+    of_the_system: bool = False  # every system sets it, and not for us: not in the documents' table
 
 
 # What compilers and linkers read by themselves and what then comes out otherwise. C_INCLUDE_PATH is
@@ -135,7 +135,7 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def table() -> str:
-    """README's table, as Markdown."""
+    """The table of docs/environment.md, in Markdown."""
     shown = [variable for variable in VARIABLES if not variable.of_the_system]
     rows = [f"| `{one.name}` | {one.meaning} | {one.default} |" for one in shown]
     return "\n".join(["| variable | meaning | default |", "|---|---|---|", *rows])

@@ -11,7 +11,7 @@ import shlex
 import pytest
 import torch
 
-from deepspeed4science import run_command
+from deepspeed4science import drop_in, run_command
 from deepspeed4science.drop_in import clients
 from tests.numeric import law
 from tests.numeric.cases import DEVICES
@@ -101,12 +101,11 @@ def check_recipes(client, capsys):
     (line,) = re.findall(rf"python -m deepspeed4science run ({client} .*)", README)
     assert run_command.main(["--dry-run", *shlex.split(line)]) == 0
     said = capsys.readouterr().out
-    (recipe,) = (
-        text for text in re.findall(r"```python\n(.*?)```", README, re.S) if client in text
-    )
+    (recipe,) = re.findall(r"^drop_in\.switch\(\"\w+\"\)", README, re.M)
+    assert re.search(rf"\b{client}\b", README[README.index(recipe) :].splitlines()[0])
     functions = clients.functions(clients.find(client))
     try:
-        exec(re.sub(r'switch\("\w+"\)', f'switch("{client}")', recipe), {})
+        exec(re.sub(r'"\w+"', f'"{client}"', recipe), {"drop_in": drop_in})
         for module, name, where in functions:
             place, _, function = where.partition(":")
             ours = getattr(importlib.import_module(place), function)

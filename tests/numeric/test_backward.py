@@ -75,7 +75,7 @@ def test_a_moderate_pair_bias_on_all_keys(device):
 
 @pytest.mark.parametrize("value", [-1e6, -1e9, -1e37, -3e38])
 def test_queries_hidden_by_pair_bias_disturb_no_others(value, device):
-    """Their own gradient is lost with the digits of lse (README, limits)."""
+    """Their own gradient is lost with the digits of lse (docs/limits.md)."""
     inputs = Case("hidden", B=1, N=4, Lq=100, Lk=200, H=2).inputs(torch.bfloat16, device)
     inputs.bias2[:, :, :, 30:70] = value
     inputs.do = torch.randn_like(inputs.q)

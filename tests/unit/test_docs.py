@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page
-    for folder in (".", "docs", "benchmarks", "csrc", "deepspeed4science", "tests")
-    for page in (ROOT / folder).glob("*.md" if folder == "." else "**/*.md")
-)
+from tests.documents import PAGES, ROOT, name
 
 
 def headings(page: Path) -> set[str]:
@@ -31,7 +26,7 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files_and_headings_that_are_there(page):
     assert broken_links(page) == []
 

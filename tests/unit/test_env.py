@@ -10,7 +10,7 @@ from op_builder import env
 from op_builder.errors import BuildError
 
 REPOSITORY = Path(__file__).parents[2]
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "environment.md"
 
 
 def test_names_are_unique_and_every_row_says_something():
@@ -19,9 +19,9 @@ def test_names_are_unique_and_every_row_says_something():
     assert all(variable.meaning and variable.default for variable in env.VARIABLES)
 
 
-def test_readme_has_this_very_table():
+def test_the_documents_have_this_very_table():
     """If not, paste what `python -c "from op_builder import env; print(env.table())"` says."""
-    assert env.table() in README.read_text()
+    assert env.table() in PAGE.read_text()
 
 
 def reads_environment(tree):

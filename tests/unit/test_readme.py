@@ -1,23 +1,47 @@
-"""README tells the truth: its files exist, its example runs (test_env.py checks the table)."""
+"""README tells the truth: short, its files exist, its snippets run, its variables are env.py's. Its
+commands: tests/system/test_documented_commands.py.
+"""
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from op_builder import env
+from tests.documents import PAGES, ROOT, name, snippets
+
 README = (ROOT / "README.md").read_text()
+# Python that is run elsewhere, with what it stands in.
+RUN_ELSEWHERE = {"docs/adding-a-kernel.md": "tests/system/test_a_new_family.py"}
+
+
+def test_it_is_read_at_one_sitting():
+    assert len(README.splitlines()) <= 150
 
 
 def test_linked_files_exist():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+    links = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r'src="([^"]+)"', README)
     assert links
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
+def test_every_symbol_of_the_op_is_explained():
+    """In the glossary, before the first snippet."""
+    glossary = README.partition("\n## Use\n")[2].partition("```python")[0]
+    first = " ".join(re.findall(r"^\| ([^|]+) \|", glossary, re.M))
+    for symbol in ("B", "N", "L", "H", "D", "Q", "K", "V", "O", "bias1", "bias2"):
+        assert re.search(rf"\b{symbol}\b", first), symbol
+
+
+def test_its_variables_are_rows_of_the_whole_table():
+    section = README.partition("\n## Environment variables\n")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) == 6
+    assert [row for row in rows if row not in env.table().splitlines()] == []
+
+
 def test_nothing_but_env_reads_the_environment():
-    """So that the table above is complete."""
+    """So that its table is complete."""
     sources = [*(ROOT / "op_builder").rglob("*.py"), *(ROOT / "deepspeed4science").rglob("*.py")]
     assert len(sources) > 30
     readers = {
@@ -26,26 +50,48 @@ def test_nothing_but_env_reads_the_environment():
     assert readers <= {"env.py"}
 
 
-def test_example_runs():
-    torch = pytest.importorskip("torch")
-    example = re.findall(r"```python\n(.*?)```", README, re.S)[0]
-    names: dict[str, object] = {}
-    exec(example, names)
-    pair = names["pair"]
-    assert isinstance(pair, torch.Tensor) and pair.grad is not None
-    assert pair.grad.isfinite().all()
-
-
-def test_recipes_run():
-    """Those for models are tried with the models' own packages in tests/clients."""
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, id=f"{name(page)}-{number}")
+        for page in PAGES
+        for number in range(len(snippets(page.read_text())))
+    ],
+)
+def test_snippets_run(page, number):
+    """On a CPU. Switches of models are tried with the models themselves in tests/clients."""
     pytest.importorskip("torch")
-    recipes = re.findall(r"```python\n(.*?)```", README, re.S)[1:]
-    assert len(recipes) == 4
-    for recipe in recipes:
-        try:
-            exec(recipe, {})
-        finally:
-            switch_back()
+    if elsewhere := RUN_ELSEWHERE.get(name(page)):
+        assert page.stem in (ROOT / elsewhere).read_text()
+        pytest.skip(f"run by {elsewhere}")
+    try:
+        exec(snippets(page.read_text())[number], {})
+    finally:
+        switch_back()
+
+
+def test_the_first_snippet_gives_gradients_of_a_model_of_ones_own():
+    torch = pytest.importorskip("torch")
+    names: dict[str, object] = {}
+    exec(snippets(README)[0], names)
+    for linear in (names["to_qkv"], names["to_bias"]):
+        assert isinstance(linear, torch.nn.Linear) and linear.weight.grad is not None
+        assert linear.weight.grad.isfinite().all() and linear.weight.grad.any()
+
+
+def test_openfolds_layout_is_openfolds_attention():
+    """Its own order of operations, in PyTorch: heads first, biases added one by one."""
+    torch = pytest.importorskip("torch")
+    names: dict[str, object] = {}
+    exec(snippets(README)[1], names)
+    q, k, v = (torch.randn(2, 3, 4, 17, 8) for _ in range(3))
+    biases = [torch.randn(2, 3, 1, 1, 17), torch.randn(2, 1, 4, 17, 17)]
+    scores = torch.matmul(q / 8**0.5, k.transpose(-1, -2)) + biases[0] + biases[1]
+    expected = torch.matmul(torch.softmax(scores, -1), v).transpose(-2, -3)
+    attention = names["attention"]
+    assert callable(attention)
+    torch.testing.assert_close(attention(q, k, v, biases), expected)
+    torch.testing.assert_close(attention(q / 8**0.5, k, v, biases, scale=1.0), expected)
 
 
 def switch_back():
