@@ -1,4 +1,4 @@
-// Which instructions a template family may use, and how many warps it wants on one multiprocessor.
+// Which instructions a template family may use, and how many warps should be resident on a multiprocessor.
 #pragma once
 
 #include <cutlass/arch/arch.h>

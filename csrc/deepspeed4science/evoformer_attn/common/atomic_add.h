@@ -1,5 +1,4 @@
-// The one way in which blocks add into an array that others add into as well: no return value, no workspace, the order
-// of the additions left open.
+// Atomic additions to an array that several blocks add to: without a return value or a workspace, in any order.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -7,8 +6,8 @@
 
 namespace ds4s {
 
-// Four neighbours, dst on 16 bytes: red.global.add.v4.f32 (PTX ISA 9.0, 9.7.13.7) from 9.0 up, 1.4 times the additions
-// a second of one at a time.
+// Adds four neighbours; dst is aligned to 16 bytes. red.global.add.v4.f32 (PTX ISA 9.0, 9.7.13.7) from 9.0 up makes 1.4
+// times as many additions a second as single ones.
 CUTLASS_DEVICE void atomic_add_vector(float* dst, const float* x) {
 #if !defined(__CUDA_ARCH__)
   for (int e = 0; e < 4; ++e) atomicAdd(dst + e, x[e]);
@@ -36,7 +35,7 @@ CUTLASS_DEVICE void atomic_add(float* dst, const float* x) {
   for (int e = 0; e < kCount; ++e) atomicAdd(dst + e, x[e]);
 }
 
-// 16-bit elements: pairs where they lie on 4 bytes. bfloat16 wants 8.0.
+// 16-bit elements, in pairs where dst is aligned to 4 bytes. bfloat16 needs 8.0.
 template <int kCount, typename Pair, typename Native>
 CUTLASS_DEVICE void atomic_add_16(Native* dst, const Native* x) {
   if (kCount % 2 == 0 && (reinterpret_cast<unsigned long long>(dst) & 3) == 0) {
@@ -57,7 +56,7 @@ CUTLASS_DEVICE void atomic_add(cutlass::bfloat16_t* dst, const cutlass::bfloat16
                                         reinterpret_cast<const __nv_bfloat16*>(x));
 }
 
-// The first `valid` of kCount elements.
+// Adds the first `valid` of kCount elements.
 template <int kCount, typename Element>
 CUTLASS_DEVICE void atomic_add_access(Element* dst, const Element* x, int valid) {
   if (valid >= kCount) {

@@ -7,7 +7,7 @@
 
 namespace ds4s {
 
-// A bias matrix whose rows begin at 16 bytes and have stride 1: the caller's own, or a copy of it.
+// A bias matrix whose rows are aligned to 16 bytes and have stride 1: the caller's own, or a copy of it.
 struct BiasMatrix {
   const void* ptr;   // [B, H, rows, pitch]
   int64_t stride_b;  // elements
@@ -21,12 +21,12 @@ struct BackwardArgs {
   BiasMatrix bias2_t;          // rows are keys
   const void* bias1;           // [B, N, Lk], stride 1 along Lk: the caller's own, or a copy of it
   int64_t bias1_stride[2];     // B, N
-  KeyMask mask;                // what bias1 and row_mask hide, and how far bias1 is shifted
-  const float2* softmax;       // full precision: [B, N, H, Lq], in place of lse (sm80/backward/statistics.h)
-  const void* negative_delta;  // [B, N, H, Lq] QueryValue; null for the fused pass, whose is in dq (DeltaInDq)
+  KeyMask mask;                // the keys that bias1 and row_mask hide, and the shift of bias1, math.md (1a), (6a)
+  const float2* softmax;       // full precision: [B, N, H, Lq], replaces lse (sm80/backward/statistics.h)
+  const void* negative_delta;  // [B, N, H, Lq] QueryValue; null for the fused pass, which keeps it in dq (DeltaInDq)
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
-  int32_t dbias2_slices;       // into how many parts the rows n are cut
+  int32_t dbias2_slices;       // number of parts into which the rows n are cut
 };
 
 // A kernel's matrices are [B, N, L, H, D]: element (b, n, l, h, 0).
@@ -35,7 +35,8 @@ CUTLASS_DEVICE T* element(const void* ptr, const int64_t (&stride)[4], int64_t b
   return const_cast<T*>(static_cast<const T*>(ptr)) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
 }
 
-// -delta of one (b, n, h) for the fused pass: a float at the beginning of each row of dq, until dq is written.
+// -delta, math.md (9), of one (b, n, h) for the fused pass: a float at the beginning of each row of dq until dq is
+// written.
 template <typename scalar_t>
 struct DeltaInDq {
   float* ptr;
@@ -45,8 +46,9 @@ struct DeltaInDq {
         stride(int(p.dq_stride[2] * int64_t(sizeof(scalar_t)) / 4)) {}
 };
 
-// Below -kLargestLse a float has no digits after the point and P = exp(s - lse) no meaning: bias2 is a large negative
-// number on all keys of that query (bias1's are shifted). Such a query counts as one with no visible key.
+// An lse below -kLargestLse has no digits after the point, so P = exp(s - lse), math.md (8), has no meaning. bias2 is
+// then a large negative number on all keys of that query (a large bias1 is shifted away). Such a query counts as one
+// without a visible key.
 constexpr float kLargestLse = 4194304.f;
 
 }  // namespace ds4s

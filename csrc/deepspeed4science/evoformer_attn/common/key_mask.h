@@ -1,10 +1,10 @@
-// What bias1 and row_mask leave visible (params.h), found once before the kernels that read it: for each row n the
-// shift of bias1, a bit for every 16 keys, and the range of keys in which visible ones lie. One pass over B N Lk
-// elements; the host never sees the result.
+// The keys that bias1 and row_mask leave visible, math.md (6a), found once before the kernels that use them: for each
+// row n the shift of bias1, math.md (1a), a bit for every 16 keys, and the range of keys that contains all visible
+// ones. One pass over B N Lk elements; the result stays on the device.
 //
 //   find_visible_keys   one block for each (b, n)
-//   list_visible_rows   the other way round: for each tile of keys the rows n that see one, in order
-//   KeyMask             the result, for kernels (the host side: common/key_mask_buffers.h)
+//   list_visible_rows   the inverse: for each tile of keys the rows n that see one of them, in order
+//   KeyMask             the result as kernels read it (host side: common/key_mask_buffers.h)
 #pragma once
 
 #include "key_mask_layout.h"
@@ -16,14 +16,14 @@ namespace ds4s {
 struct KeyMask {
   static constexpr int kUnit = KeyMaskLayout::kUnit, kWordKeys = KeyMaskLayout::kWordKeys;
 
-  // Null, all three: nothing is hidden and nothing is shifted.
+  // All three are null where no key is hidden and bias1 is not shifted.
   const float* shift;       // [B N]
   const uint32_t* visible;  // [B N, words]; 0 past the last key
   const int2* range;        // [B N] keys from x to below y, in whole units; x >= y: the row sees nothing
   int32_t words;
 
   CUTLASS_DEVICE float shift_of(int64_t bn) const { return shift == nullptr ? 0.f : __ldg(shift + bn); }
-  // The same from (b, n) on, which counts as 0.
+  // The same mask, indexed from (b, n) on.
   CUTLASS_DEVICE KeyMask from(int64_t bn) const {
     if (range == nullptr) return *this;
     return {shift + bn, visible + bn * words, range + bn, words};
@@ -34,7 +34,7 @@ struct KeyMask {
     int2 seen = keys(bn, /*Lk=*/1);
     return seen.x >= seen.y;
   }
-  // Bit i: keys from key + 16 i on have a visible one. `key` is a multiple of 16; at most 32 units.
+  // Bit i: one of the 16 keys from key + 16 i on is visible. `key` is a multiple of 16; at most 32 units.
   CUTLASS_DEVICE uint32_t units(int64_t bn, int key, int num_units) const {
     const uint32_t all = num_units < 32 ? (1u << num_units) - 1 : ~0u;
     if (visible == nullptr) return all;
@@ -44,7 +44,7 @@ struct KeyMask {
     if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
-  // How many tiles of kKeys keys have a visible one.
+  // Number of tiles of kKeys keys that contain a visible one.
   template <int kKeys>
   CUTLASS_DEVICE int num_visible(int64_t bn, int Lk) const {
     static_assert(kWordKeys % kKeys == 0, "a tile's units are in one word");
@@ -62,7 +62,7 @@ struct KeyMask {
   }
 };
 
-// One after another, the steps of 64 keys in which one of up to kRows neighbouring rows n sees a key.
+// Iterates over the steps of 64 keys in which at least one of up to kRows neighbouring rows n sees a key.
 template <int kRows>
 class VisibleSteps {
  public:
@@ -82,7 +82,7 @@ class VisibleSteps {
     for (int word = 1; word < words_; ++word) count_ += __popc(load(word));
   }
   CUTLASS_DEVICE int count() const { return count_; }
-  // The first key of the next one; called at most count() times.
+  // The first key of the next step; called at most count() times.
   CUTLASS_DEVICE int next() {
     CUTLASS_PRAGMA_NO_UNROLL
     while (bits_ == 0) bits_ = load(++word_);
@@ -92,7 +92,7 @@ class VisibleSteps {
   }
 
  private:
-  // Of every step in the word the lowest bit.
+  // The lowest bit of every step in the word.
   CUTLASS_DEVICE uint32_t load(int word) const {
     if (rows_ == nullptr) return 0x11111111u;
     uint32_t x = 0;
@@ -109,9 +109,9 @@ class VisibleSteps {
   uint32_t bits_ = 0;
 };
 
-// For kernels that own keys and walk over rows n: of each tile of keys of a b the rows n that see one of them.
+// For kernels that own keys and iterate over rows n: for each tile of keys of a b, the rows n that see one of its keys.
 struct RowLists {
-  int32_t* rows;    // [B, tiles, N], the first `count` of each; null: all rows n see all tiles
+  int32_t* rows;    // [B, tiles, N], the first `count` of each are valid; null: all rows n see all tiles
   int32_t* counts;  // [B, tiles]
   int32_t N, tiles;
 
@@ -123,7 +123,7 @@ struct RowLists {
   }
 };
 
-// What find_visible_keys reads and writes.
+// Inputs and outputs of find_visible_keys.
 struct KeyMaskArgs {
   const void* bias1;        // [B, N, Lk], or null
   int64_t bias1_stride[3];  // B, N, Lk
@@ -135,15 +135,15 @@ struct KeyMaskArgs {
   uint32_t* visible;
   int2* range;
   int32_t words;
-  void* copy;            // bias1 again with neighbours side by side, [B, N, Lk], or null
-  int32_t* counter;      // becomes 0: for kernels that hand out work by it
-  int32_t* only_key;     // [B N] the visible key where there is one alone, else -1; or null
-  PostprocessFlag flag;  // raised where a row n sees a single key; only with only_key
+  void* copy;            // a contiguous copy of bias1, [B, N, Lk], or null
+  int32_t* counter;      // set to 0: tile scheduler of later kernels
+  int32_t* only_key;     // [B N] the visible key of a row n that sees exactly one, else -1; or null
+  PostprocessFlag flag;  // raised where a row n sees exactly one key; only with only_key
 };
 
 constexpr int kKeyMaskThreads = 128;
 
-// By a block of kKeyMaskThreads threads, for the row n with this index among all B N.
+// Called by a block of kKeyMaskThreads threads, for the row n with this index among all B N.
 template <typename scalar_t>
 CUTLASS_DEVICE void find_visible_keys_of(const KeyMaskArgs& args, int64_t bn) {
   using Rule = MaskRule<scalar_t>;
@@ -154,7 +154,7 @@ CUTLASS_DEVICE void find_visible_keys_of(const KeyMaskArgs& args, int64_t bn) {
   if (row != nullptr) row += b * args.bias1_stride[0] + n * args.bias1_stride[1];
   const bool is_read =
       args.row_mask == nullptr || args.row_mask[b * args.row_mask_stride[0] + n * args.row_mask_stride[1]] != 0;
-  // A warp's share: words of 512 keys, 16 of them in each lane. The last one read stays in registers.
+  // A warp's share: words of 512 keys, 16 keys in each lane. The last word read stays in registers.
   constexpr int kPerLane = KeyMask::kWordKeys / 32;
   float x[kPerLane];
   auto load = [&](int word) {
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   find_visible_keys_of<scalar_t>(args, blockIdx.x);
 }
 
-// Of one row n, without what find_visible_keys finds; asked by all threads of a block. All bias1 are -inf: otherwise
-// the largest one is visible, or what is no number.
+// Whether one row n sees no key, without the result of find_visible_keys; called by all threads of a block. That is so
+// where all its bias1 are -inf: otherwise the largest finite one is visible, or the NaN.
 template <typename scalar_t, int kThreads, typename Params>
 CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
   if (p.row_mask != nullptr && p.row_mask[b * p.row_mask_stride[0] + n * p.row_mask_stride[1]] == 0) return true;
@@ -239,7 +239,7 @@ CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
   return true;
 }
 
-// A block of kThreads threads for each tile of so many keys of a b.
+// A block of kThreads threads for each tile of keys of a b.
 template <int kThreads>
 CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int keys, int block) {
   constexpr int kWarps = kThreads / 32;

@@ -8,7 +8,7 @@
 
 namespace ds4s {
 
-// Of FwdParams or BwdParams.
+// Made from FwdParams or BwdParams.
 template <typename Params>
 class KeyMaskBuffers {
  public:
@@ -17,20 +17,20 @@ class KeyMaskBuffers {
   bool needed() const { return layout_.needed(); }
   int64_t bytes() const { return layout_.bytes(); }
 
-  // The place of bytes() bytes on 256.
+  // place: bytes() bytes, aligned to 256.
   KeyMask at(void* place) const {
     if (!needed()) return {};
     return {ds4s::at<float>(place, layout_.shift()), ds4s::at<uint32_t>(place, layout_.visible()),
             ds4s::at<int2>(place, layout_.range()), layout_.words()};
   }
 
-  // 0 when the kernels run that follow find_visible_keys.
+  // 0 when the kernels that follow find_visible_keys begin.
   int32_t* counter(void* place) const { return needed() ? ds4s::at<int32_t>(place, layout_.counter()) : nullptr; }
 
-  // For each row n the only key that it sees; null where nobody asks.
+  // For each row n the only key that it sees; null where it is not needed.
   int32_t* only_key(void* place) const { return ds4s::at<int32_t>(place, layout_.only_key()); }
 
-  // copy: of bias1 in rows of Lk neighbours, or null.
+  // copy: receives a contiguous copy of bias1, or null.
   KeyMaskArgs arguments(void* place, void* copy, PostprocessFlag flag = {}) const {
     KeyMask mask = at(place);
     return {p_.bias1,

@@ -1,4 +1,4 @@
-// Where the result of common/key_mask.h lies in a workspace: plain arithmetic, for plans.
+// Offsets of the result of common/key_mask.h in a workspace: plain arithmetic, for plans.
 #pragma once
 
 #include "../params.h"
@@ -29,7 +29,7 @@ class KeyMaskLayout {
   int64_t bytes() const { return bytes_; }
   int64_t rows() const { return rows_; }
   int words() const { return words_; }
-  // Offsets from the beginning of those bytes.
+  // Offsets in bytes from the beginning of the result.
   int64_t counter() const { return counter_; }
   int64_t shift() const { return shift_; }
   int64_t range() const { return range_; }

@@ -7,7 +7,7 @@
 
 namespace ds4s {
 
-// A bias as [outer, middle, rows, columns] with strides in elements. A dimension of stride 0 is copied once.
+// A bias as [outer, middle, rows, columns] with strides in elements. Of a dimension of stride 0, one slice is copied.
 template <typename T>
 struct BiasRows {
   const void* ptr;
@@ -16,7 +16,7 @@ struct BiasRows {
 
   static constexpr int64_t kVec = 16 / int64_t(sizeof(T));
 
-  // Rows begin at 16 bytes and are whole 16-byte chunks.
+  // Whether rows are aligned to 16 bytes and consist of whole 16-byte chunks.
   bool aligned() const {
     bool ok = reinterpret_cast<uintptr_t>(ptr) % 16 == 0 && size[3] % kVec == 0 && unit();
     for (int d = 0; d < 3; ++d) ok = ok && (stride[d] % kVec == 0 || size[d] == 1);
@@ -30,7 +30,7 @@ struct BiasRows {
     return (count(0) * count(1) * count(2) * pitch() * int64_t(sizeof(T)) + 255) / 256 * 256;
   }
 
-  // Copies into dst and points this at the copy.
+  // Copies into dst; from then on this describes the copy.
   cudaError_t repack(void* dst, cudaStream_t stream) {
     RepackParams p{ptr,     dst,     {stride[0], stride[1], stride[2], stride[3]},   count(1), count(2),
                    size[3], pitch(), count(0) * count(1) * count(2) * pitch() / kVec};

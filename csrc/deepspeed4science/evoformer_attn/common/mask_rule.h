@@ -1,4 +1,4 @@
-// When a key is hidden (params.h).
+// When a key is hidden, math.md (6a).
 #pragma once
 
 #include "../params.h"
@@ -6,13 +6,14 @@
 
 namespace ds4s {
 
-// Which keys a row n sees, by the largest finite bias1 of that row: -inf where it has none.
+// Which keys a row n sees, given the largest finite bias1 of that row (-inf where there is none).
 template <typename scalar_t>
 struct MaskRule {
   static constexpr bool kHalf = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
   static constexpr float kThreshold = kMaskThreshold[kHalf ? kFloat16 : kFloat32];
 
-  // Not -inf and not so far below the largest (of which a huge one is its own limit). NaN is visible, and so is +inf.
+  // Neither -inf nor too far below the largest one. A huge largest one equals its own limit and stays visible. NaN and
+  // +inf are visible.
   CUTLASS_DEVICE static bool is_visible(float bias1, float largest) {
     return !(bias1 <= largest - kThreshold) || (bias1 == largest && bias1 > -infinity());
   }

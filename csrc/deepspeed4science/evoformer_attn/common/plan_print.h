@@ -1,5 +1,5 @@
-// A plan as one line of text, `name=value` after `name=value`: what a kernel library answers when it is asked what it
-// would run (DS4S_VERBOSE=1 shows it), and what host tests compare.
+// A plan as one line of text of `name=value` pairs: ds4s_plan returns it (DS4S_VERBOSE=1 shows it), and host tests
+// compare it.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace ds4s {
 
-// Writes as much as there is room for, always ended by 0, and counts what the whole text takes.
+// Writes as much as there is room for, always terminated by 0, and counts the length of the whole text.
 class PlanText {
  public:
   PlanText(char* text, int64_t size) : text_(text), size_(size) {
@@ -20,7 +20,7 @@ class PlanText {
   void add(const char* name, int64_t rows, int64_t columns) {
     append("%s%s=%lldx%lld", name, static_cast<long long>(rows), static_cast<long long>(columns));
   }
-  // The offset of a piece of the workspace; nothing where it is not needed.
+  // The offset of a piece of the workspace; prints nothing where the piece is not needed.
   void add_offset(const char* name, int64_t offset) {
     if (offset >= 0) append("%s%s@%lld", name, static_cast<long long>(offset));
   }

@@ -1,12 +1,13 @@
-// How a kernel tells the last one of a backward that it has something to do (common/postprocess.h).
+// The flag by which kernels of a backward tell its last one that it has work to do (common/postprocess.h).
 #pragma once
 
 #include "ptx.h"
 
 namespace ds4s {
 
-// A word that nobody has cleared: it is raised where it holds a number that is another one in each call. One that
-// holds it by chance, or since a graph was replayed before, costs time and changes nothing.
+// The word is never cleared: it counts as raised where it holds the number of this call, and each call has another
+// number. A word that holds the number by chance, or from an earlier replay of the same graph, costs time and changes
+// no result.
 struct PostprocessFlag {
   uint32_t* word;
   uint32_t raised;

@@ -14,10 +14,11 @@ inline PostprocessFlag new_postprocess_flag(uint32_t* word) {
   return {word, calls.fetch_add(1, std::memory_order_relaxed)};
 }
 
-// Without a bias all queries of a row n see the same keys, and more than one.
+// Without a bias all queries of a row n see all of its keys, and there are several (deepspeed4science/prepared.py
+// handles Lk = 1).
 inline bool needs_postprocess(const BwdParams& p) { return p.bias1 != nullptr || p.bias2 != nullptr; }
 
-// key_mask: its place in the workspace.
+// key_mask: its offset in the workspace.
 inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {
   const KeyMaskBuffers<BwdParams> buffers(p);
   PostprocessArgs args{};

@@ -1,11 +1,11 @@
-// Before the passes: what every one of them reads, brought into the form that costs it least. After them: sums of
+// Before the passes of a backward: their common inputs, in the form that is cheapest to read. After them: sums of
 // parts.
 //
-//   prepare_rows     -delta, delta = rowsum(do * o); in full precision sm80/backward/statistics.h
-//   copy_bias2       rows on 16 bytes, and the transpose for the pass over keys
-//   sum_parts        dbias1 over heads, dbias2 over slices, in a fixed order
+//   prepare_rows     -delta, math.md (9); in full precision sm80/backward/statistics.h instead
+//   copy_bias2       bias2 with rows aligned to 16 bytes, and its transpose for the pass over keys
+//   sum_parts        dbias1 over heads, math.md (15), and dbias2 over slices, math.md (16), in a fixed order
 //
-// What bias1 and row_mask hide, and the shift of bias1, come from common/key_mask.h.
+// The hidden keys and the shift of bias1 come from common/key_mask.h.
 #pragma once
 
 #include <cutlass/array.h>
@@ -16,7 +16,7 @@ namespace ds4s {
 
 constexpr int kPrepareThreads = 128;
 
-// 16 bytes of a row, from element kVec chunk on; past its end 0.
+// 16 bytes of a row, from element kVec * chunk on; 0 past its end.
 template <typename Config, typename scalar_t = typename Config::scalar_t>
 CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
   constexpr int kVec = 16 / int(sizeof(scalar_t));
@@ -31,7 +31,7 @@ CUTLASS_DEVICE auto load_share(const scalar_t* row, int count, int chunk) {
   return x;
 }
 
-// The sum of products of two such parts, x from o and y from do: with TF32, y is rounded as the matrix products do it.
+// The sum of products of two such parts, x from o and y from do. With TF32, y is rounded as matrix products round it.
 template <typename Config, typename Share>
 CUTLASS_DEVICE float dot_share(const Share& x, const Share& y) {
   auto operand = [](float a) { return Config::kTf32 ? __uint_as_float(ptx::to_tf32(a)) : a; };
@@ -52,7 +52,7 @@ struct PrepareRows {
   using Share = cutlass::AlignedArray<scalar_t, 16 / int(sizeof(scalar_t))>;
   static_assert(kGroup >= kChunks, "a lane has one part of a row");
   static constexpr int kRowsAtOnce = kPrepareThreads / kGroup;
-  static constexpr int kTurns = 4;  // rows of a group: their loads are under way together
+  static constexpr int kTurns = 4;  // rows of a group, whose loads are in flight together
   static constexpr int kRowsPerBlock = kTurns * kRowsAtOnce;
 
   CUTLASS_DEVICE static float reduce(float x) {
@@ -61,7 +61,7 @@ struct PrepareRows {
     return x;
   }
 
-  // Rows are pairs of a query and a head, heads first; from one turn to the next without a division.
+  // Rows are pairs of a query and a head, heads innermost; the next row is found without a division.
   struct Row {
     uint32_t q, h;
     CUTLASS_DEVICE Row(uint32_t index, uint32_t H) : q(index / H), h(index - q * H) {}
@@ -71,8 +71,8 @@ struct PrepareRows {
     }
   };
 
-  // negative_delta: [B, N, H, Lq]; null: in dq. 0 where the row n sees nothing, whatever o and do_ hold there.
-  // kLooks: no kernel in front has found what is visible.
+  // negative_delta: [B, N, H, Lq]; null: stored in dq. It is 0 where the row n sees nothing, whatever o and do_ hold.
+  // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself.
   template <bool kLooks = false>
   CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block,
                                  PostprocessFlag flag) {
@@ -125,7 +125,8 @@ struct PrepareRows {
   }
 };
 
-// Eight blocks: told no number, ptxas takes 48 registers, and all but one row of a group wait for that one's loads.
+// Eight resident blocks. Without a number ptxas limits itself to 48 registers and issues the loads of one row of a
+// group after those of another.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta, PostprocessFlag flag) {
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 }
 
-// The first rows and cols of each of `count` matrices of padded_rows x padded_cols.
+// Copies the first rows and cols out of each of `count` matrices of padded_rows x padded_cols.
 static __global__ void __launch_bounds__(kPrepareThreads)
     crop_rows(float* out, const float* padded, int64_t count, int64_t rows, int64_t cols, int64_t padded_rows,
               int64_t padded_cols) {

@@ -1,6 +1,6 @@
 // Copies a bias whose rows cannot be read 16 bytes at a time (odd lengths, transposed or expanded last dimension) into
-// the workspace, once for each call: rows of `pitch` elements, the tail zero. The kernel reads bias2 once for each of
-// the N rows of the batch, so this costs one N-th of it.
+// the workspace, once in each call, as rows of `pitch` elements with zeros at the end. The kernel reads bias2 once for
+// each of the N rows of the batch, so the copy costs one N-th of that.
 #pragma once
 
 #include <cutlass/array.h>

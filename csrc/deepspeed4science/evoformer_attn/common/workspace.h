@@ -1,5 +1,5 @@
-// How a plan shares the workspace out: an offset for each piece, every piece on 256 bytes. Plain arithmetic; kernels
-// get pointers by at().
+// How a plan divides the workspace: an offset for each piece, aligned to 256 bytes. Plain arithmetic; at() makes
+// pointers of offsets.
 #pragma once
 
 #include "../params.h"

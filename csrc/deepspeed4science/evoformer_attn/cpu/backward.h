@@ -1,12 +1,11 @@
-// dS = P (dP - delta) with P recomputed; dq = scale dS K, dk = scale dS^T Q, dv = P^T dO, dbias1 = sum over h and q
-// of dS, dbias2 = sum over n of dS. Only what has an output pointer is computed.
+// The backward, math.md (8) to (16), with P recomputed. Only outputs with a pointer are computed.
 //
-// A group is (b, h), walking over n, where dbias2 is wanted: its sum over n is then one thread's at a time, in order.
-// Otherwise a group is (b, n, h). Many groups: one thread each. Few: all threads walk together and share out
-// (group, chunk of queries); after each step they add up the sums over queries: dk, dv and dbias1. Chunks depend on
-// Lq alone and are added in their order, so both ways give the same bits.
-// Scratch per thread: K, V packed and dk, dv twice, 4 Lk (4 D + 3 Dv) bytes, and 2 kQueries Lk scores; the shared walk
-// keeps sums for each chunk of its groups.
+// Where dbias2 is wanted, a group is (b, h) and iterates over n: the sum over n is then computed by one thread at a
+// time, in order. Otherwise a group is (b, n, h). With many groups, each belongs to one thread. With few, all threads
+// work on the same step and divide its items (group, chunk of queries) among them; after each step they add up the sums
+// over queries: dk, dv and dbias1. Chunks depend on Lq alone and are added in order, so both ways give the same bits.
+// Scratch per thread: K, V packed and dk, dv twice, 4 Lk (4 D + 3 Dv) bytes, and 2 kQueries Lk scores; threads that
+// share steps keep sums for each chunk of their groups.
 #pragma once
 
 #include <cerrno>
@@ -52,7 +51,7 @@ class Backward {
     int64_t b, n, h;
   };
 
-  // Groups have n innermost where they are not walks over n: neighbours share bias2[b, h].
+  // Groups that do not iterate over n have n innermost: neighbours share bias2[b, h].
   Place place(int64_t group, int64_t step) const {
     const int64_t rows = p_.N / plan_.steps;
     const int64_t head = group / rows;
@@ -67,7 +66,7 @@ class Backward {
     return q < p_.Lq ? q : p_.Lq;
   }
 
-  // [Lk] of one (b, n, h) of the parts of dbias1.
+  // The part of dbias1 of one (b, n, h): [Lk].
   float* dbias1_part(const Place& at) const {
     return dbias1_parts_ == nullptr ? nullptr : dbias1_parts_ + ((at.b * p_.N + at.n) * p_.H + at.h) * p_.Lk;
   }
@@ -92,7 +91,7 @@ class Backward {
     const int64_t size = sums_count(scratch);
     for (int64_t step = 0; step < plan_.steps; ++step) {
       run_share(worker, step, thread, team, scratch);
-      // Where all rows cost the same a thread has the same items in every step, and dbias2 needs no barrier.
+      // Where all rows cost the same, a thread has the same items in every step, and dbias2 needs no barrier.
       if (sums_keys_ || plan_.row_costs != nullptr) barrier(team);
       if (!sums_keys_) continue;
       for (int64_t group = 0; group < plan_.groups; ++group) {
@@ -103,7 +102,7 @@ class Backward {
     }
   }
 
-  // This thread's items (group, chunk) of a step: those that begin within its share of the cost.
+  // Computes this thread's items (group, chunk) of a step: those that begin within its share of the cost.
   void run_share(BackwardWorker<scalar_t, E>& worker, int64_t step, int thread, int team,
                  const BackwardScratch<E>& scratch) {
     int64_t total = 0;
@@ -120,7 +119,7 @@ class Backward {
     }
   }
 
-  // This thread's tiles of one group: the sums of all chunks into the first, and out.
+  // For this thread's tiles of one group: adds the sums of all chunks to those of the first and stores them.
   void add_chunks(BackwardWorker<scalar_t, E>& worker, const Place& at, const BackwardScratch<E>& scratch, float* sums,
                   int thread, int team) {
     const int num = worker.tiles(at.b, at.n).num();
@@ -132,7 +131,7 @@ class Backward {
     store_keys(worker, at, scratch.key_sums(sums), thread, team);
   }
 
-  // This thread's tiles and hidden keys.
+  // Stores this thread's tiles and hidden keys.
   void store_keys(BackwardWorker<scalar_t, E>& worker, const Place& at, const KeySums& sums, int thread, int team) {
     const KeyTiles<E::kKeys>& tiles = worker.tiles(at.b, at.n);
     float* const dbias1 = dbias1_part(at);
@@ -153,6 +152,7 @@ class Backward {
     for (int64_t i = 0; i < count; ++i) to[i] += from[i];
   }
 
+  // The sum over h of math.md (15).
   void add_dbias1(int thread, int team) {
     const int64_t rows = p_.B * p_.N;
     for (int64_t row = rows * thread / team; row < rows * (thread + 1) / team; ++row) {

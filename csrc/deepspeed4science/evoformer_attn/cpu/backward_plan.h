@@ -1,5 +1,5 @@
-// How the work of a backward is cut: a function of the shape, the wanted outputs, the number of threads, and of what
-// the rows cost where keys are hidden.
+// How the work of a backward is divided: a function of the shape, the wanted outputs, the number of threads and, where
+// keys are hidden, the cost of each row n.
 #pragma once
 
 #include <algorithm>
@@ -11,18 +11,18 @@
 namespace ds4s::cpu {
 
 constexpr int kMaxChunks = 16;
-// Above this many groups for each thread the queue of groups balances what rows cost by itself.
+// With more groups than this for each thread, the queue of groups balances unequal rows by itself.
 constexpr int64_t kManyGroups = 16;
 
 struct BackwardPlan {
   int64_t groups;
-  int64_t steps;  // values of n a group walks over
+  int64_t steps;  // number of rows n that a group iterates over
   int64_t chunk_queries;
   int64_t chunks;
   int threads;
-  bool shared = false;                   // all threads walk together
+  bool shared = false;                   // all threads divide each step among them
   const int32_t* row_costs = nullptr;    // [B, N] in keys; null: all rows cost the same
-  const int32_t* batch_order = nullptr;  // [B] those that cost most first; null: as they are
+  const int32_t* batch_order = nullptr;  // [B] most expensive first; null: in order
 
   BackwardPlan(const BwdParams& p, int queries_per_block) {
     steps = p.dbias2 != nullptr ? p.N : 1;
@@ -39,13 +39,13 @@ struct BackwardPlan {
     return threads > 1 && groups < kManyGroups * threads && (p.bias1 != nullptr || p.row_mask != nullptr);
   }
 
-  // Costs: [B * N] and room for B more, or null.
+  // costs: [B * N] and space for B more, or null.
   void share_out(const BwdParams& p, int32_t* costs) {
     if (costs != nullptr) {
       row_costs = costs;
       if (steps == p.N) batch_order = order_batches(p, costs + p.B * p.N);
     }
-    // Below twice the threads, so that the sums of the chunks stay few; a tenth is what waiting for each other costs.
+    // Below twice as many groups as threads, so that there are few sums of chunks. A tenth: the cost of the barriers.
     if (threads > 1 && groups < 2 * threads) {
       const double share = double((groups * chunks + threads - 1) / threads) / double(groups * chunks);
       shared = share * 1.1 < longest_share(p);
@@ -69,15 +69,15 @@ struct BackwardPlan {
     return order;
   }
 
-  // The part of all work that falls to the thread with most of it, where each group is one thread's: fewer groups than
-  // twice the threads, so that none gets a third one before another has two.
+  // The share of all work that the busiest thread has where each group belongs to one thread. There are fewer groups
+  // than twice the threads, so no thread takes a third group before every other has two.
   double longest_share(const BwdParams& p) const {
     if (batch_order == nullptr) return double((groups + threads - 1) / threads) / double(groups);
     auto cost = [&](int64_t group) { return group < groups ? batch_cost(p, batch_order[group / p.H]) : 0; };
     int64_t total = 0, most = 0;
     for (int64_t group = 0; group < groups; ++group) {
       total += cost(group);
-      // The shortest of the first ones gets the longest of the rest.
+      // The thread with the shortest first group takes the longest remaining one.
       const int64_t second = groups > threads && group < threads ? cost(2 * int64_t(threads) - 1 - group) : 0;
       most = std::max(most, group < threads ? cost(group) + second : int64_t(0));
     }
@@ -85,7 +85,7 @@ struct BackwardPlan {
   }
 };
 
-// costs[b, n]: the keys of a row n's tiles, and a few for a row without. False: no memory.
+// costs[b, n]: the number of keys in the tiles of the row n, and a few for a row without tiles. False: no memory.
 template <int kKeys>
 bool find_row_costs(const BwdParams& p, int32_t* costs) {
   constexpr int32_t kEmptyRow = 8;

@@ -1,4 +1,4 @@
-// What one thread of the backward keeps: packed keys, one block of queries with its strip of scores, sums.
+// The memory of one thread of the backward: packed keys, one block of queries with its strip of scores, sums.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace ds4s::cpu {
 
-// What the rows of one chunk of queries add to the gradients of the keys of one (b, n, h). One array of floats, so
+// The part of the gradients of the keys of one (b, n, h) that comes from one chunk of queries. One array of floats, so
 // that chunks are added by adding arrays.
 struct KeySums {
   float* data;
@@ -22,7 +22,7 @@ struct KeySums {
     return padded_keys * (channels + value_channels + 1);
   }
 
-  // `key`: of the first of a tile, tile * kKeys.
+  // `key`: tile * kKeys.
   float* dk_t(int64_t key) const { return data + key * channels; }  // [tiles][channels][kKeys]
   float* dv_t(int64_t key) const { return data + padded_keys * channels + key * value_channels; }      // likewise
   float* dbias1(int64_t key) const { return data + padded_keys * (channels + value_channels) + key; }  // [tiles][kKeys]
@@ -56,7 +56,7 @@ struct BackwardScratch {
   int64_t padded_keys;
   int64_t bytes;
 
-  // `own_sums`: the thread adds the chunks itself.
+  // own_sums: the thread adds the chunks itself.
   BackwardScratch(void* base, const BwdParams& p, bool own_sums, int64_t chunks) {
     Carver carver(base);
     channels = round_up(p.D, E::kChannelAlign);

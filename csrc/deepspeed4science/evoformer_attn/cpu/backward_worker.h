@@ -11,12 +11,14 @@
 
 namespace ds4s::cpu {
 
-// A row's scores are shifted by its lse. Where that is large (a finite mask in bias2 on every key; huge scores) one
-// float cannot say lse closely enough, and exp might overflow: such rows are shifted by their maximum, found anew.
+// A row's scores are shifted by its lse. Where lse is large (a finite mask in bias2 on every key; huge scores), one
+// float does not hold it precisely enough and exp might overflow: such rows are shifted by their maximum, which is
+// searched again.
 constexpr float kLargeLse = 64.0f;
 
-// In float32 dbias2 is summed over runs of 32 n, those over runs of 32 runs, and so on: one sum over hundreds of rows
-// would round more than eager's pairwise one. Each level is an array of dbias2's size, and dbias2 is the last.
+// In float32 dbias2, math.md (16), is summed over runs of 32 n, these sums over runs of 32 runs, and so on: one sum
+// over hundreds of rows would round more than eager's pairwise sum. Each level is an array of dbias2's size; dbias2
+// itself is the last.
 constexpr int64_t kDbias2Run = 32;
 
 template <typename scalar_t>
@@ -53,7 +55,7 @@ class BackwardWorker {
     return tiles_;
   }
 
-  // Queries [q0, q1): dq, their rows of dbias2, and what they add to the gradients of the visible keys, into `sums`.
+  // Queries [q0, q1): dq, their rows of dbias2, and their part of the gradients of the visible keys, in `sums`.
   void run(int64_t b, int64_t n, int64_t h, int64_t q0, int64_t q1, const KeySums& sums) {
     tiles(b, n);
     if (h != h_) pack_keys(h);
@@ -69,7 +71,7 @@ class BackwardWorker {
     }
   }
 
-  // One tile's sums of a later chunk.
+  // Adds one tile's sums of a later chunk.
   void add_tile(const KeySums& to, const KeySums& from, int tile) const {
     const int64_t key = int64_t(tile) * E::kKeys;
     if (p_.dk != nullptr) add(to.dk_t(key), from.dk_t(key), int64_t(E::kKeys) * to.channels);
@@ -77,7 +79,7 @@ class BackwardWorker {
     if (p_.dbias1 != nullptr) add(to.dbias1(key), from.dbias1(key), E::kKeys);
   }
 
-  // One tile of dk, dv [b_, n_, h] and of its part of dbias1 from finished sums.
+  // Stores one tile of dk, dv [b_, n_, h] and of this head's part of dbias1 from finished sums.
   void store_tile(int64_t h, int tile, const KeySums& sums, float* dbias1_part) const {
     const auto [key, count] = tiles_[tile];
     const int64_t from = int64_t(tile) * E::kKeys;
@@ -94,7 +96,7 @@ class BackwardWorker {
     }
   }
 
-  // The same of hidden keys.
+  // The same for hidden keys: zeros.
   void store_hidden(int64_t h, int64_t first, int64_t last, float* dbias1_part) const {
     if (p_.dk != nullptr) {
       zero_rows(at(p_.dk, p_.dk_stride, b_, n_, first, h), p_.dk_stride[2], last - first, p_.D);
@@ -141,7 +143,7 @@ class BackwardWorker {
                  int(p_.D));
     E::pack_left(s_.douts, s_.value_channels, at(p_.do_, p_.do_stride, b_, n_, q0, h_), p_.do_stride[2], rows,
                  E::kQueries, int(p_.Dv));
-    // A query that sees no key gives and gets nothing, whatever it and its dO hold.
+    // Clears q and dO of a query that sees no key: whatever they hold must not enter a product.
     for (int i = 0; i < rows; ++i) {
       if (lse(q0)[i] != -kInfinity) continue;
       zero_rows(s_.queries + int64_t(i) * s_.channels, 0, 1, s_.channels);
@@ -158,8 +160,8 @@ class BackwardWorker {
     rows_.reset();
     find_shifts(q0, rows);
     find_centers(q0, rows);
-    // Behind the products: the next block's rows come in, and the lines of dq. A few at a time, because the processor
-    // stalls when too many are on their way.
+    // Prefetches the next block's rows and the lines of dq during the products. A few at a time: the processor stalls
+    // when too many are in flight.
     const int64_t q1 = q0 + E::kQueries;
     const int next = int(p_.Lq - q1 < E::kQueries ? p_.Lq - q1 : E::kQueries);
     for (int x = 0; x < tiles_.num(); ++x) {
@@ -182,7 +184,7 @@ class BackwardWorker {
     if (p_.dq != nullptr) store_dq(q0, rows);
   }
 
-  // The rows of a block that fall to one tile's turn.
+  // The rows of a block that are prefetched during one tile.
   template <bool kWrite>
   void prefetch_share(const scalar_t* first, int64_t stride, int rows, int64_t cols, int tile) const {
     const int share = (rows + tiles_.num() - 1) / tiles_.num();
@@ -197,6 +199,7 @@ class BackwardWorker {
     return bias2_tile(p_, b_, h_, q0, tiles_[tile].key, rows, tiles_[tile].count, s_.gather, E::kKeys);
   }
 
+  // Q K^T of math.md (1).
   void multiply_scores(int rows, int tile) {
     E::template multiply_scores<kPreciseExp<scalar_t>>(rows, tiles_[tile].count, int(p_.D),
                                                        Left<Elem>{s_.queries, s_.channels, 1}, keys_t(tile), E::kKeys,
@@ -209,7 +212,7 @@ class BackwardWorker {
     const float* const lse = this->lse(q0);
     bool large = false;
     for (int i = 0; i < rows; ++i) {
-      // No visible key: exp(-inf - inf) = 0 everywhere in the row.
+      // Without a visible key the shift is inf: exp(-inf - inf) = 0 everywhere in the row.
       rows_.shift[i] = lse[i] == -kInfinity ? kInfinity : lse[i];
       large |= lse[i] > kLargeLse || (lse[i] < -kLargeLse && lse[i] != -kInfinity);
     }
@@ -229,12 +232,13 @@ class BackwardWorker {
         }
       }
     }
-    // A NaN anywhere in the row is in lse too, and stays.
+    // A NaN anywhere in the row is in lse too, and is kept.
     for (int i = 0; i < rows; ++i) {
       if (lse[i] == lse[i] && highest[i] != -kInfinity) rows_.shift[i] = highest[i];
     }
   }
 
+  // rowsum(dO * O), the first form of math.md (9).
   void find_centers(int64_t q0, int rows) {
     if (!kPreciseExp<scalar_t> && p_.partial_keys == 0) return;
     for (int i = 0; i < rows; ++i) {
@@ -258,7 +262,7 @@ class BackwardWorker {
     const int count = tiles_[x].count;
     float* const dprobs = wants_dscores_ ? strip_tile(s_.dprobs, x) : nullptr;
     multiply_scores(rows, x);
-    if (wants_dscores_) {
+    if (wants_dscores_) {  // dP, math.md (10)
       E::template multiply<false>(rows, count, int(p_.Dv), Left<Elem>{s_.douts, s_.value_channels, 1}, values_t(x),
                                   E::kKeys, dprobs, E::kKeys);
     }
@@ -291,15 +295,15 @@ class BackwardWorker {
     tile.keys = count;
     tile.run(rows_);
 
-    if (p_.dv != nullptr) {
+    if (p_.dv != nullptr) {  // math.md (12)
       accumulate(first, int(p_.Dv), count, rows, transposed(s_.douts_t, s_.value_channels), tile.probs_right, E::kKeys,
                  sums.dv_t(key), E::kKeys);
     }
-    if (p_.dk != nullptr) {
+    if (p_.dk != nullptr) {  // math.md (14)
       accumulate(first, int(p_.D), count, rows, transposed(s_.queries_t, s_.channels), tile.dscores_right, E::kKeys,
                  sums.dk_t(key), E::kKeys);
     }
-    if (p_.dq != nullptr) {
+    if (p_.dq != nullptr) {  // math.md (13)
       accumulate(x == 0, rows, int(p_.D), count, Left<Elem>{tile.dscores_left, E::kKeys, 1}, keys(x), s_.channels,
                  s_.dq, s_.channels);
     }
@@ -311,10 +315,11 @@ class BackwardWorker {
     return all + ((b_ * p_.H + h_) * p_.Lq + q) * p_.Lk;
   }
 
-  // This n is the first of what level 0 sums: its tiles are stored and not added.
+  // Whether this n is the first of a run of level 0: its tiles are then stored, not added.
   bool begins_dbias2() const { return n_ % (dbias2_levels_ == 0 ? p_.N : kDbias2Run) == 0; }
 
-  // What no tile writes: the first n's hidden keys. Then every level whose run ends with this n joins the next one.
+  // Clears the hidden keys of the first n of a run, which no tile writes. Then adds every level whose run ends with
+  // this n to the next one.
   void finish_dbias2(int64_t q0, int rows) const {
     if (begins_dbias2()) {
       tiles_.for_each_gap(
@@ -331,7 +336,7 @@ class BackwardWorker {
     }
   }
 
-  // The block of queries with channels as rows.
+  // The block of queries, transposed: channels are its rows.
   static Left<Elem> transposed(const Elem* packed, int channels) {
     if constexpr (E::kPacksTransposedLeft) return {packed, E::kQueries, 1};
     return {packed, 1, channels};
@@ -380,7 +385,7 @@ class BackwardWorker {
   const int dbias2_levels_;
   GradientRows<E> rows_;
   bool wants_dscores_;
-  int64_t b_ = -1, n_ = -1, h_ = -1;  // whose keys are packed; h_ = -1: nobody's
+  int64_t b_ = -1, n_ = -1, h_ = -1;  // the keys of this (b, n, h) are packed; h_ = -1: none
 };
 
 }  // namespace ds4s::cpu

@@ -37,7 +37,7 @@ inline void load_bias1(float* out, const Params& p, int64_t b, int64_t n, int64_
   strided_to_float(out, p.bias1, p.bias1_dtype, offset, p.bias1_stride[2], count);
 }
 
-// Which loads a bias2 tile needs; the values of DType, and one for no bias.
+// How a bias2 tile is loaded: a DType, or kNoBias.
 constexpr int kNoBias = -1;
 
 struct BiasTile {

@@ -1,4 +1,4 @@
-// Queries of the backward that need care, between its two passes: one key holds nearly all of P, or none is visible.
+// Between the two passes of the backward: queries of which one key holds nearly all of P, or which see no key.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace ds4s::cpu {
 
-// One row of a block: its part of every tile of the strips of p and dP.
+// One row of a block, through all tiles of the strips of p and dP.
 template <typename E>
 class StripRow {
   using V = typename E::V;
@@ -19,7 +19,7 @@ class StripRow {
   StripRow(const float* probs, float* dprobs, const KeyTiles<E::kKeys>& tiles, int row)
       : probs_(probs + row * E::kKeys), dprobs_(dprobs + row * E::kKeys), tiles_(tiles) {}
 
-  // dP of the key whose p is above `least`, 0 without one.
+  // dP of the key whose p is above `least`; 0 where there is none.
   float dprob_of_key_above(float least) const {
     for (int x = 0; x < tiles_.num(); ++x) {
       const int64_t tile = at(x);
@@ -48,7 +48,7 @@ class StripRow {
     return V::reduce_add(total);
   }
 
-  // 0 times a NaN or an infinity of dP would not be 0.
+  // Clears dP: 0 times NaN or infinity would not be 0.
   void clear_dprobs() {
     for (int x = 0; x < tiles_.num(); ++x) std::memset(dprobs_ + at(x), 0, sizeof(float) * size_t(tiles_[x].count));
   }
@@ -61,8 +61,8 @@ class StripRow {
   const KeyTiles<E::kKeys>& tiles_;
 };
 
-// The center of a row in which one key holds more than half of P becomes dP of that key, whose own difference is then
-// exactly 0: where it is the only visible key, so are all of dS. A query that sees no key gets dS = 0.
+// Where one key holds more than half of a row's P, dP of that key becomes the center, and its own difference is exactly
+// 0. If it is the only visible key, all of dS is 0. A query that sees no key gets dS = 0.
 template <bool kPrecise, typename E>
 inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows,
                         GradientRows<E>& state) {
@@ -87,8 +87,8 @@ inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKe
   }
 }
 
-// The same where keys are some of those that O and lse are of: P is what lse says and not what these keys sum to, and
-// delta, which find_centers took from O, is that of all keys. dprobs null: only P is wanted.
+// The same for keys that are only some of those of O and lse: P follows from lse and not from the sum over these keys,
+// and delta, which find_centers computed from O, is that of all keys. dprobs null: only P is wanted.
 template <bool kPrecise, typename E>
 inline void settle_partial_rows(float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows, const float* lse,
                                 GradientRows<E>& state) {

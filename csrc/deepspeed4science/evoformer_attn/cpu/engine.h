@@ -1,4 +1,4 @@
-// Which engine multiplies for a type on an ISA, and which ISAs this translation unit was compiled for.
+// The engine that multiplies for each type on each ISA, and the ISAs that this translation unit is compiled for.
 #pragma once
 
 // gcc's names; clang 14 and 15 have their own.
@@ -25,9 +25,9 @@
 
 namespace ds4s::cpu {
 
-// Keys of a tile, a multiple of 32 and of every vector. The forward's work for each row (maximum, sum, rescaling) wants
-// few long tiles: 96 took 13.4 ms where 192 takes 11.7 and 384 no less (AMX). The backward keeps a strip of tiles
-// whatever their length and pads keys to whole tiles, so its tiles are short.
+// Keys of a tile, a multiple of 32 and of every vector. The forward works on each row of a tile (maximum, sum,
+// rescaling), so few long tiles are best: 96 keys took 13.4 ms, 192 take 11.7, 384 no less (AMX). The backward keeps a
+// strip of tiles of any length and pads keys to whole tiles, so its tiles are short.
 constexpr int kForwardKeys = 192;
 constexpr int kBackwardKeys = 96;
 
@@ -54,7 +54,7 @@ struct EngineFor<bfloat16_t, Amx, kKeys> {
 #endif
 #endif
 
-// Sixteen-bit inputs do not need the last digits of exp.
+// 16-bit inputs do not need the last digits of exp.
 template <typename scalar_t>
 constexpr bool kPreciseExp = sizeof(scalar_t) == 4;
 

@@ -5,7 +5,7 @@
 
 namespace ds4s::cpu {
 
-// Below this exp is a denormal float: taken as 0, since products with denormals are a hundred times slower.
+// Below this, exp would be a denormal float and is taken as 0: products with denormals are a hundred times slower.
 constexpr float kExpCutoff = -87.33f;
 
 constexpr float kLog2e = 0x1.715476p0f;
@@ -41,10 +41,10 @@ inline typename V::Vec exp(typename V::Vec z) {
   return V::scale_above(y, n, z, V::set1(kExpCutoff));
 }
 
-// Where a base is larger, a product with log2 e in front of the subtraction loses too much.
+// For a larger base, multiplying by log2 e before the subtraction loses too many digits.
 constexpr float kCoarseExpLimit = 256.0f;
 
-// 2^z for what becomes bfloat16: relative error 7.5e-5, NaN for NaN, 0 below the floats.
+// 2^z for results that become bfloat16: relative error 7.5e-5, NaN for NaN, 0 below the smallest normal float.
 template <typename V>
 inline typename V::Vec coarse_exp2(typename V::Vec z) {
   using Vec = typename V::Vec;

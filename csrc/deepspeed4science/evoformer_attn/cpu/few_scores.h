@@ -1,8 +1,9 @@
-// float32 problems of few scores, in double on one thread, both directions.
+// Calls of few scores in float32, computed in double on one thread, in both directions: math.md (1) to (6), (9) to
+// (16).
 //
-// Where scores are large (a standard deviation of 10), the rounding of a handful of them makes nearly all of an error,
-// and no float32 kernel keeps the error law (docs/math.md, 17): one draw of roundings is compared with another one.
-// Many scores average that out. With few, exactness costs less than the call itself.
+// Where scores are large (a standard deviation of 10), the rounding of a handful of them makes nearly all of the error,
+// and no float32 kernel keeps the error law, math.md (17): one draw of roundings is compared with another one. Many
+// scores average that out. With few, exactness costs less than the call itself.
 #pragma once
 
 #include <cerrno>
@@ -28,7 +29,7 @@ inline void add_multiple(double* __restrict to, double x, const float* __restric
   for (int64_t i = 0; i < count; ++i) to[i] += x * double(row[i]);
 }
 
-// The visible keys of one (b, n, h), and the weights of a query.
+// The visible keys of one (b, n, h) and the weights P of a query.
 template <typename Params>
 class FewKeys {
  public:
@@ -84,7 +85,8 @@ class FewKeys {
     }
   }
 
-  // P of one query into weights(), and its lse; -inf, and no weights, where no key is visible.
+  // Computes P of one query, math.md (4), as weights() and returns its lse; where no key is visible, returns -inf and
+  // leaves the weights.
   double find_weights(int64_t q) const {
     multiply(weights_, query_row(q), keys_t_, p_.D);
     double most = -double(kInfinity);
@@ -103,7 +105,7 @@ class FewKeys {
     return most + std::log(sum);
   }
 
-  // Calls body(first, last) for every range of keys that are not among the visible ones.
+  // Calls body(first, last) for every range of hidden keys.
   template <typename Body>
   void for_each_gap(const Body& body) const {
     tiles_.for_each_gap(p_.Lk, body);

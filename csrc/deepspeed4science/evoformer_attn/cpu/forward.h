@@ -1,10 +1,11 @@
-// O = softmax(scale Q K^T + bias1 + bias2) V, lse = log(sum(exp(scores - shift))): tiled, with an online softmax.
+// The forward, math.md (1) to (7): O = softmax(scale Q K^T + bias1 - shift + bias2) V and lse, tiled, with an online
+// softmax.
 //
-// One task is (b, h, n) and a range of queries; a thread packs K and V once, then for each block of kQueries rows
-// walks over the tiles of visible keys (key_tiles.h): scores -> softmax_tile -> accumulator. Tasks have h innermost, so
-// that the heads of a row, which share pages and often lines, come one after the other; where bias2[b] of all heads is
-// too large for a core's cache, n is innermost, and bias2[b, h] stays there. Scratch per thread: K and V packed, 4 Lk
-// (D + Dv) bytes, and tiles of kQueries rows.
+// One task is (b, h, n) and a range of queries. A thread packs K and V once; then, for each block of kQueries queries,
+// it iterates over the tiles of visible keys (key_tiles.h): scores -> softmax_tile -> accumulator. Tasks have h
+// innermost: the heads of a row share pages and often cache lines. Where bias2[b] of all heads is too large for a
+// core's cache, n is innermost, and bias2[b, h] stays in the cache. Scratch per thread: K and V packed, 4 Lk (D + Dv)
+// bytes, and tiles of kQueries rows.
 #pragma once
 
 #include <cerrno>
@@ -28,7 +29,7 @@ struct ForwardScratch {
   float* bias1;  // [tiles][kKeys]
   KeyTile* tiles;
   Elem* queries;  // [kQueries][channels]
-  float* scores;  // [kQueries][kKeys], and P in their place
+  float* scores;  // [kQueries][kKeys]: scores, then P
   float* out;     // [kQueries][value channels]
   float* gather;  // [kQueries][kKeys] for a bias2 whose columns are not contiguous
 
@@ -93,7 +94,7 @@ class Forward {
     E::pack_left(s_.queries, s_.channels, at(p_.q, p_.q_stride, b, n, q, h), p_.q_stride[2], rows, E::kQueries,
                  int(p_.D));
     state_.reset();
-    // Behind this block's products: the next block's queries come in, and the lines it will write.
+    // Prefetched during this block's products: the next block's queries, and the lines that this block will write.
     const int64_t next = p_.Lq - q - E::kQueries;
     prefetch_rows<false>(at(p_.q, p_.q_stride, b, n, q + E::kQueries, h), p_.q_stride[2],
                          next < E::kQueries ? next : E::kQueries, p_.D);
@@ -102,6 +103,7 @@ class Forward {
     for (int x = 0; x < tiles_.num(); ++x) {
       const int count = tiles_[x].count;
       const Left<typename E::Elem> queries{s_.queries, s_.channels, 1};
+      // Q K^T of math.md (1); softmax_tile adds the biases.
       E::template multiply_scores<kPreciseExp<scalar_t>>(rows, count, int(p_.D), queries, keys(x), E::kKeys, s_.scores,
                                                          E::kKeys);
 
@@ -109,7 +111,7 @@ class Forward {
       softmax_tile<kPreciseExp<scalar_t>, E>(s_.scores, rows, count, p_.scale, tiles_.bias1(x), bias2, state_);
 
       const Left<typename E::Elem> probs{reinterpret_cast<const typename E::Elem*>(s_.scores), kProbStride, 1};
-      if (x == 0) {
+      if (x == 0) {  // A of math.md (7)
         E::template multiply<false>(rows, int(p_.Dv), count, probs, values(x), s_.value_channels, s_.out,
                                     s_.value_channels);
       } else {
@@ -121,6 +123,7 @@ class Forward {
     store(b, h, n, q, rows);
   }
 
+  // A of math.md (7), times c.
   void rescale(int rows) {
     for (int i = 0; i < rows; ++i) {
       if (state_.alpha[i] == 1.0f) continue;
@@ -130,6 +133,7 @@ class Forward {
     }
   }
 
+  // math.md (5) and (6).
   void store(int64_t b, int64_t h, int64_t n, int64_t q, int rows) {
     scalar_t* o = const_cast<scalar_t*>(at(p_.o, p_.o_stride, b, n, q, h));
     for (int i = 0; i < rows; ++i) {
@@ -137,7 +141,7 @@ class Forward {
       const typename V::Vec inverse = V::set1(1.0f / sum);
       const float* row = s_.out + int64_t(i) * s_.value_channels;
       for (int64_t j = 0; j < p_.Dv; j += V::kWidth) {
-        // sum is 0 only where no key is visible; a value that is NaN must not reach such a row.
+        // sum is 0 only where no key is visible. A NaN in V must not reach the O of such a query.
         const typename V::Vec x = sum == 0.0f ? V::zero() : V::mul(V::load(row + j), inverse);
         scalar_t* to = o + i * p_.o_stride[2] + j;
         const int64_t left = p_.Dv - j;
@@ -165,11 +169,11 @@ class Forward {
   const FwdParams& p_;
   ForwardScratch<E> s_;
   KeyTiles<E::kKeys> tiles_;
-  int64_t b_ = -1, n_ = -1;  // whose tiles those are
+  int64_t b_ = -1, n_ = -1;  // tiles_ are of this row n
   RowState<E::kQueries> state_;
 };
 
-// Most bytes of bias2[b] for which heads are innermost: less than the second-level cache of a server's core.
+// Largest size of bias2[b] for which heads are innermost: less than the second-level cache of a server's core.
 constexpr int64_t kHeadsInnermostBytes = 1536 * 1024;
 
 inline bool heads_innermost(const FwdParams& p) {
@@ -185,7 +189,7 @@ int forward(const FwdParams& p) {
   if (p.B * p.N * p.H == 0) return 0;
   if (has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresForward>(p);
 
-  // A task is as many queries as leave every thread four tasks; fewer than two blocks would pack K and V too often.
+  // Tasks are as long as leaves four for each thread; tasks of fewer than two blocks would pack K and V too often.
   const int64_t heads = p.B * p.H * p.N;
   const int64_t blocks = (p.Lq + E::kQueries - 1) / E::kQueries;
   int64_t parts = 1;

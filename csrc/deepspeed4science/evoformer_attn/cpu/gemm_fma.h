@@ -1,8 +1,8 @@
 // The fma engine: float32 products of small packed operands, for any ISA policy and any input type.
 //
 // C[m][n] (+)= sum over k of A[m][k] B[k][n]. A is read by broadcast, so it may have any strides; B and C have
-// contiguous rows. Rows of C are computed kTileRows at a time and columns one vector at a time: buffers are padded
-// to kQueries rows and kWidth columns, and what lies in the padding is never used.
+// contiguous rows. Rows of C are computed kTileRows at a time and columns one vector at a time: buffers are padded to
+// kQueries rows and kWidth columns, and the padding is never used.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Left {
   int depth_stride;
 };
 
-// Asks for the cache lines of rows that are packed or written soon. Rows of one head lie far apart, and the processor's
-// own prefetchers do not follow: without this, packing took a quarter of the AMX forward.
+// Prefetches the cache lines of rows that are packed or written soon. Rows of one head lie far apart, and the
+// processor's own prefetchers do not follow them: without this, packing took a quarter of the AMX forward.
 template <bool kWrite, typename T>
 inline void prefetch_rows(const T* first, int64_t stride, int64_t rows, int64_t cols) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -31,9 +31,10 @@ inline void prefetch_rows(const T* first, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-constexpr int kPrefetchRows = 32;  // how far ahead packing asks: about a memory latency
+constexpr int kPrefetchRows = 32;  // prefetch distance of packing: about a memory latency
 
-// Rows [rows, cols] of any type to float, row-major with `ld` columns; columns past `cols` and rows past `rows` are 0.
+// Converts rows [rows, cols] of any type to float, row-major with `ld` columns; columns past `cols` and rows past
+// `rows` become 0.
 template <typename V, typename T>
 inline void pack_float_rows(float* out, int ld, const T* in, int64_t stride, int rows, int rows_padded, int cols) {
   for (int i = 0; i < rows; ++i) {
@@ -60,7 +61,7 @@ struct FmaEngine {
   static constexpr int kKeys = kKeys_;
   static constexpr int kDepthAlign = 1;  // a product's depth needs no padding
   static constexpr int kChannelAlign = V::kWidth;
-  static constexpr bool kInPlace = true;  // a score tile serves as operand where it stands
+  static constexpr bool kInPlace = true;  // a score tile is an operand without being copied
   static constexpr int kProbVecs = 1;
   static constexpr bool kPacksTransposedLeft = false;
 
@@ -72,10 +73,10 @@ struct FmaEngine {
     pack_float_rows<V>(out, ld, in, stride, rows, rows_padded, cols);
   }
 
-  // A vector of a score tile into the left operand of a product.
+  // Stores a vector of a score tile into the left operand of a product.
   static void store_left(float* out, typename V::Vec x) { V::store(out, x); }
 
-  // One vector of rows i and i + 1 (i even) of a score tile into the right operand of a product.
+  // Stores one vector of rows i and i + 1 (i even) of a score tile into the right operand of a product.
   static void store_right(float* out, int i, int j, typename V::Vec x, typename V::Vec y) {
     V::store(out + i * kKeys + j, x);
     V::store(out + (i + 1) * kKeys + j, y);
@@ -116,15 +117,15 @@ struct FmaEngine {
     }
   }
 
-  // Many short sums round less than a long one, and nothing counts like the scores: what is lost of a large one is the
-  // relative error of its weight. In pieces of 16 channels the error of O is 0.4 to 0.7 of that in pieces of 128.
+  // Many short sums round less than a long one, and scores matter most: the absolute error of a score is the relative
+  // error of its weight. In pieces of 16 channels the error of O is 0.4 to 0.7 of that in pieces of 128.
   template <bool kPrecise>
   static void multiply_scores(int m, int n, int k, Left<float> a, const float* b, int ldb, float* c, int ldc) {
     multiply</*kAccumulate=*/false, /*kMaxDepth=*/kPrecise ? 16 : 128>(m, n, k, a, b, ldb, c, ldc);
   }
 
  private:
-  // An O or dq of so few channels has no others over which its roundings average.
+  // With so few channels, the rounding errors of O or dq do not average out.
   static constexpr int kFewColumns = 4;
 
   template <bool kAccumulate>
@@ -132,7 +133,7 @@ struct FmaEngine {
     constexpr int kMost = V::kTileVecs;
     int vecs = (n + V::kWidth - 1) / V::kWidth;
     while (vecs > 0) {
-      // Two even strips beat a full one and a single vector.
+      // Two equal strips are faster than a full one and a single vector.
       const int take = vecs <= kMost ? vecs : kMost == 3 && vecs == 4 ? 2 : kMost;
       if (take == 3) {
         strip < kMost<3 ? kMost : 3, kAccumulate>(m, k, a, b, ldb, c, ldc);

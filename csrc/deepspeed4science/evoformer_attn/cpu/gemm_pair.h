@@ -1,9 +1,9 @@
 // The pair engine: bfloat16 products with float32 sums, two depths at a time.
 //
 // C[m][n] (+)= sum over k of A[m][k] B[k][n]. The left operand is row-major. The right operand holds two rows
-// interleaved, [k / 2][n][2]: what both `vdpbf16ps` and the AMX tile product read. A vector of float scores becomes
-// part of a left operand by conversion, and of a right operand by one more permutation; Q, K, V, dO are packed as
-// 32-bit pairs, so that a transposition moves pairs.
+// interleaved, [k / 2][n][2] (VNNI), as both `vdpbf16ps` and the AMX tile product read it. A vector of float scores
+// becomes part of a left operand by conversion, and of a right operand by one more permutation. Q, K, V, dO are packed
+// as 32-bit pairs, so that a transposition moves pairs.
 //
 // kMultiplier supplies kDepthAlign, kChannelAlign, Session, prepare() and multiply<kAccumulate>(...).
 #pragma once
@@ -25,7 +25,7 @@ struct PairEngine {
   static constexpr int kDepthAlign = Multiplier::kDepthAlign;
   static constexpr int kChannelAlign = Multiplier::kChannelAlign;
   static constexpr bool kInPlace = false;
-  static constexpr int kProbVecs = 2;  // vectors the forward's softmax makes at a time
+  static constexpr int kProbVecs = 2;  // vectors that the forward's softmax computes at a time
   static constexpr bool kPacksTransposedLeft = true;
 
   using Session = typename Multiplier::Session;

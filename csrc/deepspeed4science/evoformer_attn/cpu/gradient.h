@@ -1,14 +1,14 @@
-// Tiles of scores through the gradient of the softmax: the element-wise half of the backward, in two passes.
+// The gradient of the softmax, math.md (8), (9), (11): the element-wise half of the backward, in two passes.
 //
 // Row sums need whole rows, so a block of queries keeps a strip of tiles. Pass 1, tile by tile:
 //   p = exp(s - shift),  sum += p,  dot += p (dP - center)            (shift: lse, or the row's maximum)
-// and when a row is complete, inverse = 1 / sum, delta = dot / sum. Pass 2:
+// When a row is complete, inverse = 1 / sum and delta = dot / sum. Pass 2:
 //   P = p inverse,  dS = P ((dP - center) - delta).
-// Taking sum and delta from p itself costs three operations and makes the rows of dS sum to zero as well as eager's
-// do: delta = rowsum(dO * O) would inherit the rounding of O, and lse rounds P by up to half its own last place.
-// Any center gives the same dS; float32 takes rowsum(dO * O), so that where one key holds nearly all of P the
-// difference of two nearly equal numbers is taken first, exactly. Other types need no center: theirs is 0. Between the
-// passes center.h looks after rows that one key holds, and those without a visible one.
+// Computing sum and delta from p itself costs three operations and makes the rows of dS sum to zero as exactly as
+// eager's do: delta = rowsum(dO * O) would inherit the rounding error of O, and lse that of half its last place.
+// Any center gives the same dS. float32 takes rowsum(dO * O): where one key holds nearly all of P, the difference of
+// two nearly equal numbers is then taken first, exactly. For other types the center is 0. Between the passes center.h
+// treats rows of which one key holds nearly all of P, and rows without a visible key.
 #pragma once
 
 #include "bias.h"
@@ -17,7 +17,7 @@
 
 namespace ds4s::cpu {
 
-// What a block of queries knows of each row.
+// The state of each row of a block of queries.
 template <typename E>
 struct GradientRows {
   static constexpr int kRows = E::kQueries;
@@ -37,7 +37,7 @@ struct GradientRows {
 
   float sum(int i) const { return E::V::reduce_add(E::V::load(sums + i * kWidth)); }
 
-  // One key may hold more than half of the row: then its lane does.
+  // Whether one key may hold more than half of the row: its lane then does.
   bool may_be_led(int i, float sum) const { return E::V::reduce_max(E::V::load(sums + i * kWidth)) > 0.5f * sum; }
 
   void finish(int rows) {
@@ -55,7 +55,7 @@ inline typename V::Vec centered(const float* dprobs, typename V::Vec center) {
   return kPrecise ? V::sub(V::load(dprobs), center) : V::load(dprobs);
 }
 
-// Pass 1 in place on one tile: scores [rows][kKeys] in, p out. `dprobs` null: only P is wanted.
+// Pass 1 on one tile, in place: scores [rows][kKeys] in, p of math.md (8) out. `dprobs` null: only P is wanted.
 template <bool kPrecise, int kKind, typename E>
 inline void probabilities_kind(float* scores, const float* dprobs, int rows, int keys, float scale, const float* bias1,
                                const BiasTile& bias2, GradientRows<E>& state) {
@@ -114,7 +114,7 @@ inline void probabilities(float* scores, const float* dprobs, int rows, int keys
   }
 }
 
-// Pass 2 on one tile.
+// Pass 2 on one tile: P and dS, math.md (11); adds to dbias1 and dbias2, (15) and (16).
 template <bool kPrecise, typename E>
 class GradientTile {
   using V = typename E::V;
@@ -135,7 +135,7 @@ class GradientTile {
   int rows;
   int keys;
 
-  // On a copy of its own: what is stored through the pointers above can then not change them.
+  // A local copy of the pointers: stores through them then cannot change the pointers themselves.
   void run(const GradientRows<E>& state) const {
     const GradientTile tile = *this;
     tile.run_all(state);
@@ -144,7 +144,7 @@ class GradientTile {
  private:
   __attribute__((always_inline)) void run_all(const GradientRows<E>& state) const {
     const int padded_keys = round_up(keys, E::kDepthAlign > kWidth ? E::kDepthAlign : kWidth);
-    alignas(64) float columns[E::kKeys];  // its own sum for each tile: many short sums round less than a long one
+    alignas(64) float columns[E::kKeys];  // sums of this tile alone: many short sums round less than a long one
     for (int j = 0; j < padded_keys; j += kWidth) V::store(columns + j, V::zero());
 
     for (int i = 0; i < rows; i += 2) {
@@ -165,7 +165,7 @@ class GradientTile {
     }
   }
 
-  // One vector of rows i and i + 1; kTail: only its first `count` lanes are keys.
+  // One vector of rows i and i + 1. kTail: only its first `count` lanes are keys.
   template <bool kTail>
   __attribute__((always_inline)) void column(const GradientRows<E>& state, float* columns, int i, int j,
                                              int count) const {

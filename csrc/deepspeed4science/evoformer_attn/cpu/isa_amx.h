@@ -20,7 +20,7 @@ struct AmxMultiplier {
   static constexpr int kDepthAlign = 32;
   static constexpr int kChannelAlign = 32;
 
-  // The tile configuration of one thread, for the time of one call.
+  // The tile configuration of one thread for the duration of one call.
   struct Session {
     Session() {
       struct alignas(64) {
@@ -76,7 +76,8 @@ struct AmxMultiplier {
   }
 
  private:
-  // GCC's tile intrinsics do not say that they read memory: without this, stores to operands may come after them.
+  // GCC's tile intrinsics are not declared to read memory: without this barrier, stores to operands may be moved behind
+  // them.
   static void settle_memory(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
   // One or two tiles of rows by one or two of columns.

@@ -1,8 +1,8 @@
-// Which keys of a row n are visible (params.h), as tiles: what neither direction reads or computes is between them.
+// The visible keys of a row n, math.md (6a), as tiles. Neither direction reads or computes the keys between them.
 //
-// A tile begins at the first visible key after the tile before it and spans at most kKeys keys. It begins on a multiple
-// of kUnit and ends with a unit that has a visible key (or with the last key), so that all but the last key's vectors
-// are whole. Without a hidden key tiles are the blocks of kKeys keys.
+// A tile begins with the unit of the first visible key behind the previous tile and spans at most kKeys keys. It begins
+// on a multiple of kUnit and ends with a unit that has a visible key (or with the last key), so that all vectors but
+// the last key's are whole. Without a hidden key, tiles are the blocks of kKeys keys.
 #pragma once
 
 #include <cstring>
@@ -20,7 +20,7 @@ struct KeyTile {
 
 constexpr int kUnit = 16;
 
-// What a hidden key or a row n without a visible one gets. Every number type is 0 where its bits are.
+// Zeros, for a hidden key or a row n without a visible one. All number types represent 0 by zero bits.
 template <typename T>
 inline void zero_rows(T* first, int64_t stride, int64_t rows, int64_t cols) {
   for (int64_t i = 0; i < rows; ++i) std::memset(first + i * stride, 0, size_t(cols) * sizeof(T));
@@ -32,7 +32,7 @@ inline bool is_row_read(const Params& p, int64_t b, int64_t n) {
   return static_cast<const uint8_t*>(p.row_mask)[b * p.row_mask_stride[0] + n * p.row_mask_stride[1]] != 0;
 }
 
-// The largest finite number of whole units; -inf without one.
+// The largest finite number of whole units, math.md (1a); -inf where there is none.
 inline float largest_finite(const float* x, int64_t count) {
   float lanes[kUnit];
   for (int i = 0; i < kUnit; ++i) lanes[i] = -kInfinity;
@@ -44,7 +44,7 @@ inline float largest_finite(const float* x, int64_t count) {
   return largest;
 }
 
-// Hidden: -inf, or far below the largest finite one. NaN is visible, and so is +inf.
+// Hidden, math.md (6a): -inf, or far below the largest finite one. NaN and +inf are visible.
 class Visibility {
  public:
   Visibility(float largest, int32_t dtype) : largest_(largest), limit_(largest - kMaskThreshold[dtype]) {}
@@ -57,10 +57,10 @@ class Visibility {
   }
 
  private:
-  float largest_, limit_;  // of a huge largest_, limit_ is the same number
+  float largest_, limit_;  // where largest_ is huge, limit_ is the same number
 };
 
-// Tiles of kKeys keys of one (b, n), with bias1 as the scores meet it.
+// Tiles of at most kKeys keys of one (b, n), with their bias1 - shift.
 template <int kKeys>
 class KeyTiles {
   static_assert(kKeys % kUnit == 0, "a tile is whole units");
@@ -71,7 +71,7 @@ class KeyTiles {
   // bias1: [most][kKeys]; tiles: [most].
   KeyTiles(float* bias1, KeyTile* tiles) : bias1_(bias1), tiles_(tiles) {}
 
-  int num() const { return num_; }  // 0: the row has no visible key
+  int num() const { return num_; }  // 0: the row n has no visible key
   const KeyTile& operator[](int tile) const { return tiles_[tile]; }
   const float* bias1(int tile) const { return bias1_ + int64_t(tile) * kKeys; }  // bias1 - shift
 
@@ -96,7 +96,7 @@ class KeyTiles {
       int64_t end = key + kKeys < padded ? key + kKeys : padded;
       const int64_t next = end;
       while (!visibility.of_unit(bias1_ + end - kUnit)) end -= kUnit;
-      // In place: a tile's bias1 never lies before where it was loaded from.
+      // In place: no tile moves to a later position than that from which it was loaded.
       const float shift = largest == -kInfinity ? 0.0f : largest;
       float* to = bias1_ + int64_t(num_) * kKeys;
       for (int64_t k = key; k < end; ++k) *to++ = bias1_[k] - shift;
@@ -116,7 +116,7 @@ class KeyTiles {
     if (done < Lk) body(done, Lk);
   }
 
-  // Calls body(tile, keys) for every run of tiles that follow each other without a gap: what packing can take at once.
+  // Calls body(tile, keys) for every run of tiles without a gap between them, which can be packed at once.
   template <typename Body>
   void for_each_run(const Body& body) const {
     for (int tile = 0, next; tile < num_; tile = next) {

@@ -6,8 +6,8 @@
 
 #include "gemm_fma.h"
 
-// What gcc makes of `#pragma omp parallel` and `barrier`, called by name: libgomp, libomp and libiomp5 all have these
-// functions, while clang would ask for names that libgomp, which PyTorch brings, does not have.
+// The functions that gcc calls for `#pragma omp parallel` and `barrier`, called by name: libgomp, libomp and libiomp5
+// all have them. clang would call others, which libgomp, the runtime that PyTorch brings, does not have.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 void GOMP_barrier();
@@ -17,7 +17,7 @@ int omp_get_num_threads();
 
 namespace ds4s::cpu {
 
-// Waking threads costs microseconds: below this many floating-point operations a thread, fewer threads.
+// Waking threads costs microseconds: no thread gets fewer floating-point operations than this.
 constexpr double kFlopsPerThread = 0x1p17;
 
 inline int useful_threads(int64_t limit, double flops, int64_t items) {
@@ -26,7 +26,7 @@ inline int useful_threads(int64_t limit, double flops, int64_t items) {
   return threads < 1 ? 1 : int(threads);
 }
 
-// body(thread, team): once for each thread of a team that may turn out smaller than asked for.
+// Calls body(thread, team) once in each thread of a team, which may be smaller than requested.
 template <typename Body>
 inline void in_parallel(int threads, const Body& body) {
   if (threads <= 1) return body(0, 1);
@@ -34,14 +34,14 @@ inline void in_parallel(int threads, const Body& body) {
   GOMP_parallel(call, const_cast<Body*>(&body), unsigned(threads), /*flags=*/0);
 }
 
-// Only inside in_parallel, reached by every thread.
+// To be called inside in_parallel only, by every thread.
 inline void barrier(int team) {
   if (team > 1) GOMP_barrier();
 }
 
-// Hands out consecutive items in runs, first come first served. Runs are an eighth of a thread's share of what is left,
-// so that the last ones are short: items differ where keys are hidden. Which thread does an item never changes its
-// result.
+// Hands out runs of consecutive items, first come, first served. A run is an eighth of a thread's share of the
+// remaining items, so the last ones are short: items differ in cost where keys are hidden. The result of an item does
+// not depend on the thread that computes it.
 class Queue {
  public:
   Queue(int64_t items, int threads) : items_(items), runs_(int64_t(threads) * 8) {}
@@ -63,8 +63,8 @@ class Queue {
   int64_t next_ = 0;
 };
 
-// Lays arrays out one after the other, each on its own cache line. First pass with a null base: `bytes()` is the
-// size needed; second pass with the memory: the same calls return the arrays.
+// Lays arrays out one after another, each aligned to a cache line. In a first pass with a null base, bytes() becomes
+// the size needed; in a second pass with the memory, the same calls return the arrays.
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
@@ -82,7 +82,7 @@ class Carver {
   int64_t bytes_ = 0;
 };
 
-// Memory on a cache line that frees itself; null where there is none to be had.
+// Memory aligned to a cache line, freed by the destructor; null where the system has none.
 class Memory {
  public:
   explicit Memory(int64_t bytes) {

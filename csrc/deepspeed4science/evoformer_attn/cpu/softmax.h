@@ -1,4 +1,4 @@
-// One tile of scores through the online softmax: the element-wise half of the forward.
+// The online softmax of one tile of scores, math.md (1) and (7): the element-wise half of the forward.
 #pragma once
 
 #include "bias.h"
@@ -7,12 +7,12 @@
 
 namespace ds4s::cpu {
 
-// Per-row state of a block of kQueries rows.
+// The state of each row of a block of kQueries rows.
 template <int kQueries>
 struct RowState {
   alignas(64) float max[kQueries];    // running maximum m of the scores, -inf before the first visible key
   alignas(64) float sum[kQueries];    // running sum l of exp(s - m)
-  alignas(64) float alpha[kQueries];  // exp(m before this tile - m): what the accumulator must be multiplied by
+  alignas(64) float alpha[kQueries];  // c = exp(m before this tile - m), by which the accumulator is rescaled
 
   void reset() {
     for (int i = 0; i < kQueries; ++i) {
@@ -22,8 +22,8 @@ struct RowState {
   }
 };
 
-// exp(row - base) as one row of a left operand; its sum, lane by lane. Whole kProbVecs vectors are read and written;
-// `to` may be where `row` is.
+// Writes exp(row - base) as one row of a left operand and returns its sum, lane by lane. Reads and writes whole groups
+// of kProbVecs vectors; `to` may be the same memory as `row`.
 template <bool kPrecise, typename E>
 inline typename E::V::Vec exp_row(const float* row, typename E::Elem* to, int keys, float base) {
   using V = typename E::V;
@@ -32,7 +32,7 @@ inline typename E::V::Vec exp_row(const float* row, typename E::Elem* to, int ke
   Vec total = V::zero();
   if constexpr (E::kProbVecs == 2) {
     if (base > -kCoarseExpLimit && base < kCoarseExpLimit) {
-      // The rounding of base log2 e is common to the row and cancels in P.
+      // The rounding error of base log2 e is common to the row and cancels in P.
       const Vec log2e = V::set1(kLog2e);
       const Vec shift = V::set1(-base * kLog2e);
       for (int j = 0; j < keys; j += 2 * kWidth) {
@@ -53,9 +53,9 @@ inline typename E::V::Vec exp_row(const float* row, typename E::Elem* to, int ke
   return total;
 }
 
-// scores [rows][kKeys] = Q K^T in, P = exp(s - m) out as left operand, each row where its scores were.
-// Columns past `keys` become 0 as far as a product reads. Rows go by a vector of them: maxima and sums of single rows
-// would be long chains, each waiting for the one before.
+// In: scores [rows][kKeys] = Q K^T. Out, in the same memory: P = exp(s - m) as left operand. Columns past `keys` become
+// 0 as far as a product reads them. A vector of rows is processed together: the maximum and sum of a single row would
+// be a long dependency chain.
 template <bool kPrecise, int kKind, typename E>
 inline void softmax_tile_kind(float* scores, int rows, int keys, float scale, const float* bias1, const BiasTile& bias2,
                               RowState<E::kQueries>& state) {

@@ -1,7 +1,7 @@
-// A thread's part of an output tile, added to memory that other blocks add to as well. Every element past the last
-// column is left out: rows of any length work, and nothing is ever added, not even a zero, to memory that is not the
-// matrix's. CUTLASS's iterators store through it (predicated_tile_iterator_atomic.h), and so does the kernel that gives
-// dbias2 (sm80/backward/kernel_dbias2.h).
+// Adds a thread's part of an output tile to memory that other blocks add to as well. Elements past the last column are
+// left out one by one: rows of any length work, and nothing, not even a zero, is added to memory outside the matrix.
+// CUTLASS's iterators store through it (predicated_tile_iterator_atomic.h), and so does the dbias2 kernel
+// (sm80/backward/kernel_dbias2.h).
 #pragma once
 
 #include <cutlass/matrix_coord.h>
@@ -10,8 +10,8 @@
 
 namespace ds4s {
 
-// f(row, column, index of the access in the fragment) for each access of a thread, whose first one is at (row, column).
-// ThreadMap: CUTLASS's OutputTileThreadMap, of which Iterations and Delta count here.
+// Calls f(row, column, index of the access in the fragment) for each access of a thread; the first one is at (row,
+// column). ThreadMap: CUTLASS's OutputTileThreadMap; only its Iterations and Delta are used.
 template <typename ThreadMap, typename F>
 CUTLASS_DEVICE void for_each_access(int row, int column, F&& f) {
   using Iterations = typename ThreadMap::Iterations;
@@ -33,7 +33,7 @@ CUTLASS_DEVICE void for_each_access(int row, int column, F&& f) {
   }
 }
 
-// offset_of(row, column): elements from `matrix` on.
+// offset_of(row, column): offset from `matrix`, in elements.
 template <typename ThreadMap, typename Element, typename Offset>
 CUTLASS_DEVICE void atomic_add_tile(Element* matrix, const cutlass::MatrixCoord& extent, int row, int column,
                                     const Element* fragment, Offset&& offset_of) {

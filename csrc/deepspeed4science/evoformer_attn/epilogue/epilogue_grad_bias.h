@@ -1,10 +1,10 @@
-// CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products into one bias gradient, with no
-// workspace and no order among them. It is CUTLASS's epilogue around the accesses and additions by which dbias2 leaves
-// the backward's kernel (atomic_tile.h, sm80/backward/kernel_dbias2.h); this form serves a CUTLASS threadblock GEMM.
+// CUTLASS's tensor-op epilogue with atomic additions: many blocks add their products to one bias gradient, math.md
+// (16), without a workspace and in any order. The accesses and additions are those of the dbias2 kernel (atomic_tile.h,
+// sm80/backward/kernel_dbias2.h); this form serves a CUTLASS threadblock GEMM.
 //
-// Sm70 takes one partition of K: the swizzle of CUTLASS's Volta operands has a period of eight steps of 4, and a warp
-// of its main loop counts its own steps from 0 (mma_tensor_op_tile_iterator_sm70.h), so warps of later partitions read
-// others' elements.
+// Sm70 has one partition of K only. The swizzle of CUTLASS's Volta operands has a period of eight steps of 4, and each
+// warp of its main loop counts its own steps from 0 (mma_tensor_op_tile_iterator_sm70.h), so warps of later partitions
+// would read wrong elements.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/default_epilogue_tensor_op.h>
@@ -26,7 +26,7 @@ using EpilogueWithIterator = cutlass::epilogue::threadblock::Epilogue<
 
 template <typename Arch_,             // cutlass::arch::Sm70, Sm75, Sm80
           typename Shape_,            // threadblock tile
-          typename WarpMmaTensorOp_,  // warp-level product whose accumulators come in
+          typename WarpMmaTensorOp_,  // warp-level product that gives the accumulators
           int PartitionsK, typename OutputOp_, int ElementsPerAccess, bool ScatterD = false,
           typename PermuteDLayout = cutlass::layout::NoPermute>
 struct BiasGradEpilogue {

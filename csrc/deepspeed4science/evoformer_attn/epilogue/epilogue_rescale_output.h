@@ -1,5 +1,5 @@
-// The online softmax's output operator: brings what was accumulated so far to the new reference maximum, adds the new
-// part and, at the end, divides by the sum.
+// The output operator of the online softmax, math.md (7): rescales the previous result to the new reference maximum,
+// adds the new part and, in the last call, divides by the sum.
 //
 //   alpha = isLast ? 1 / s_prime[row] : 1        beta = alpha * m_prime[row]
 //   output = alpha * accumulator + beta * source       (without the second term when isFirst)

@@ -1,7 +1,5 @@
-// CUTLASS's output tile iterators with atomic additions in place of stores: types, loads and construction are the
-// base's.
-//
-// A base guards whole accesses, atomic_tile.h every element.
+// CUTLASS's output tile iterators with atomic additions instead of stores; types, loads and construction are inherited.
+// CUTLASS predicates whole accesses, atomic_tile.h every element.
 #pragma once
 
 #include <cutlass/epilogue/threadblock/predicated_tile_iterator.h>
@@ -11,7 +9,7 @@
 
 namespace ds4s {
 
-// Which rows a thread of an OutputTileThreadMap visits, one tile after another.
+// Iterates over the rows that a thread of an OutputTileThreadMap visits, one tile after another.
 template <typename ThreadMap>
 class OutputTileWalk {
   using Shape = typename ThreadMap::Shape;
@@ -146,7 +144,7 @@ class PredicatedTileIteratorAffineRankNAtomic
   }
 
  private:
-  // The first mode runs fastest.
+  // The first mode varies fastest.
   template <typename Strides, typename DivMods>
   CUTLASS_DEVICE static LongIndex offset_of(int index, Strides const& strides, DivMods const& divmods) {
     LongIndex offset = 0;

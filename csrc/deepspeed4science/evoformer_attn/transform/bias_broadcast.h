@@ -1,13 +1,13 @@
-// Where a bias tile comes from: three policies with one interface, and the functor that adds up to two of them into
-// shared memory.
+// Sources of a bias tile: three policies with one interface, and the functor that adds up to two of them into shared
+// memory: bias1 - shift and bias2 of math.md (1).
 //
 //   BroadcastNoLoad   no bias
 //   BroadcastA        row vector  [B, N, 1, 1, L]: the same for every row of the tile and every head
 //   BroadcastB        matrix      [B, 1, H, L, L]: the same for every n
 //
-// A ThreadMap says which elements a thread reads (CUTLASS's pitch-linear thread maps fit, so does ScoreThreadMap
-// below): kElementsPerAccess neighbours of a row at initial_offset(thread_id) + (contiguous, strided) iterations *
-// Delta. With a member kAligned = true it also promises that every row may be read in whole 16-byte chunks.
+// A ThreadMap says which elements a thread reads (CUTLASS's pitch-linear thread maps serve, and ScoreThreadMap below):
+// kElementsPerAccess neighbours of a row at initial_offset(thread_id) + (contiguous, strided) iterations * Delta. A
+// member kAligned = true also promises that every row may be read in whole 16-byte chunks.
 #pragma once
 
 #include <cutlass/array.h>
@@ -21,7 +21,8 @@
 
 namespace ds4s {
 
-// One element in a register as it stands: what is loaded early is waited for where it is used (ptx::load_bits).
+// One element in a register, not converted: a load issued early is then waited for only where it is used
+// (ptx::load_bits).
 template <typename scalar_t>
 struct ElementBits {
   uint32_t bits = 0;
@@ -29,7 +30,7 @@ struct ElementBits {
   CUTLASS_DEVICE float value() const { return ptx::bits_to_float<scalar_t>(bits); }
 };
 
-// What a thread of a map reads: an array, or with a member kKeepsBits = true one element's bits.
+// The fragment that a thread of a map reads: an array, or with a member kKeepsBits = true one element's bits.
 template <typename ThreadMap, typename scalar_t, typename = void>
 struct MapFragment {
   using Type = cutlass::Array<scalar_t, ThreadMap::Iterations::kCount * ThreadMap::kElementsPerAccess>;
@@ -48,7 +49,7 @@ struct MapIsAligned<ThreadMap, typename cutlass::platform::enable_if<ThreadMap::
   static constexpr bool kValue = true;
 };
 
-// One access: elements [0, valid) of gmem, zeros after them.
+// Loads one access: elements [0, valid) of gmem, zeros after them.
 template <int kCount, bool kVector, typename scalar_t>
 CUTLASS_DEVICE void load_access(scalar_t* dst, const scalar_t* gmem, int valid) {
   constexpr bool kWide = kVector && kCount * sizeof(scalar_t) == 16;
@@ -89,7 +90,7 @@ CUTLASS_DEVICE void load_tile(Fragment& frag, const scalar_t* ptr, int thread_id
       }
     }
   };
-  // Whole tiles, the common case, ask nothing; where alignment is not promised they look for it.
+  // Whole tiles, the common case, need no bounds checks; without a promise of alignment it is tested here.
   using Yes = cutlass::platform::true_type;
   using No = cutlass::platform::false_type;
   bool fast = (Iterations::kStrided - 1) * Delta::kStrided < rows &&
@@ -186,15 +187,15 @@ struct SweepThreadMap {
   }
 };
 
-// One element of a row, whose index the thread gives as its id.
+// One element of a row; the thread passes its index as thread id.
 struct RowThreadMap {
   static constexpr int kElementsPerAccess = 1;
   static constexpr bool kKeepsBits = true;
   CUTLASS_DEVICE static cutlass::PitchLinearCoord initial_offset(int index) { return {index, 0}; }
 };
 
-// The accumulator's own layout (sm80/mma/mma.h): what a lane reads is what it adds to its scores. Warps are numbered
-// along the queries first.
+// The accumulator's own layout (sm80/mma/mma.h): a lane reads the elements that it adds to its scores. Warps are
+// numbered along the queries first.
 template <typename Mma, int kWarpsM, bool kAligned_>
 struct ScoreThreadMap {
   static constexpr int kElementsPerAccess = Mma::kVec;
