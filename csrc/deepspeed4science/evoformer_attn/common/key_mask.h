@@ -249,17 +249,17 @@ CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists
   int32_t* rows = lists.rows + int64_t(block) * lists.N;
   int count = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int first = 0, turn = 0; first < lists.N; first += kThreads, turn ^= 1) {
+  for (int first = 0, buffer = 0; first < lists.N; first += kThreads, buffer ^= 1) {
     const int n = first + int(threadIdx.x);
     const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * keys, keys / KeyMask::kUnit) != 0;
     const uint32_t votes = __ballot_sync(0xffffffffu, sees);
-    if (lane == 0) sVotes[turn][warp] = __popc(votes);
+    if (lane == 0) sVotes[buffer][warp] = __popc(votes);
     __syncthreads();
     int before = count;
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += sVotes[turn][w];
-      count += sVotes[turn][w];
+      if (w < warp) before += sVotes[buffer][w];
+      count += sVotes[buffer][w];
     }
     if (sees) rows[before + __popc(votes & ((1u << lane) - 1))] = n;
   }

@@ -17,22 +17,24 @@ class KeyMaskBuffers {
   bool needed() const { return layout_.needed(); }
   int64_t bytes() const { return layout_.bytes(); }
 
-  // place: bytes() bytes, aligned to 256.
-  KeyMask at(void* place) const {
+  // workspace: bytes() bytes, aligned to 256.
+  KeyMask at(void* workspace) const {
     if (!needed()) return {};
-    return {ds4s::at<float>(place, layout_.shift()), ds4s::at<uint32_t>(place, layout_.visible()),
-            ds4s::at<int2>(place, layout_.range()), layout_.words()};
+    return {ds4s::at<float>(workspace, layout_.shift()), ds4s::at<uint32_t>(workspace, layout_.visible()),
+            ds4s::at<int2>(workspace, layout_.range()), layout_.words()};
   }
 
   // 0 when the kernels that follow find_visible_keys begin.
-  int32_t* counter(void* place) const { return needed() ? ds4s::at<int32_t>(place, layout_.counter()) : nullptr; }
+  int32_t* counter(void* workspace) const {
+    return needed() ? ds4s::at<int32_t>(workspace, layout_.counter()) : nullptr;
+  }
 
   // For each row n the only key that it sees; null where it is not needed.
-  int32_t* only_key(void* place) const { return ds4s::at<int32_t>(place, layout_.only_key()); }
+  int32_t* only_key(void* workspace) const { return ds4s::at<int32_t>(workspace, layout_.only_key()); }
 
   // copy: receives a contiguous copy of bias1, or null.
-  KeyMaskArgs arguments(void* place, void* copy, PostprocessFlag flag = {}) const {
-    KeyMask mask = at(place);
+  KeyMaskArgs arguments(void* workspace, void* copy, PostprocessFlag flag = {}) const {
+    KeyMask mask = at(workspace);
     return {p_.bias1,
             {p_.bias1_stride[0], p_.bias1_stride[1], p_.bias1_stride[2]},
             p_.row_mask,
@@ -44,16 +46,17 @@ class KeyMaskBuffers {
             const_cast<int2*>(mask.range),
             layout_.words(),
             p_.bias1 != nullptr ? copy : nullptr,
-            counter(place),
-            only_key(place),
+            counter(workspace),
+            only_key(workspace),
             flag};
   }
   int64_t num_blocks() const { return layout_.rows(); }
   template <typename scalar_t>
-  cudaError_t fill(void* place, void* copy, cudaStream_t stream, PostprocessFlag flag = {}) const {
+  cudaError_t fill(void* workspace, void* copy, cudaStream_t stream, PostprocessFlag flag = {}) const {
     if (!needed() || num_blocks() == 0) return cudaSuccess;
-    if (place == nullptr) return cudaErrorInvalidValue;
-    find_visible_keys<scalar_t><<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(place, copy, flag));
+    if (workspace == nullptr) return cudaErrorInvalidValue;
+    find_visible_keys<scalar_t>
+        <<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(workspace, copy, flag));
     return cudaGetLastError();
   }
 

@@ -52,8 +52,8 @@ struct PrepareRows {
   using Share = cutlass::AlignedArray<scalar_t, 16 / int(sizeof(scalar_t))>;
   static_assert(kGroup >= kChunks, "a lane has one part of a row");
   static constexpr int kRowsAtOnce = kPrepareThreads / kGroup;
-  static constexpr int kTurns = 4;  // rows of a group, whose loads are in flight together
-  static constexpr int kRowsPerBlock = kTurns * kRowsAtOnce;
+  static constexpr int kRowsPerGroup = 4;  // rows of a group, whose loads are in flight together
+  static constexpr int kRowsPerBlock = kRowsPerGroup * kRowsAtOnce;
 
   CUTLASS_DEVICE static float reduce(float x) {
     CUTLASS_PRAGMA_UNROLL
@@ -86,19 +86,19 @@ struct PrepareRows {
     const Row step(kRowsAtOnce, H);
     bool unseen = !kLooks && args.mask.sees_nothing(bn);
 
-    Share o[kTurns], do_[kTurns];
+    Share o[kRowsPerGroup], do_[kRowsPerGroup];
     CUTLASS_PRAGMA_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
+    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
       int count = row.q < p.Lq && !unseen ? int(p.Dv) : 0;
-      o[turn] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
-      do_[turn] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
+      o[i] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
+      do_[i] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
     if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // beside those loads
     row = Row(first, H);
     bool looks = false;  // O of a query that sees nothing is 0
     CUTLASS_PRAGMA_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, H)) {
-      float delta = reduce(dot_share<Config>(o[turn], do_[turn]));
+    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
+      float delta = reduce(dot_share<Config>(o[i], do_[i]));
       if (kLooks && unseen) delta = 0.f;
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
       looks |= !(fabsf(delta) > 0.f);
@@ -110,7 +110,7 @@ struct PrepareRows {
   CUTLASS_DEVICE static void raise_if_hidden(const BwdParams& p, int64_t bn, Row row, const Row& step,
                                              PostprocessFlag flag) {
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn, row.advance(step, uint32_t(p.H))) {
+    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, uint32_t(p.H))) {
       if (row.q < p.Lq && p.lse[(bn * p.H + row.h) * p.Lq + row.q] == -infinity()) flag.raise();
     }
   }
@@ -119,8 +119,8 @@ struct PrepareRows {
     if (negative_delta) {
       negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
     } else {
-      DeltaInDq<scalar_t> place(args.p, b, n, row.h);
-      place.ptr[int64_t(row.q) * place.stride] = -delta;
+      DeltaInDq<scalar_t> in_dq(args.p, b, n, row.h);
+      in_dq.ptr[int64_t(row.q) * in_dq.stride] = -delta;
     }
   }
 };

@@ -126,7 +126,7 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
   asm volatile("ld.global.nc.s32 %0, [%1];" : "+r"(x) : "l"(gmem));
 }
 
-// Makes a value opaque, so that it stays in its register and is not computed again in every turn of a loop.
+// Makes a value opaque, so that it stays in its register and is not computed again in every iteration of a loop.
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 CUTLASS_DEVICE void keep(int64_t& x) { asm volatile("" : "+l"(x)); }
 template <typename T>

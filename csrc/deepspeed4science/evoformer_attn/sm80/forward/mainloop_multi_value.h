@@ -170,9 +170,9 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     float* sBias = reinterpret_cast<float*>(shared + Shared::kBegin + warp_m * Shared::kBiasBytes);
     const int first = key + warp_n * 32, rows = p.num_queries - warp_m * 32;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int turn = 0; turn < K::kWarpsN; ++turn) {
-      if (turn > 0) __syncthreads();
-      if (turn != warp_n) continue;
+    for (int w = 0; w < K::kWarpsN; ++w) {
+      if (w > 0) __syncthreads();
+      if (w != warp_n) continue;
       scalar_t *ptr1 = p.bias1_ptr + first, *ptr2 = p.bias2_ptr + first;
       if constexpr (K::Bias1::kIsMatrix) ptr1 += warp_m * 32 * p.bias2_strideM;
       if constexpr (K::Bias2::kIsMatrix) ptr2 += warp_m * 32 * p.bias2_strideM;

@@ -3,7 +3,7 @@
 // A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 at a time,
 // without steps in which none of its rows n sees a key, and of the last one 16 or 32 where that is all they see.
 // Each of its kRows * kQueryTiles consumer warpgroups (mainloop.h) has one tile of one n; the last warpgroup
-// (producer.h) brings Q, and in two rings of kStages stages keys with their biases, and values. Tiles of bias2
+// (producer.h) brings Q, and in two pipelines of kStages stages keys with their biases, and values. Tiles of bias2
 // are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
 // + gridDim.x, ..., so that the next tile is on its way while the last one is written.
 //
