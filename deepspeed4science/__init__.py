@@ -2,7 +2,8 @@
 
     from deepspeed4science import DS4Sci_EvoformerAttention
 
-The names below arrive on first use, so that the report works on a machine whose PyTorch does not.
+The names below are imported on first use, so that the report works on a machine whose PyTorch does
+not.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-with suppress(ImportError):  # a damaged installation, of which the report has more to say
+with suppress(ImportError):  # a damaged installation: the report says more about it
     from op_builder import offered
 
-    # As on what DeepSpeed's `load()` returns.
+    # DeepSpeed's `load()` returns a module with these two functions.
     offered.offer(f"{__name__}.drop_in.binding", "attention", "attention_bwd")
 
 _MODULES = {

@@ -1,5 +1,5 @@
-"""What the caller passes, as the operators take it: five dimensions, one dtype, biases that are
-numbers, a positive scale. All by PyTorch operations that autograd and torch.compile see.
+"""From the caller's arguments to those of the operators: five dimensions, one dtype, biases that
+are numbers, a positive scale. All by PyTorch operations that autograd and torch.compile see.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed4science.problem import BIAS_HELP, ROW_MASK_HELP, shape_of
 
 
 def split_biases(biases: Sequence[Tensor | None] | None) -> tuple[Tensor | None, Tensor | None]:
-    """The caller's sequence of 0, 1 or 2 biases as a pair; the sequence itself is left alone."""
+    """The caller's sequence of 0, 1 or 2 biases as a pair; the sequence itself is not changed."""
     if biases is None:
         return None, None
     if not isinstance(biases, (list, tuple)):
@@ -46,7 +46,7 @@ def canonicalise(
 
     The last dimension of `*` is N, the ones before it are flattened into B; a missing one is 1.
     Biases of lower rank gain leading dimensions of size 1, as in any broadcast. Q, K and V get one
-    dtype, a mask becomes a bias, a pair bias expanded over N becomes the one that it is.
+    dtype, a mask becomes a bias, and a pair bias that was expanded over N loses that expansion.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(t).__name__ for t in (q, k, v))
@@ -79,8 +79,9 @@ def canonicalise(
 
 
 def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
-    """Q and a positive scale with the same scores. Sign and zero go into Q, where they are exact:
-    kernels take the largest of the unscaled scores, and divide biases by the scale.
+    """Q and a positive scale that give the same scores. Q is multiplied by the sign, or the zero,
+    of the scale, which is exact. Kernels need a positive one: they take the maximum of the unscaled
+    scores, and divide biases by the scale.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInputError(
@@ -95,8 +96,8 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
 
 
 def largest_finite(bias1: Tensor) -> Tensor:
-    """The largest finite number of each row of `bias1` (docs/math.md, 1a), `[..., 1]`; 0 where it
-    has none.
+    """The shift, math.md (1a): the largest finite number of each row of `bias1`, `[..., 1]`; 0
+    where there is none.
     """
     bias1 = bias1.detach()
     largest = bias1.masked_fill(~bias1.isfinite(), -math.inf).amax(dim=-1, keepdim=True)
@@ -131,7 +132,7 @@ def _not_strided(name: str, tensor: Tensor) -> InvalidInputError:
 
 
 def _promoted(*tensors: Tensor) -> list[Tensor]:
-    """In one dtype, which PyTorch's own operators would choose."""
+    """The tensors in the one dtype that PyTorch's own operators would choose."""
     if not all(tensor.is_floating_point() for tensor in tensors):
         return list(tensors)  # `describe` refuses them
     dtype = tensors[0].dtype
@@ -149,18 +150,18 @@ def _bias_of_mask(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _without_rows(bias2: Tensor | None, q: Tensor) -> Tensor | None:
-    """A five-dimensional pair bias that is expanded over all N (chunking models make them) without
-    that expansion.
+    """A five-dimensional pair bias without its expansion over N, which models make that compute in
+    chunks.
     """
     if bias2 is None or bias2.dim() != 5 or _is_known(bias2.shape[1] == 1):
         return bias2
     if _is_known(bias2.stride(1) == 0) and _is_known(bias2.shape[1] == q.shape[1]):
-        return bias2.narrow(1, 0, 1)  # a slice of an unknown size is of another unknown size
+        return bias2.narrow(1, 0, 1)  # slicing would give the dimension a new symbolic size
     return bias2
 
 
 def _is_known(condition: bool) -> bool:
-    """Whether a condition on sizes holds, as far as they are known before the program runs."""
+    """Whether a condition on sizes is known to hold while the program is traced."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -195,8 +196,8 @@ def _canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Te
 
 
 def _flatten_batch(name: str, tensor: Tensor, lead: tuple[int, ...], advice: str) -> Tensor:
-    """Of several leading dimensions all but the last become B: what has some of them is broadcast
-    among them first.
+    """Flattens all leading dimensions but the last into B. A tensor that has size 1 in some of them
+    is broadcast over these first.
     """
     if len(lead) <= 2:
         return tensor

@@ -1,4 +1,4 @@
-"""What autocast makes of Q, K and V. Biases stay as they are; they are added in float32."""
+"""The casts of Q, K and V under autocast. Biases are not cast: they are added in float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 from deepspeed4science.call import ForwardCall
 from deepspeed4science.problem import SUPPORTED_DTYPES
 
-_DEVICES = ("cpu", "cuda")  # PyTorch knows no autocast of some others, "meta" for one
+_DEVICES = ("cpu", "cuda")  # some others, such as "meta", have no autocast
 
 
 def heard(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """As autocast, where it is on, wants them: outside of operators, where autograd sees it."""
+    """Q, K and V as autocast casts them, where it is on; outside of operators, so that autograd
+    records the casts.
+    """
     device_type = q.device.type
     if device_type in _DEVICES and torch.is_autocast_enabled(device_type):
         return cast(device_type, q, k, v)
@@ -23,13 +25,15 @@ def heard(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tenso
 
 
 def cast(device_type: str, *tensors: Tensor) -> list[Tensor]:
-    """In autocast's dtype, float64 excepted, as PyTorch's own do it."""
+    """The tensors in autocast's dtype; float64 is not cast, as in PyTorch's own operators."""
     dtype = torch.get_autocast_dtype(device_type)
     return [tensor.to(dtype) if tensor.dtype in SUPPORTED_DTYPES else tensor for tensor in tensors]
 
 
 def kernel(device_type: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward operator under autocast: `forward` below it, with Q, K and V in its dtype."""
+    """The forward operator's implementation under autocast: casts Q, K and V, then calls `forward`
+    with autocast off.
+    """
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     keyset = torch._C.DispatchKeySet(key)
 

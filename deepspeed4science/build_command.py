@@ -1,12 +1,13 @@
-"""`python -m deepspeed4science build`: compile before anybody waits for it.
+"""`python -m deepspeed4science build`: compiles kernels before they are needed.
 
-    build --preset openfold --arch 9.0a --out DIR    what a model calls, for a GPU that is not here
+    build --preset openfold --arch 9.0a --out DIR    a model's calls, for a GPU that is not here
     build --dtype bf16 --head-dim 32 --bias both     one kind of call, for the GPU of this machine
     build --cpu                                      the CPU op, for this machine's processor
 
-Fills the cache, or a folder that is baked into an image or shared: name it in DS4S_CACHE_PATH.
-Without --preset, --head-dim and --bias, it is what an install with DS_BUILD_* compiles. Exit code
-0: all is there; 1: something is not, and why; 2: the options make no sense.
+Fills the cache, or a folder for an image or a share, to be named in DS4S_CACHE_PATH. Without
+--preset, --head-dim and --bias, it compiles the kernels that an install with DS_BUILD_* compiles.
+Exit code 0: all kernels are there; 1: one is not, and the reason is printed; 2: the options
+contradict each other.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m deepspeed4science cache`: what is in the folders of compiled kernels, and why.
+"""`python -m deepspeed4science cache`: lists, explains and clears compiled kernels.
 
-    cache list                what is there, how large, last used when, compiled where and with what
-    cache explain NAME        what changed from each entry of that name to the next
-    cache explain KEY KEY     what differs between these two
-    cache clear [NAME ...]    remove from the cache; what others share is never touched
+    cache list                every kernel: size, last use, where and with what it was compiled
+    cache explain NAME        the component of the key that changed between entries of that name
+    cache explain KEY KEY     the components in which these two differ
+    cache clear [NAME ...]    removes kernels from the cache; shared folders are never touched
 
-NAME and KEY are those of `cache list`, or how they begin.
+NAME and KEY are those of `cache list`, or a beginning of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from op_builder.cache import cache, evict, key_difference, search, staging
 from op_builder.cache.cache import Entry
 from op_builder.errors import BuildError
 
-_ASKED = 12  # digits of a key that tell what was asked for; the others tell entries apart
+_ASKED = 12  # digits of a key that identify the request; the others distinguish its entries
 _PLACES = {"prebuilt": "install", "cache": "cache"}
 
 
@@ -35,9 +35,9 @@ class Row:
     key: str
     targets: tuple[str, ...]  # "sm_80"; empty for a CPU kernel
     size_bytes: int  # the whole entry
-    last_used: float  # seconds since 1970, to the hour; elsewhere than in the cache: of its arrival
+    last_used: float  # seconds since 1970, to the hour; outside the cache: when it was put there
     compiled: float  # seconds since 1970
-    seconds: float  # what compiling it took
+    seconds: float  # duration of its compilation
     host: str  # where it was compiled
     compiler: str
     folder: str
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def rows() -> list[tuple[Row, Entry]]:
-    """Every entry that a load would look at, in the order of the search."""
+    """Every entry that a load would consider, in the order of its search."""
     found = []
     for root in search.roots():
         for entry in cache.entries(root.path):
@@ -183,7 +183,7 @@ def _clear(options: argparse.Namespace) -> int:
         chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
     removed = [row for folder, row in chosen.items() if staging.remove(folder)]
     if not options.entry and options.unused_days is None:
-        for left in evict.usages(root, "units"):  # what is no entry any more
+        for left in evict.usages(root, "units"):  # remains of entries
             staging.remove(left.folder)
         for part in ("aside", "failed", "memo"):
             shutil.rmtree(root / part, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""The arguments of the two operators, written once: what PyTorch is told of them, derivatives, vmap
-and backends all take them from here.
+"""The arguments of the operators, written once: their schema, derivatives, vmap and the backends
+all take them from here.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class ForwardCall(NamedTuple):
-    """`evoformer_attn` -> O `[B, N, Lq, H, Dv]`, lse `[B, N, H, Lq]` (no elements unless asked
-    for).
+    """`evoformer_attn` -> O `[B, N, Lq, H, Dv]`, lse `[B, N, H, Lq]` (without elements unless
+    `with_lse`).
     """
 
     q: Tensor  # [B, N, Lq, H, D]
@@ -25,7 +25,7 @@ class ForwardCall(NamedTuple):
 
 class BackwardCall(NamedTuple):
     """`evoformer_attn_backward` -> dq, dk, dv in the dtype of Q, dbias1 and dbias2 in float32, each
-    in the shape of its input (no elements unless wanted).
+    in the shape of its input (without elements where it is not wanted).
     """
 
     do_: Tensor  # the gradient of O
@@ -39,7 +39,7 @@ class BackwardCall(NamedTuple):
     wanted: Sequence[bool]  # of q, k, v, bias1, bias2
     row_mask: Tensor | None = None
     scale: float | None = None
-    # k and v are some of the keys that o and lse are of: gradients are those keys' part.
+    # k and v are only some of the keys of o and lse: the gradients are the part of these keys.
     partial_keys: bool = False
 
 
@@ -52,13 +52,13 @@ class PackedBackwardCall(NamedTuple):
     o: Tensor  # [B, N, L, H, D]
     lse: Tensor
     bias1: Tensor | None
-    bias2: Tensor  # [B, 1, H, L, L], a copy of product's
+    bias2: Tensor  # [B, 1, H, L, L], a copy of the columns of `product`
     ending: bool
 
 
 Call = ForwardCall | BackwardCall
 
-# Of q, k, v, bias1 and bias2; None where none is wanted.
+# Gradients of q, k, v, bias1 and bias2; None where one is not wanted.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _SCHEMA_TYPES = {

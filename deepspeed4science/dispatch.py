@@ -1,4 +1,4 @@
-"""From a described call to a kernel: `choose` walks over the backends and says who computes it."""
+"""From a described call to a kernel: `choose` asks the backends in order."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ BACKENDS: tuple[Backend, ...] = in_order()
 
 
 class KernelChoice(NamedTuple):
-    """Who computes a call."""
+    """The kernel that computes a call, and why it is this one."""
 
     kernel: Kernel
-    backend: Backend  # whose kernel it is
-    reason: str = ""  # why it is not the first backend of the device; empty when it is
+    backend: Backend  # the backend of the kernel
+    reason: str = ""  # why an earlier backend of the device does not take the call; empty: it does
 
 
 def choose(problem: Problem, direction: str, tensors: Sequence[Tensor]) -> KernelChoice:
-    """The kernel of the first backend that takes the call. Runs nothing, loads nothing, says
-    nothing.
+    """The kernel of the first backend that takes the call. Runs, loads and logs nothing.
 
     direction   "fwd" or "bwd"
-    tensors     q, k, v, and of a backward o and do_ where they are known: some of them as they come
+    tensors     q, k, v, and in a backward o and do_ where they are known, as the caller has them
 
-    Raises NoBackendError, with everybody's reasons, when none takes it.
+    Raises NoBackendError, with the reasons of every backend, when none takes it.
     """
-    first, why = "", ""  # whose place another takes
+    first, why = "", ""  # the device's first backend, and why it does not take the call
     for backend in BACKENDS:
         if backend.device_obstacle(problem.device):
             continue

@@ -1,5 +1,5 @@
-"""DTensors, as far as the op itself has to know of them: `torch.distributed.tensor` is loaded by
-whoever makes one, never from here.
+"""DTensors, as far as the op itself has to know them. `torch.distributed.tensor` is never imported
+here, but by the code that makes a DTensor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def comes_sharded(x: Tensor, parameter: Tensor) -> bool:
-    """A DTensor that meets plain parameters: all of them are in every process."""
+    """Whether x is a DTensor and the parameter a plain tensor, which every process has whole."""
     return type(x) is not Tensor and is_dtensor(x) and not is_dtensor(parameter)
 
 
 def require_sharding_rules(tensor: Tensor) -> None:
-    """Before the operators meet a DTensor."""
+    """Registers the sharding rules before the operators get a DTensor."""
     if is_dtensor(tensor):
         _load_sharding_rules()
 
@@ -33,12 +33,12 @@ def _load_sharding_rules() -> None:
     sharding.register()
 
 
-# torch.compile calls it while it traces, and traces none of it: what its decorator would do, which
-# loads all of torch._dynamo.
+# torch.compile then calls the function while tracing and does not trace into it. This is what
+# torch._dynamo's decorator does, without importing torch._dynamo.
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-Placements = Sequence[Any] | None  # None: of a tensor that is no DTensor
+Placements = Sequence[Any] | None  # None: the tensor is no DTensor
 
 
 def placements_of(tensors: Sequence[Tensor | None]) -> Sequence[Placements]:
@@ -46,7 +46,9 @@ def placements_of(tensors: Sequence[Tensor | None]) -> Sequence[Placements]:
 
 
 def summed(gradient: Any, placements: Placements) -> Tensor:
-    """A gradient whose parts have been added up, as `placements` say: before it is rounded."""
+    """A gradient with the given placements, its partial sums added up: to be called before it is
+    rounded.
+    """
     partial = any(placement.is_partial() for placement in gradient.placements)
     complete: Tensor = gradient.redistribute(placements=placements) if partial else gradient
     return complete

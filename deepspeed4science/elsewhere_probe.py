@@ -1,4 +1,4 @@
-"""What a machine without a GPU holds and can make for machines that have one."""
+"""The report where no GPU is: kernels that are here, or can be compiled, for other machines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def note(builder: Any) -> str:
-    """A line for the CUDA op's row; empty where there is nothing and nothing can be made."""
+    """A line for the CUDA op's row; empty where no kernel is there and none can be compiled."""
     parts = [*_held(), _makes(builder)]
     return "; ".join(part for part in parts if part)
 
 
 def _held() -> list[str]:
-    """Kernels of each place, counted by architecture."""
+    """The kernels in each place, counted by architecture."""
     from op_builder.cache import cache, search
 
     parts = []
@@ -28,7 +28,7 @@ def _held() -> list[str]:
 
 
 def _makes(builder: Any) -> str:
-    """What can be compiled for GPUs that are not here; why nothing can, the obstacles tell."""
+    """The architectures that can be compiled for here; empty where obstacles prevent it."""
     from op_builder import CUDAOpBuilder
 
     if not isinstance(builder, CUDAOpBuilder) or builder.tool_obstacles():

@@ -1,5 +1,5 @@
-"""Evoformer attention for PyTorch users: what they call. The operators behind it are in
-`operators`, what becomes of the caller's arguments in `arguments`.
+"""The functions that users call. `arguments` brings the caller's arguments into the form that the
+operators in `operators` take.
 """
 
 from __future__ import annotations
@@ -66,40 +66,44 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     row_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Biased attention of AlphaFold-type models, `softmax(scale Q K^T + bias1 + bias2) V`, with its
-    gradients.
+    """Evoformer attention of AlphaFold-type models, with all gradients:
+    `softmax(scale Q K^T + bias1 + bias2) V`, equations (1) to (5) of docs/math.md.
 
-    Scores, softmax and biases are computed in float32 whatever the dtype. Memory is linear in L.
+    B is the batch; N the rows that share a pair bias (sequences of an MSA, rows of a pair
+    representation); Lq and Lk the numbers of queries and keys; H the heads; D and Dv the channels
+    of a head. Scores, softmax and sums are computed in float32 whatever the dtype. Memory is linear
+    in L, but for bias2 and its gradient.
 
     Args:
         Q: `[B, N, Lq, H, D]`, or `[*, Lq, H, D]` of any rank >= 3; float32, bfloat16 or float16;
-            any strides. Of different dtypes of Q, K and V the one is taken that PyTorch promotes
-            them to.
+            any strides (channels that do not lie side by side are copied). Different dtypes of Q,
+            K and V are promoted as PyTorch promotes them.
         K: `[B, N, Lk, H, D]`.
         V: `[B, N, Lk, H, Dv]`; Dv may differ from D.
-        biases: at most two entries, each a tensor or None; never changed.
-            bias1, broadcastable to `[B, N, 1, 1, Lk]`: the key mask (`-inf` or a large negative
-            number hides a key). Boolean or of integers: True or 1 is a key that is seen.
-            bias2, broadcastable to `[B, 1, H, Lq, Lk]`: the pair bias, shared by all N rows; also
-            one expanded to `[B, N, H, Lq, Lk]` (stride 0).
+        biases: at most two entries, each a tensor of any of these dtypes or None; never changed.
+            bias1, broadcastable to `[B, N, 1, 1, Lk]`, is the key mask: `-inf` or a large negative
+            number hides a key. In a mask of booleans or integers, True or 1 is a key that is seen.
+            bias2, broadcastable to `[B, 1, H, Lq, Lk]`, is the pair bias, shared by all N rows; it
+            may also be expanded to `[B, N, H, Lq, Lk]` (stride 0).
         scale: any finite number. Default: 1 / sqrt(D).
-        row_mask: bool, broadcastable to `[B, N]` (to `[*]`): a row n that is False is 0 with zero
-            gradients, whatever it holds, and costs nothing. Default: all are computed.
-        return_lse: give `(O, lse)`. Default: O alone.
+        row_mask: bool, broadcastable to `[B, N]` (to `[*]`). A row n that is False gives 0 with
+            zero gradients, whatever it holds, and costs nothing. Default: all rows are computed.
+        return_lse: whether to return `(O, lse)`. Default: O alone.
 
     Returns:
-        `[B, N, Lq, H, Dv]` in the dtype and on the device of Q. A row whose keys are all `-inf` is
-        0 and has zero gradients. Each input that requires a gradient gets one in its own dtype;
-        bias gradients are summed in float32.
-        lse, where asked for: `[B, N, H, Lq]` (`[*, H, Lq]`), float32, the natural logarithm of the
-        sum over keys of the exponentials of the scores; `-inf` where a query sees no key. It has
-        no gradient.
+        O, `[B, N, Lq, H, Dv]`, in the dtype and on the device of Q. A query whose keys are all
+        `-inf` gives 0 and has zero gradients. Each input that requires a gradient gets one in its
+        own dtype; gradients of biases are summed in float32.
+        lse, with `return_lse`: `[B, N, H, Lq]` (`[*, H, Lq]`), float32, the natural logarithm of
+        the sum over keys of the exponentials of the scores, (6); `-inf` where a query sees no key.
+        It has no gradient.
 
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit; the message says what was expected.
         NoBackendError: no kernel takes this call on this machine; the message lists the reasons.
         BuildError: the kernel could not be compiled or loaded.
-        DoubleBackwardError, ForwardModeError: another derivative than the first, by reverse mode.
+        DoubleBackwardError: the gradient was differentiated again.
+        ForwardModeError: a derivative by forward mode was requested.
 
     Source: Jumper et al. 2021 (doi:10.1038/s41586-021-03819-2), supplementary algorithms 7, 8, 13
         and 14.
@@ -114,7 +118,7 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
     if not return_lse or lse is None:
         return result
-    if bias1 is not None:  # kernels return that of scores from which this is taken
+    if bias1 is not None:  # kernels return the lse of shifted scores, math.md (1a)
         lse = lse + largest_finite(bias1)[..., 0].float()
     return result, lse.reshape(*Q.shape[:-3], Q.shape[-2], Q.shape[-3])
 
@@ -129,7 +133,9 @@ def _first_of_its_kind(
     row_mask: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """O and lse in five and four dimensions, and the bias1 that they are of."""
+    """A call unlike all earlier ones: O in five dimensions, lse in four, and bias1 as a tensor of
+    numbers.
+    """
     if type(Q) is not Tensor:
         require_sharding_rules(Q)
     q, k, v, bias1, bias2 = canonicalise(Q, K, V, bias1, bias2)
@@ -157,7 +163,7 @@ def _first_of_its_kind(
 
 
 class EvoformerFusedAttention:
-    """The second name under which DeepSpeed offers the op; `apply` takes the biases one by one."""
+    """DeepSpeed's second name for the op; `apply` takes the biases one by one."""
 
     @staticmethod
     def apply(

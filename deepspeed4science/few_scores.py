@@ -1,12 +1,12 @@
 """Calls of few scores on a GPU, in float64 by PyTorch's own operators.
 
-The rounding of a handful of scores, or in 16 bits of the O that delta comes from, makes nearly all
-of an error there, and no kernel keeps the error law (docs/math.md, "Where the law is a draw"). Many
-scores average that out. With few, exactness costs some launches; on a CPU, where only float32 needs
-it, csrc/.../cpu/few_scores.h does the same.
+In such calls nearly all of the error comes from the rounding of a handful of scores, or, in 16
+bits, of the O from which delta is computed; no kernel keeps the error law there (docs/math.md,
+"Where the law is a draw"). Over many scores these errors average out. With few, exactness costs
+some launches. On a CPU, where only float32 needs it, csrc/.../cpu/few_scores.h does the same.
 
-Products are sums of elements: matrix products of cuBLAS would refuse to run under
-`torch.use_deterministic_algorithms` without its environment variable. Equations by their numbers in
+Matrix products are written as sums of elements: cuBLAS's would refuse to run under
+`torch.use_deterministic_algorithms` without its environment variable. Equation numbers are those of
 docs/math.md.
 """
 
@@ -31,7 +31,7 @@ def serves(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, call: ForwardCall) -> tuple[Tensor, Tensor | None]:
-    """O, and lse of the shifted scores where it is asked for, as kernels give them."""
+    """O and, where it is wanted, lse of the shifted scores, as kernels return them."""
     mask = _Mask.of(problem, call)
     weights, lse, unseen = _weights(problem, mask, call)
     values = mask.of_keys(call.v)
@@ -66,9 +66,9 @@ def backward(problem: Problem, call: BackwardCall) -> Gradients:
 
 @dataclass(frozen=True)
 class _Mask:
-    """What bias1 and row_mask leave visible; what they hide is read as 0."""
+    """The visible keys and rows, as bias1 and row_mask say; hidden ones are read as 0."""
 
-    bias1: Tensor  # [B, N, 1, 1, Lk], its shift taken off (1a), -inf where a key is hidden
+    bias1: Tensor  # [B, N, 1, 1, Lk], less its shift, math.md (1a); -inf where a key is hidden
     hidden: Tensor  # the same shape
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Mask:
         else:
             threshold = 1e4 if bias1.dtype == torch.float16 else 1e8
             bias1 = bias1.double().expand(shape)
-            below = torch.where(bias1 < math.inf, bias1, -math.inf)  # NaN is not
+            below = torch.where(bias1 < math.inf, bias1, -math.inf)  # -inf in place of NaN, too
             largest = below.amax(-1, keepdim=True)
             is_largest = (bias1 == largest) & (bias1 > -math.inf)
             hidden = (bias1 <= largest - threshold) & ~is_largest  # (6a)
@@ -95,14 +95,14 @@ class _Mask:
         return tensor.double().transpose(2, 3).masked_fill(self.hidden.transpose(-1, -2), 0.0)
 
     def of_queries(self, tensor: Tensor) -> Tensor:
-        """`[B, N, H, Lq, D]`: of a row n that sees nothing any content is taken for 0."""
+        """`[B, N, H, Lq, D]` of q or of dO; zeros in a row n that sees nothing."""
         sees_nothing = self.hidden.all(-1, keepdim=True)
         return tensor.double().transpose(2, 3).masked_fill(sees_nothing, 0.0)
 
 
 def _weights(problem: Problem, mask: _Mask, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """P `[B, N, H, Lq, Lk]`, lse `[B, N, H, Lq]`, and `[B, N, H, Lq, 1]` which queries see
-    nothing.
+    """P `[B, N, H, Lq, Lk]`, lse `[B, N, H, Lq]`, and which queries see no key, bool
+    `[B, N, H, Lq, 1]`.
     """
     queries, keys = mask.of_queries(call.q)[..., None, :], mask.of_keys(call.k)[..., None, :, :]
     scores = (queries * keys).sum(-1) * problem.scale + mask.bias1  # (1)

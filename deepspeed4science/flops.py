@@ -1,5 +1,6 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts of the operators: their matrix products, the
-backward's repeated Q K^T included, as of PyTorch's own attention. Hidden keys count as visible.
+"""The operators in torch.utils.flop_counter.FlopCounterMode: their matrix products are counted,
+with the backward's repeated Q K^T, as for PyTorch's own attention. Hidden keys count as visible
+ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from deepspeed4science.call import BackwardCall, ForwardCall, PackedBackwardCall
 
 
 def register(*operators: Any) -> None:
-    """Once in a process, like the operators."""
+    """To be called once in a process, like the registration of the operators."""
     for operator in operators:
         if operator.overloadpacket not in flop_registry:
             formula = _FORMULAS[operator.overloadpacket.__name__]
@@ -21,7 +22,7 @@ def register(*operators: Any) -> None:
 
 
 def _forward(*shapes: Any, **named: Any) -> int:
-    """Q K^T and P V (docs/math.md, 1 and 5)."""
+    """Q K^T and P V, math.md (1) and (5)."""
     call = _call(ForwardCall, shapes, named)
     return _product(call, call.q[4] + call.v[4])
 
@@ -52,7 +53,7 @@ _FORMULAS = {
 
 
 def _call(kind: Any, shapes: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The call, with shapes in the places of its tensors."""
+    """The call, with shapes instead of tensors."""
     return kind(*shapes, **{name: named[name] for name in kind._fields if name in named})
 
 

@@ -1,5 +1,5 @@
-"""What the operators compute: a call is described, dispatch finds its kernel, gradients get the
-shape of what they belong to. Beside each, the same without values, for tracing.
+"""The implementation of the operators: a call is described, dispatch chooses its kernel, gradients
+get the shapes of their inputs. Beside each operator stands its fake version, for tracing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from deepspeed4science.problem import Problem, describe
 def prepare_forward(
     call: ForwardCall, *, differentiable: bool
 ) -> Callable[[ForwardCall], tuple[Tensor, Tensor | None]]:
-    """What computes O and, where it is asked for, lse of calls like this one: of tensors with the
-    same shapes, strides, dtypes and devices, on 16 bytes or not.
+    """A function that computes O and, where it is wanted, lse of this call and of calls like it:
+    with tensors of the same shapes, strides, dtypes, devices and alignment to 16 bytes.
 
-    differentiable   somebody may want the backward: it is compiled beside the forward
+    differentiable   the backward may be wanted: it is compiled beside the forward
     """
     problem = describe(call)
     if problem.is_empty:
@@ -38,7 +38,7 @@ def prepare_forward(
 
 
 def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """A `ForwardCall`'s arguments."""
+    """The forward operator; takes the fields of a `ForwardCall`."""
     call = ForwardCall(*arguments, **named)
     o, lse = prepare_forward(call, differentiable=True)(call)
     return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -47,7 +47,7 @@ def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _prefetch_backward(problem: Problem, call: ForwardCall) -> None:
     try:
         ahead = dispatch.choose(problem, "bwd", call[:3])
-    except NoBackendError:  # lse alone may be wanted; a backward says it itself
+    except NoBackendError:  # perhaps only lse is wanted; a backward would raise this itself
         return
     ahead.backend.kernels.prefetch(ahead.kernel)
 
@@ -66,7 +66,7 @@ def _empty_results(call: ForwardCall) -> tuple[Tensor, Tensor]:
 
 
 def prepare_backward(call: BackwardCall) -> Callable[[BackwardCall], Gradients]:
-    """What computes the wanted gradients of calls like this one."""
+    """A function that computes the wanted gradients of this call and of calls like it."""
     problem = describe(call)
     if problem.is_empty:
         return _zero_gradients
@@ -83,7 +83,9 @@ def prepare_backward(call: BackwardCall) -> Callable[[BackwardCall], Gradients]:
 
 
 def backward(*arguments: Any, into: Sequence[Tensor] = (), **named: Any) -> tuple[Tensor, ...]:
-    """A `BackwardCall`'s arguments. dq, dk and dv are written to `into`, where that is given."""
+    """The backward operator; takes the fields of a `BackwardCall`. dq, dk and dv are written to
+    `into` where it is given.
+    """
     call = BackwardCall(*arguments, **named)
     inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
     wanted = [w and one is not None for w, one in zip(call.wanted, inputs, strict=True)]
@@ -103,7 +105,9 @@ def fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
 
 
 def _summed(call: BackwardCall, gradients: Gradients) -> Gradients:
-    """Those of broadcast biases in the biases' own shapes (docs/math.md, 15 and 16)."""
+    """The gradients, those of broadcast biases summed to the biases' own shapes, math.md (15) and
+    (16).
+    """
     dq, dk, dv, dbias1, dbias2 = gradients
     return dq, dk, dv, _sum_to(dbias1, call.bias1), _sum_to(dbias2, call.bias2)
 
@@ -113,12 +117,14 @@ def _sum_to(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
         return None
     total = gradient.sum_to_size(like.shape)
     if like.shape[-1] < gradient.shape[-1]:
-        total = total * 0.0  # the same for all keys changes nothing; NaN stays NaN
+        total = total * 0.0  # a bias that is equal for all keys changes nothing; NaN stays NaN
     return total
 
 
 def _check_what_is_known(call: Call) -> None:
-    """As `describe`, unless sizes depend on data: then it checks them when the kernel runs."""
+    """Checks as `describe` does, unless sizes depend on data: those are checked when the kernel
+    runs.
+    """
     tensors = [one for one in call if isinstance(one, Tensor)]
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
@@ -129,7 +135,7 @@ def _check_what_is_known(call: Call) -> None:
 
 
 def _zero_gradients(call: BackwardCall) -> Gradients:
-    """None where no gradient is wanted."""
+    """Zeros for each wanted gradient; None where it is not wanted."""
     dq, dk, dv, dbias1, dbias2 = (
         _empty_gradient(like, call).zero_() if wanted else None
         for like, wanted in zip(_gradient_likes(call), call.wanted, strict=True)
@@ -147,7 +153,9 @@ def _empty_gradient(like: Tensor, call: BackwardCall) -> Tensor:
 
 
 def _gradient_likes(call: BackwardCall) -> list[Tensor]:
-    """What each gradient looks like: the input itself, or no elements where none is wanted."""
+    """For each gradient a tensor of its shape: the input itself, or one without elements where the
+    gradient is not wanted.
+    """
     inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
     return [
         tensor if want and tensor is not None else call.q.new_empty(0)

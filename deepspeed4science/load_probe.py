@@ -1,4 +1,4 @@
-"""Whether compiled kernels can be loaded here, tried in a process of its own: one may end it."""
+"""Whether compiled kernels can be loaded here; tried in a process of its own: one may end it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 _MARK = "deepspeed4science-load-probe "
 
-# A line for each kernel, at once: the next one may be the last. Without an OpenMP runtime of the
-# system nothing is known: PyTorch will bring one.
+# Prints a line for each kernel at once, since the next one may end the process. Without an OpenMP
+# runtime of the system nothing is known: PyTorch will bring one.
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -35,7 +35,7 @@ for path, name in json.loads(sys.argv[2]):
 
 
 def problems(entries: Sequence[Entry]) -> dict[str, str]:
-    """Library -> why it cannot be loaded, for those that cannot."""
+    """For each library that cannot be loaded, the reason."""
     if not entries:
         return {}
     asked = [(str(entry.library), entry.name) for entry in entries]
@@ -52,5 +52,5 @@ def problems(entries: Sequence[Entry]) -> dict[str, str]:
             answers[path] = said
     unanswered = [path for path, _ in asked if path not in answers]
     if unanswered:
-        answers[unanswered[0]] = ended  # nobody knows of those behind it
+        answers[unanswered[0]] = ended  # those after it remain unknown
     return {path: said for path, said in answers.items() if said}

@@ -7,9 +7,9 @@ and with a positive scale; their arguments are those of `call.py`:
     evoformer_attn: ForwardCall -> (o, lse)
     evoformer_attn_backward: BackwardCall -> (dq, dk, dv, dbias1, dbias2)
 
-`Library.define/impl` (registration.py) rather than `custom_op`: the wrapper of the latter costs 9
-to 15 us a call. The autograd.Functions have all that torch.func wants of one: their rules are those
-of the operators. There is no forward mode: a tangent that is 0 in silence would be worse.
+`Library.define/impl` (registration.py) is used rather than `custom_op`, whose wrapper costs 9 to 15
+us a call. The autograd.Functions have all that torch.func needs: their rules are those of the
+operators. Forward mode raises an error; without one, PyTorch would take tangents for 0.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _NUM_ARGUMENTS = len(ForwardCall._fields)
 
 
 class Attention(torch.autograd.Function):
-    """The forward operator, recorded. Its arguments are a `ForwardCall`'s, and what computes the
-    call, where that is known.
+    """The forward operator, recorded by autograd. Its arguments are the fields of a `ForwardCall`
+    and, where it is known, the function that computes the call.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class Attention(torch.autograd.Function):
         if do_ is None:
             return (None,) * len(needed)
         q, k, v, o, lse, bias1, bias2, row_mask = ctx.saved_tensors
-        if not ctx.with_lse:  # the operator was called directly, without what its backward needs
+        if not ctx.with_lse:  # the operator was called directly, without the lse for its backward
             o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, ctx.scale)
         inputs = (q, k, v, bias1, bias2)
         dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
@@ -72,8 +72,8 @@ class Attention(torch.autograd.Function):
             gradients = backward_op(*call)
         else:  # nothing to record
             gradients = _backward_below_autograd(call)
-            # What was saved goes before bias gradients get a copy in their own dtype: less memory
-            # at once. Compiled autograd frees what it can itself.
+            # Saved tensors are freed before bias gradients are copied to their own dtype, which
+            # lowers peak memory. Compiled autograd frees them itself.
             del q, k, v, o, lse, bias1, bias2, inputs, call
             ctx.maybe_clear_saved_tensors()
             if placements is _NO_PLACEMENTS:  # autograd rounds them itself, in half of the time
@@ -93,8 +93,9 @@ class Attention(torch.autograd.Function):
 
 
 def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
-    """O, differentiable, and lse (it may be None unless asked for), of a call as users make it;
-    None where none like it was made. Only calls that need no change are remembered.
+    """O, differentiable, and lse (which may be None where it is not wanted) of a call with the
+    user's arguments; None where no call of its kind was made before. Only calls whose arguments
+    need no change are kept.
     """
     q, k, v, bias1, bias2, with_lse, row_mask, scale = call
     if (
@@ -107,7 +108,7 @@ def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
     tensors, given = tensors_of(call)
     differentiable, grad = False, torch.is_grad_enabled()
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):  # somebody else's to refuse
+        if not isinstance(tensor, Tensor):  # refused later, with a message
             return None
         differentiable |= grad and tensor.requires_grad
     if not differentiable:
@@ -121,8 +122,8 @@ def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
 
 
 def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """The forward operator, of which nothing is recorded. Q, K and V have autocast's dtype; lse may
-    be None unless asked for.
+    """The forward operator, not recorded by autograd. Q, K and V have autocast's dtype already; lse
+    may be None where it is not wanted.
 
     differentiable   the backward may be wanted: it is compiled beside the forward
     """
@@ -137,7 +138,7 @@ def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, 
 
 
 def _backward_below_autograd(call: BackwardCall) -> Gradients:
-    """Those of biases in float32."""
+    """The backward operator, not recorded; gradients of biases are float32."""
     tensors, given = tensors_of(call)
     tensors += call.do_, call.o, call.lse
     kind = given, tuple(call.wanted), call.scale, call.partial_keys
@@ -157,13 +158,13 @@ _backwards = Replay(implementation.prepare_backward)
 
 
 def forget() -> None:
-    """All calls that were made: whoever changes the program while it runs."""
+    """Drops all kept calls: for code that changes the program while it runs."""
     for replay in (_differentiable_forwards, _other_forwards, _backwards):
         replay.forget()
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The backward operator, recorded: it has no derivative."""
+    """The backward operator, recorded by autograd only to refuse its own derivative."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -172,7 +173,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is needed."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> None:
@@ -216,7 +217,7 @@ def recorded_attention(
     row_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """O, differentiable by autograd and at every level of torch.func that is active, and lse."""
+    """O, differentiable by autograd and at every active level of torch.func, and lse."""
     q, k, v = autocast.heard(q, k, v)
     arguments = (q, k, v, bias1, bias2, True, row_mask, scale)
     if not torch._C._are_functorch_transforms_active():
@@ -228,13 +229,13 @@ def recorded_attention(
     return o, lse
 
 
-# Attention.apply without its look at the signature of `forward`, for defaults that it has not: that
-# takes 20 us.
+# Attention.apply, but without inspecting the signature of `forward` for defaults, of which there
+# are none: that takes 20 us.
 _record = super(torch.autograd.Function, Attention).apply
 
 
 def _is_functionalized() -> bool:
-    """At any level of torch.func: functionalize takes operators only."""
+    """Whether functionalize is active at any level of torch.func: it accepts operators only."""
     functionalize = torch._C._functorch.TransformType.Functionalize
     return any(
         level.key() == functionalize for level in torch._C._functorch.get_interpreter_stack()
@@ -242,7 +243,7 @@ def _is_functionalized() -> bool:
 
 
 def recorded(function: type[torch.autograd.Function], operator: Any, arguments: Any) -> Any:
-    """The operator as autograd meets it: recorded where a gradient is wanted."""
+    """The operator's autograd implementation: recorded where a gradient is wanted."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if any(torch._VF._unpack_dual(tensor, level=0)[1] is not None for tensor in tensors):
         raise ForwardModeError(_NO_FORWARD_MODE)

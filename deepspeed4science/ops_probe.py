@@ -1,4 +1,4 @@
-"""The report's rows on ops: how ready each is, tried as far as that goes without compiling."""
+"""The report's rows on ops: the state of each, tried as far as is possible without compiling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(probes: Probes, torch: TorchAnswer, no_gpu: str) -> tuple[OpRow, ...]:
 
 
 def _on(builder: Any, torch: TorchAnswer) -> Any:
-    """A CUDA builder for the GPUs that PyTorch sees: calls run there, whatever the driver lists."""
+    """A CUDA builder for the GPUs that PyTorch sees, which may be fewer than the driver lists."""
     from op_builder import CUDAOpBuilder
     from op_builder.toolchain.gpu import Gpu, Gpus
 
@@ -40,7 +40,9 @@ def _on(builder: Any, torch: TorchAnswer) -> Any:
 
 
 def _device(builder: Any) -> str:
-    """A builder that does not say is taken for a CUDA one: too good news is worse than too bad."""
+    """The builder's device. One that does not say counts as a CUDA builder, so that the report errs
+    on the side of bad news.
+    """
     return str(getattr(builder, "DEVICE", "cuda"))
 
 
@@ -75,7 +77,9 @@ _NO_REASON = (Why("its builder gives no reason", ""),)
 
 
 def _nowhere_to_load_from() -> tuple[Why, ...]:
-    """What is compiled is loaded from the cache, or else from where it was compiled."""
+    """Obstacles where libraries can be loaded neither from the cache nor from where they are
+    compiled.
+    """
     from op_builder import paths
     from op_builder.system import shortages
 

@@ -1,5 +1,5 @@
-"""FwdParams and BwdParams of csrc/.../params.h: their fields, described once in the header's order,
-each with its value. `tests/unit/test_params.py` compares the description with the header.
+"""FwdParams and BwdParams of csrc/.../params.h: their fields in the header's order, each with the
+expression for its value. `tests/unit/test_params.py` compares them with the header.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch
 
 
 class Options(NamedTuple):
-    """What the process asks of a kernel, beside the call."""
+    """Settings of the process that are parameters of a kernel."""
 
     num_threads: int  # CPU only
     deterministic: int  # 1: bit-identical results run to run
@@ -27,8 +27,10 @@ class Options(NamedTuple):
 @dataclass(frozen=True)
 class Field:
     name: str
-    type: str  # as module struct writes it: "Q" a pointer, "q" int64_t, "4q" an array of them
-    value: str  # in Python; of an array, a sequence. The names are the arguments of `Layout`
+    type: str  # in the notation of module struct: "Q" a pointer, "q" int64_t, "4q" an array
+    value: (
+        str  # a Python expression in the arguments of `Layout`'s functions; a sequence for an array
+    )
 
     @property
     def num_bytes(self) -> int:
@@ -36,13 +38,13 @@ class Field:
 
 
 class Layout:
-    """A struct of params.h, without holes: pointers, then all that stays the same when a call is
-    made again with other tensors of the same shapes and strides.
+    """A struct of params.h, without padding: first the pointers, then the fields that are the same
+    for all calls with tensors of the same shapes and strides.
 
     pack_pointers(q, ..., workspace) -> bytes    `workspace`: an address, or 0
     pack_rest(p, options, q, ...) -> bytes       `p`: the Problem
-        Tensors are named below. The functions are put together here, since a mapping from names to
-        values would cost 2 us a call.
+    The tensors' names are listed below. Both functions are generated as source text: a mapping from
+    names to values would cost 2 us a call.
     """
 
     pack_pointers: Callable[..., bytes]
@@ -146,7 +148,7 @@ def _row_mask_strides(row_mask: Tensor | None) -> tuple[int, int]:
     return (stride_b if b > 1 else 0, stride_n if n > 1 else 0)
 
 
-# A result that is None is not wanted.
+# A result that is None is not computed.
 FWD = Layout(
     "q, k, v, bias1, bias2, row_mask, o, lse",
     *_pointers("q", "k", "v"),

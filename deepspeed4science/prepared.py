@@ -1,6 +1,6 @@
-"""What a described and chosen call comes down to: results are allocated, addresses are written in
-front of bytes that are known already, the kernel is launched. One that is prepared computes any
-number of calls of its kind (replay.py); a call that is made once takes the same road.
+"""Prepared calls, the last step of every call: results are allocated, addresses are written in
+front of the parameters that are known already, and the kernel is launched. A prepared call computes
+any number of calls of its kind (replay.py); a call that is made only once takes the same way.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ logger = logging.getLogger(__name__)
 
 
 class _Prepared:
-    """A kernel, and its parameters but for addresses, which the first call adds: calls of one kind
-    have the same strides, and addresses of the same alignment.
+    """A kernel and its parameters but for addresses. They are completed at the first call: calls of
+    one kind have the same strides and the same alignment.
     """
 
     _layout: Layout
 
     def __init__(self, choice: KernelChoice, problem: Problem) -> None:
         self._choice, self._problem, self._backend = choice, problem, choice.backend
-        self._converts = True  # until a call has shown that kernels read it as it is
+        self._converts = True  # until a call has shown that kernels read its tensors as they are
         self._rest: bytes | None = None
         self._workspace_bytes = 0
 
     def _converted(self, call: CallT) -> CallT:
-        """As kernels read it."""
+        """The call with tensors that kernels can read."""
         converted = self._backend.prepare(self._problem, call)
         self._converts = converted is not call
         return converted
 
     def _launch(self, *tensors: Tensor | None) -> None:
-        """`tensors`: those of the layout, in its order."""
+        """`tensors`: the layout's, in its order."""
         rest = self._rest
         if rest is None:
             rest = self._load(*tensors)
         device = self._problem.device
         workspace, address = None, 0
-        if self._workspace_bytes:  # alive until the launch; the allocator keeps it for the stream
+        if (
+            self._workspace_bytes
+        ):  # alive until the launch; then the allocator keeps it for the stream
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
             address = workspace.data_ptr()
         packed = self._layout.pack_pointers(*tensors, address) + rest
@@ -63,7 +65,7 @@ class _Prepared:
             )
 
     def _load(self, *tensors: Tensor | None) -> bytes:
-        """The parameters after addresses. Raises BuildError."""
+        """Loads the kernel and returns its parameters but for addresses. Raises BuildError."""
         if self._choice.reason:
             _tell(self._choice.reason)
         kernel = self._backend.kernels.load(self._choice.kernel)
@@ -72,7 +74,7 @@ class _Prepared:
         device = self._problem.device
         self._kernel = kernel
         self._workspace_bytes = self._backend.workspace_bytes(kernel, packed, device)
-        self._rest = rest  # the last: whoever finds it, in another thread too, finds all
+        self._rest = rest  # set last: another thread that finds it finds all the others set
         return rest
 
 
@@ -86,7 +88,7 @@ class PreparedForward(_Prepared):
         self._lse_shape = (p.B, p.N, p.H, p.Lq)
 
     def __call__(self, call: ForwardCall) -> tuple[Tensor, Tensor | None]:
-        """O `[B, N, Lq, H, Dv]`, and lse `[B, N, H, Lq]` in float32 where it is asked for."""
+        """O `[B, N, Lq, H, Dv]` and, where it is wanted, lse `[B, N, H, Lq]` in float32."""
         if self._converts:
             call = self._converted(call)
         q, k, v, bias1, bias2, with_lse, row_mask, _ = call
@@ -102,11 +104,11 @@ class PreparedBackward(_Prepared):
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
-        float32; None where a gradient is not wanted. A kernel that computes in that dtype writes
-        dq, dk and dv to `into`, which has the strides of q, k and v.
+        float32; None where a gradient is not wanted. Where `into` is given, dq, dk and dv are
+        written to it; it has the strides of q, k and v.
 
-        A softmax over one key (attention over the columns of a lone sequence) is 1 whatever its
-        score: all gradients but dv are exactly 0, where a kernel would find what it rounded.
+        A softmax over one key (attention over the columns of a single sequence) is 1 whatever its
+        score: all gradients but dv are exactly 0, and no kernel computes their rounding errors.
         """
         if self._converts:
             call = self._converted(call)
@@ -142,7 +144,7 @@ class PreparedBackward(_Prepared):
 
 
 def _new_like(tensor: Tensor) -> Tensor:
-    """Half of the time of one whose shape must be read."""
+    """`torch.empty_like`, the faster way to a new tensor where the shape is that of another."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -150,9 +152,9 @@ _told: set[str] = set()
 
 
 def _tell(reason: str) -> None:
-    """Each reason once; on stderr, through logging, under DS4S_VERBOSE=1."""
+    """Logs each reason once: as a warning under DS4S_VERBOSE=1, else as information."""
     if reason in _told:
         return
     _told.add(reason)
-    with contextlib.suppress(Exception):  # what can be shown decides over no call
+    with contextlib.suppress(Exception):  # a failure to show it fails no call
         logger.log(logging.WARNING if is_verbose() else logging.INFO, reason)

@@ -1,7 +1,7 @@
-"""The questions that the report asks of a machine, each under guard: a failure is a value.
+"""The probes of the report. Each is guarded: a failure is a value.
 
-PyTorch is asked in a process of its own. A broken installation may raise, crash or hang there, and
-no CUDA context is created here.
+PyTorch is probed in a process of its own, where a broken installation may raise, crash or hang, and
+no CUDA context is created in this one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALL_DISK_BYTES = 64 << 20  # a build folder of the largest kernels needs less
 
 
 class Probes:
-    """Asks, and keeps what went wrong or deserves a word for the end of the report."""
+    """Runs probes, and keeps failures and notes for the end of the report."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -46,7 +46,7 @@ class Probes:
 
 def collect() -> Report:
     probes = Probes()
-    torch_probe = TorchProbe()  # runs while the other questions are asked
+    torch_probe = TorchProbe()  # runs beside the other probes
     software = software_probe.rows(probes)
     cpu = probes.ask("the processor", _cpu, CpuRow("", {}))
     probes.ask("the settings", partial(_check_settings, probes), None)
@@ -69,7 +69,7 @@ def collect() -> Report:
     no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
     no_ops: tuple[OpRow, ...] = ()
     ops = probes.ask("the ops", partial(ops_probe.rows, probes, torch, no_gpu), no_ops)
-    # After all that keeps its answers there.
+    # Last: other probes keep their answers in this folder.
     cache = probes.ask("the cache", partial(_cache, probes), CacheRow("unknown", 0, 0))
     usable, verdict = judge(torch.ok, gpus, ops)
     told = {why.reason for op in ops for why in op.whys}
@@ -108,7 +108,9 @@ def _cpu() -> CpuRow:
     name = cpu_isa.processor().brand
     try:
         found = cpu_isa.detect()
-    except RuntimeError as error:  # DS4S_CPU_ISA asks for what cannot be had; the op's row says so
+    except (
+        RuntimeError
+    ) as error:  # DS4S_CPU_ISA names a set that cannot be used; the op's row says so
         return CpuRow(name, {}, str(error))
     notes = [f"not {isa}: {why}" for isa, why in found.refused]
     isas = {dtype: found.best(dtype) for dtype in ("fp32", "fp16", "bf16")}
@@ -154,7 +156,7 @@ def _cache(probes: Probes) -> CacheRow:
 
 
 def _can_write(folder: Path) -> bool:
-    """Tried and not asked: permissions say nothing of read-only mounts, quotas and root."""
+    """Tries to write: permissions say nothing about read-only mounts, quotas and root."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -163,7 +165,7 @@ def _can_write(folder: Path) -> bool:
 
 
 def _check_settings(probes: Probes) -> None:
-    """What a later build would refuse to read is better told now."""
+    """Reads all variables now, so that the report tells what a later build would refuse."""
     from op_builder import ALL_OPS, env
     from op_builder.toolchain import arch
 
@@ -182,7 +184,7 @@ def _check_settings(probes: Probes) -> None:
 
 
 def _gpu(gpu: dict[str, Any]) -> GpuRow:
-    """The op's own builder chooses the family: it knows what is forced, and what cannot be."""
+    """The GPU's row. The op's own builder chooses the family: it knows whether one is forced."""
     from op_builder import ALL_OPS, env
 
     device = tuple(gpu["capability"])
@@ -198,7 +200,7 @@ def _gpu(gpu: dict[str, Any]) -> GpuRow:
 
 
 def _no_gpu(torch: TorchAnswer) -> str:
-    """Why PyTorch sees none; nvidia-smi is asked only then."""
+    """Why PyTorch sees no GPU; only then is nvidia-smi run."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

@@ -1,5 +1,5 @@
-"""One call of the operators, described: `describe` checks five-dimensional tensors
-`[B, N, L, H, D]` and returns the frozen description that backends are chosen by.
+"""The description of one call: `describe` checks five-dimensional tensors `[B, N, L, H, D]` and
+returns the frozen description by which a backend is chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed4science.call import BackwardCall, Call
 from deepspeed4science.errors import InvalidInputError
 
-# With the names that op_builder has for them.
+# The dtypes with op_builder's names for them.
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SUPPORTED_DTYPES = tuple(DTYPE_NAMES)
 
@@ -34,8 +34,8 @@ ROW_MASK_HELP = (
 
 
 class Problem(NamedTuple):
-    """Everything about a call except its data. Every call makes one, and a tuple is made in a
-    quarter of the time of a frozen dataclass.
+    """Everything about a call except its data. A NamedTuple, since every new call makes one: it
+    takes a quarter of the time of a frozen dataclass.
     """
 
     B: int
@@ -58,14 +58,14 @@ class Problem(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: the outputs have no elements."""
+        """Whether there is nothing to compute: the outputs have no elements."""
         return self.B * self.N * self.H == 0
 
 
 def describe(call: Call) -> Problem:
     """Check five-dimensional tensors (`row_mask`: two) against the contract; raises
-    `InvalidInputError` or returns the description, in which `row_mask` has no part: it chooses no
-    kernel.
+    `InvalidInputError` or returns the description. `row_mask` is not part of it: kernels do not
+    depend on it.
     """
     q, k, v, bias1, bias2, scale = call.q, call.k, call.v, call.bias1, call.bias2, call.scale
     if q.dim() != 5 or k.dim() != 5 or v.dim() != 5:
@@ -159,7 +159,7 @@ def _check_bias(name: str, bias: Tensor, target: tuple[int, ...], device: torch.
 
 
 def _has_rows(name: str, shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """A pair bias for each row n."""
+    """Whether the bias has a row for each n, as no pair bias may."""
     return name == "bias2" and len(shape) == 5 and shape[1] > 1
 
 

@@ -1,7 +1,7 @@
-"""The definition of the op in plain PyTorch: the specification that every backend is compared with.
+"""The definition of the op in plain PyTorch: every backend is compared with it.
 
-Nothing here is fast. Given float64 tensors it is the reference of the error law; given tensors of
-the working dtype it is the eager implementation that the law compares with.
+Nothing here is fast. With float64 tensors it is the reference of the error law, math.md (17); with
+tensors of the working dtype it is the eager implementation of that law.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ def evoformer_attention(
     scale: float | None = None,
     row_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale Q K^T + bias1 + bias2) V, in the dtype of the inputs.
+    """softmax(scale Q K^T + bias1 + bias2) V, math.md (1) to (5), in the dtype of the inputs.
 
     Args:
         q: `[*, Lq, H, D]`.
         k: `[*, Lk, H, D]`.
         v: `[*, Lk, H, Dv]`.
-        bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None. Boolean or of integers:
-            a key is seen where it is not 0.
+        bias1: broadcastable to `[*, 1, 1, Lk]` (key mask), or None. In a mask of booleans or
+            integers, a key is seen where it is not 0.
         bias2: broadcastable to `[*, H, Lq, Lk]` with size 1 in the last dimension of `*` (pair
             bias), or None.
         scale: a number; default 1 / sqrt(D).
-        row_mask: bool, broadcastable to `[*]`, or None. Where it is False the result is 0, and so
-            are the gradients.
+        row_mask: bool, broadcastable to `[*]`, or None. Where it is False the result and its
+            gradients are 0.
 
     Returns:
-        `[*, Lq, H, Dv]`. A query whose scores are all `-inf` is 0 and adds 0 to all gradients,
-        whatever v and the gradient of the result hold there.
+        `[*, Lq, H, Dv]`. A query whose scores are all `-inf` gives 0 and contributes 0 to all
+        gradients, whatever v and the gradient of the result hold there.
     """
     hidden = None if row_mask is None else ~row_mask[..., None, None, None]
-    if hidden is not None:  # nothing that such a row holds reaches a gradient, NaN included
+    if hidden is not None:  # whatever such a row holds, NaN included, reaches no gradient
         q, k, v = (tensor.masked_fill(hidden, 0.0) for tensor in (q, k, v))
     scores = torch.einsum("...qhd,...khd->...hqk", q, k)
     scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
@@ -61,8 +61,8 @@ def evoformer_attention(
 
 
 def _shifted(bias1: Tensor) -> Tensor:
-    """Less the largest finite number of each row, which changes no softmax: where one large finite
-    number hides all keys, the sum with it would have no digits left (docs/math.md, 1a).
+    """bias1 less its shift, math.md (1a), which changes no softmax. Where one large finite number
+    hides all keys, scores would lose all digits beside it.
     """
     finite = bias1.detach().masked_fill(~bias1.isfinite(), -math.inf)
     largest = finite.amax(dim=-1, keepdim=True)

@@ -1,11 +1,11 @@
-"""Makes the operators known to PyTorch once in a process, however often this package is imported.
+"""Registers the operators with PyTorch once in a process, however often this package is imported.
 
-PyTorch keeps an operator until the process ends and takes no second one of its name. What it gets
-here are therefore functions that look up which ones the last import gave: after a reload, or an
-import behind `del sys.modules[...]`, the operators are the same and run the new code.
+PyTorch keeps an operator until the process ends and accepts no second one of its name. It therefore
+gets functions that look up those of the last import: after a reload, or an import behind
+`del sys.modules[...]`, the operators are the same and run the new code.
 
-Registering is all or nothing. It happens in a thread of its own, since Ctrl-C stops the main thread
-only: it may end an import, and the next import finds all that was registered.
+Registering is all or nothing. It runs in a thread of its own, since Ctrl-C interrupts the main
+thread only: it may end an import, and the next import finds everything registered.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch._C._dynamo.eval_frame import (
 )
 
 _NAMESPACE = "deepspeed4science"
-_STATE = "_registered"  # an attribute of torch.ops.deepspeed4science, which nothing imports again
+_STATE = "_registered"  # an attribute of torch.ops.deepspeed4science, which is never re-imported
 
 
-Functions = dict[str, dict[str, Callable[..., Any]]]  # of each operator, by their role
+Functions = dict[str, dict[str, Callable[..., Any]]]  # by operator, then by role
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: what it takes and returns, and the functions that PyTorch calls."""
+    """One operator: its schema and the functions that PyTorch calls."""
 
     schema: str
     kernels: Mapping[str, Callable[..., Any]]  # by dispatch key: "CompositeExplicitAutograd", ...
@@ -45,18 +45,18 @@ class Operator:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """By their role: a dispatch key, or one of the names above."""
+        """The functions by role: a dispatch key, or one of the names above."""
         found = {"fake": self.fake, **self.kernels}
         return found | ({"vmap": self.vmap} if self.vmap else {})
 
 
 @dataclass
 class _State:
-    """What has been registered; kept by torch, so that no import makes a second one."""
+    """The registered operators; kept in torch's modules, so that there is only one in a process."""
 
     guard: threading.Lock = field(default_factory=threading.Lock)
     library: torch.library.Library | None = None
-    # Of each operator: the roles for which torch has a function.
+    # By operator: the roles for which torch has a function.
     known: dict[str, set[str]] = field(default_factory=dict)
     functions: Functions = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class _State:
 def register(*operators: Operator) -> list[Any]:
     """The operators' overloads in `torch.ops`, registered now or before.
 
-    Raises ImportError when an operator of that name and another signature is there already.
+    Raises ImportError where an operator of that name has another signature.
     """
     state: _State = vars(_namespace()).setdefault(_STATE, _State())
     problems: list[BaseException] = []
@@ -81,8 +81,8 @@ def register(*operators: Operator) -> list[Any]:
             finished.release()
 
     try:
-        _thread.start_new_thread(run, ())  # threading.Thread takes an interrupt less well
-    except RuntimeError:  # no more threads can be had
+        _thread.start_new_thread(run, ())  # an interrupt may leave a threading.Thread half started
+    except RuntimeError:  # no more threads can be started
         run()
     finished.acquire()
     if problems:
@@ -93,7 +93,7 @@ def register(*operators: Operator) -> list[Any]:
 
 
 def _register(state: _State, operators: tuple[Operator, ...]) -> None:
-    """Define what is not defined yet, with functions that call the latest ones."""
+    """Define the operators that are not defined yet, with functions that call the latest ones."""
     if state.library is None:
         state.library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     for operator in operators:
@@ -120,7 +120,7 @@ def _require_same(state: _State, operator: Operator) -> None:
 
 
 def _bind(library: torch.library.Library, table: Functions, operator: Operator, role: str) -> None:
-    """Give torch a function for `role` that calls the one in `table` by then."""
+    """Give torch a function for `role` that calls the one that `table` then has."""
     name = operator.name  # found in the schema, which takes time
     qualified = f"{_NAMESPACE}::{name}"
 
@@ -136,8 +136,8 @@ def _bind(library: torch.library.Library, table: Functions, operator: Operator, 
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which torch.compile neither compiles nor anything that it calls: where a frame
-    that calls an operator could not be compiled, its own Python would be next.
+    """`function`, such that torch.compile compiles neither it nor anything that it calls. Otherwise
+    torch.compile would try the operators' own Python where it could not compile their caller.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame; those it calls
     set_code_exec_strategy(function.__code__, skip)

@@ -1,13 +1,13 @@
-"""Calls like one that was made before: what was found out about that one is kept, and PyTorch's
-dispatcher, where it would only come back to this package, is passed by.
+"""Replay: a call like an earlier one skips PyTorch's dispatcher and all checks and choices.
 
-    plain call   tensors of PyTorch's own classes on a device of ours, and nothing between caller
-                 and operator: no mode, no transform, no tracing, no profiler
-    kind         all of a plain call but values and addresses, and what of the process chooses its
-                 kernel or is among its parameters
+plain call   its tensors are of PyTorch's own classes, on a CPU or a CUDA GPU, and nothing stands
+             between caller and operator: no mode, transform, tracing or profiler
+kind         everything about a plain call but values and addresses, together with the settings of
+             the process that choose its kernel or are among its parameters
 
-All that is asked before a kernel is launched has one answer for all plain calls of a kind whose
-tensors are on 16 bytes. Other calls go through the operator, which does the same each time.
+Every check and choice before the launch has the same result for all plain calls of a kind whose
+tensors are aligned to 16 bytes, and is therefore kept. Other calls go through the operator, which
+does the same each time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from deepspeed4science.call import Call
 from op_builder import env
 from op_builder.toolchain import openmp
 
-_MOST_GROUPS = 256  # then all is forgotten
-_MOST_OF_A_GROUP = 8  # kinds that differ in what only PyTorch compares: strides, dtypes, devices
+_MOST_GROUPS = 256  # one more, and all are dropped
+_MOST_OF_A_GROUP = 8  # kinds that differ only in what PyTorch compares: strides, dtypes, devices
 
 CallT = TypeVar("CallT", bound=Call)
 ResultT = TypeVar("ResultT")
 
 _CLASSES = (Tensor, torch.nn.Parameter)
-_DEVICES = ("cpu", "cuda")  # what is subtracted from a key set leaves its devices
+_DEVICES = ("cpu", "cuda")  # compared by name: subtracting key sets leaves their device bits
 
 
 def _keys(*names: str) -> Any:
@@ -40,8 +40,8 @@ def _keys(*names: str) -> Any:
     return found
 
 
-# Not PyTorch's public interface: a release without one of them replays nothing, and all calls go
-# through the operator. Looked up once, since they are asked for at every call.
+# These are not PyTorch's public interface. With a release that lacks one, nothing is replayed and
+# all calls go through the operator. Looked up once, since every call uses them.
 try:
     from torch._C._dynamo.guards import TensorGuards
 
@@ -61,7 +61,7 @@ except (ImportError, AttributeError):
 
 
 def tensors_of(call: Call) -> tuple[list[Tensor], int]:
-    """Those of a forward, and a number that says which of them are there."""
+    """The tensors of a forward that are not None, and a number that says which these are."""
     tensors, given = [call.q, call.k, call.v], 0
     if call.bias1 is not None:
         tensors.append(call.bias1)
@@ -76,27 +76,25 @@ def tensors_of(call: Call) -> tuple[list[Tensor], int]:
 
 
 class Replay(Generic[CallT, ResultT]):
-    """The kinds of calls of one operator that have been made.
+    """The kept kinds of calls of one operator.
 
-    prepare(call) -> compute, which serves all calls of the kind of `call`
+    prepare(call) -> compute, a function that computes all calls of the kind of `call`
     """
 
     def __init__(self, prepare: Callable[[CallT], Callable[[CallT], ResultT]]) -> None:
         self._prepare = prepare
-        # Groups are replaced, not changed: other threads read meanwhile.
+        # Groups are replaced, never changed: other threads may be reading them.
         self._groups: dict[object, tuple[tuple[Any, Callable[[CallT], ResultT]], ...]] = {}
 
     def known(
         self, q: Tensor, tensors: Sequence[Tensor], *others: object
     ) -> Callable[[CallT], ResultT] | None:
-        """What computes calls of this kind, where one has been made. Changes nothing.
+        """The function that computes calls of this kind, or None. Changes nothing.
 
-        tensors   those of the call that are there, q among them
-        others    what kinds differ in beside them: which of the tensors are there, for one
+        tensors   the tensors of the call that are not None, q among them
+        others    the other properties of the kind, such as which tensors are None
         """
-        if (
-            not IS_POSSIBLE or type(q) not in _CLASSES or q.is_nested
-        ):  # whose shape is not one of numbers
+        if not IS_POSSIBLE or type(q) not in _CLASSES or q.is_nested:  # its sizes are symbolic
             return None
         if _is_function_mode_enabled() or _is_profiler_enabled():
             return None
@@ -108,7 +106,7 @@ class Replay(Generic[CallT, ResultT]):
     def find(
         self, call: CallT, tensors: Sequence[Tensor], *others: object
     ) -> Callable[[CallT], ResultT] | None:
-        """As `known`; of a plain call whose kind is not known it is prepared and kept."""
+        """As `known`; where the kind of a plain call is not known, it is prepared and kept."""
         if not IS_POSSIBLE:
             return None
         compute = self.known(call.q, tensors, *others)
@@ -128,7 +126,7 @@ class Replay(Generic[CallT, ResultT]):
 
 
 def _settings(q: Tensor) -> tuple[object, ...]:
-    """What of the process chooses a kernel or is among its parameters."""
+    """The settings of the process that choose a kernel or are among its parameters."""
     if q.is_cuda:
         return (
             dispatch.BACKENDS,
@@ -147,7 +145,9 @@ def _are_aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """PyTorch would come back to this package at once. Autocast has been heard already."""
+    """Whether PyTorch's dispatcher would come back to this package at once. Autocast has been
+    applied already.
+    """
     if _is_function_mode_enabled() or _is_profiler_enabled() or _are_transforms_active():
         return False
     on, off = _included(), _excluded()

@@ -1,13 +1,13 @@
-"""`ds_report`: what runs on this machine, and beside every "no" the reason and what mends it.
+"""`ds_report`: what runs on this machine, and beside every "no" the reason and the remedy.
 
     ds_report [--json | --version]          python -m deepspeed4science report [--json]
 
-Always prints, whatever is missing or broken: only the standard library is imported here, and each
-question is asked under guard (probes.py). Exit code 0: usable, 1: not.
+Always prints, whatever is missing or broken: only the standard library is imported here, and every
+probe is guarded (probes.py). Exit code 0: usable; 1: not.
 
-Usable means that PyTorch works, and that every op for the best hardware it can use here is compiled
-or can be. With a GPU, a CUDA op that cannot be had is a 1 even though the CPU op works, since jobs
-are sent to such a machine for its GPU. Without a GPU the CPU op decides.
+Usable means that PyTorch works, and that the op for the best hardware that it can use here is
+compiled or can be compiled. With a GPU, a CUDA op that cannot be compiled gives 1 although the CPU
+op works, since jobs are sent to such a machine for its GPU. Without a GPU the CPU op decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True)
 class Why:
     reason: str
-    remedy: str  # empty where nothing mends it
+    remedy: str  # empty where there is none
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OpRow:
     detail: (
         str  # such as "4 of 6 kernels compiled"; without a GPU, what is here for machines with one
     )
-    whys: tuple[Why, ...] = ()  # when the state is "not": everything that stands in the way
+    whys: tuple[Why, ...] = ()  # with the state "not": all obstacles
 
     @property
     def ok(self) -> bool:
@@ -50,16 +50,16 @@ class SoftwareRow:
     where: str = ""
     reason: str = ""
     remedy: str = ""
-    note: str = ""  # what is no fault but worth knowing
+    note: str = ""  # worth knowing, but no fault
 
 
 @dataclass(frozen=True)
 class GpuRow:
     name: str
     capability: str  # "9.0"
-    family: str  # the template family it gets, "sm80"; or why none
-    arch: str = ""  # what kernels are compiled for, "9.0a"
-    note: str = ""  # which calls go to another family, or why not to the GPU's own
+    family: str  # its template family, "sm80"; or why it has none
+    arch: str = ""  # the architecture that kernels are compiled for, "9.0a"
+    note: str = ""  # which calls another family serves, or why the GPU's own does not
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Report:
     ops: tuple[OpRow, ...]
     software: tuple[SoftwareRow, ...]
     gpus: tuple[GpuRow, ...]
-    no_gpu: str  # when there is none: what PyTorch or the driver say
+    no_gpu: str  # without a GPU: the reason that PyTorch or the driver gives
     cpu: CpuRow
     cache: CacheRow
     variables: dict[str, str]  # those of `env.VARIABLES` that are set
@@ -191,12 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    """Paths may hold what the terminal's encoding does not have; a reader may have gone away."""
+    """Prints although a path may hold characters outside the terminal's encoding, and although the
+    reader may have closed the pipe.
+    """
     encoding = sys.stdout.encoding or "ascii"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # or the interpreter complains while it ends
+        with contextlib.suppress(OSError):  # else the interpreter complains while it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`python -m deepspeed4science run CLIENT ARGS...`: a model's command line on this op."""
+"""`python -m deepspeed4science run CLIENT ARGS...`: a model's command line, with this op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             with switched:
                 return _dry_run(options.client)
-        switched.back()  # the launcher does it where processes that are started again do it, too
+        switched.back()  # the launcher switches, so that processes which it starts again switch too
     except DropInError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The report's rows on programs, headers and packages: found where, which version, or why not."""
+"""The report's rows on programs, headers and packages: where, which version, or why not used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(probes: Probes) -> tuple[SoftwareRow, ...]:
 
 
 def driver_warning(software: Sequence[SoftwareRow], torch: TorchAnswer) -> str:
-    """A library with nvcc's runtime needs a driver of the same CUDA major version or later."""
+    """A warning where the driver is older than nvcc's CUDA major version, which kernels need."""
     nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")
     if not nvcc or not torch.driver or _major(nvcc) <= _major(torch.driver):
         return ""
@@ -57,7 +57,7 @@ def torch_rows(torch: TorchAnswer, note: str) -> tuple[SoftwareRow, ...]:
 
 
 def cuda_difference(torch: TorchAnswer, software: Sequence[SoftwareRow]) -> str:
-    """A word on PyTorch's CUDA where nvcc's is another; people take that for a fault."""
+    """A note where PyTorch's CUDA differs from nvcc's, which is often taken for a fault."""
     from op_builder import env
 
     nvcc = next((row.version for row in software if row.name == "nvcc" and row.ok), "")
@@ -75,7 +75,7 @@ def _nvcc(probes: Probes) -> SoftwareRow:
 
 
 def _other_toolkits() -> str:
-    """Those behind the best one, each with what it alone compiles for."""
+    """The toolkits after the best one, each with the architectures that only it compiles for."""
     from op_builder.toolchain import nvcc_targets, toolkits
 
     notes = []
@@ -116,7 +116,9 @@ def _cutlass(probes: Probes) -> SoftwareRow:
 
 
 def _warn_passed_over(name: str, found: Tool | Cutlass, probes: Probes) -> None:
-    """Only when another one is used instead; otherwise the row itself gives the reason."""
+    """Warns of candidates that were passed over where another one is used; otherwise the row itself
+    gives the reason.
+    """
     for place in found.passed_over:
         if found.ok:
             probes.warn(f"{name}: passed over {place}")

@@ -1,4 +1,4 @@
-"""PyTorch's version, CUDA and GPUs, asked in a process of its own: it may raise, crash or hang."""
+"""PyTorch's version, CUDA and GPUs, from a process of its own: it may raise, crash or hang."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMEOUT_S = 60.0  # a first import from a network file system may take most of i
 _MARK = "deepspeed4science-torch-probe "
 _INSTALL = "pip install 'torch>=2.10'"
 
-# Prints one line behind the mark, whatever else the import prints. cuDriverGetVersion may be called
-# before cuInit and creates no context.
+# Prints one marked line, whatever else the import prints. cuDriverGetVersion may be called before
+# cuInit and creates no context.
 _PROGRAM = """\
 import ctypes, json, sys, warnings
 sys.path[:] = json.loads(sys.argv[1])
@@ -56,8 +56,8 @@ class TorchAnswer:
     ok: bool
     version: str = ""
     where: str = ""
-    cuda: str = ""  # the CUDA that this PyTorch is built for; empty for a CPU build
-    driver: str = ""  # the newest CUDA that the driver serves
+    cuda: str = ""  # the CUDA version of this PyTorch; empty for a CPU build
+    driver: str = ""  # the newest CUDA version that the driver serves
     gpus: tuple[dict[str, Any], ...] = ()  # {"name": str, "capability": [major, minor]}
     reason: str = ""
     remedy: str = ""
@@ -65,13 +65,13 @@ class TorchAnswer:
 
 
 class TorchProbe:
-    """Begins to ask when constructed; `answer` waits for it and never raises."""
+    """Starts the process when constructed; `answer` waits for it and never raises."""
 
     def __init__(self) -> None:
         self._problem = ""
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            # A file and not a pipe: nothing blocks while nobody reads.
+            # A file, not a pipe: writing to it never blocks.
             self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in answer)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), _MARK],

@@ -1,4 +1,4 @@
-"""Triangle attention and multiplication as cuEquivariance's users call them: heads before lengths,
+"""Triangle attention and multiplication with cuEquivariance's signatures: heads before lengths,
 boolean masks, weights as arguments.
 """
 
@@ -63,20 +63,21 @@ def triangle_attention(
         k: `[B, N, H, K, D]`.
         v: `[B, N, H, K, D]`.
         bias: `[B, 1, H, Q, K]`, the pair bias; may need a gradient.
-        mask: `[B, N, 1, 1, K]`; True (or not 0) is a key that is seen. Default: all are.
+        mask: `[B, N, 1, 1, K]`; True (or not 0) is a key that is seen. Default: all are seen.
         scale: any finite number. Default: 1 / sqrt(D).
-        return_aux: give `(o, lse, max)`. Default: o alone.
-        kv_lengths: integers `[B, N, 1, 1, 1]`, in place of `mask`: the first so many keys are seen.
+        return_aux: whether to return `(o, lse, max)`. Default: o alone.
+        kv_lengths: integers `[B, N, 1, 1, 1]`, instead of `mask`: that many first keys are seen.
 
     Returns:
-        o: `[B, N, H, Q, D]` in q's dtype, of five dimensions always. A row n that sees no key is 0
-            with zero gradients; cuEquivariance gives the mean of v there.
+        o: `[B, N, H, Q, D]` in q's dtype, always of five dimensions. A row n that sees no key gives
+            0 with zero gradients; cuEquivariance gives the mean of v there.
         lse, max: `[B, N, H, Q]`, float32, without gradients: logarithm of the sum of exponentials
-            and largest of the scores; `-inf` in a row that sees no key. max is a second pass over
-            the scores, in plain PyTorch.
+            of the scores, and largest score; `-inf` in a row that sees no key. max needs a second
+            pass over the scores, in plain PyTorch.
 
     Raises:
-        InvalidInputError: both masks, a mask of another shape, or what the op itself refuses.
+        InvalidInputError: both masks are given, a mask has another shape, or the op refuses the
+            call.
     """
     q, k, v, bias = (_five(tensor) for tensor in (q, k, v, bias))
     visible = _visible_keys(mask, kv_lengths, k.shape[3])
@@ -106,8 +107,8 @@ def triangle_multiplicative_update(
     eps: float = 1e-5,
     precision: Any = None,
 ) -> Tensor:
-    """Triangle multiplication, with the signature of cuEquivariance's function, in plain PyTorch:
-    models turn both functions on by one switch.
+    """Triangle multiplication with the signature of cuEquivariance's function, in plain PyTorch. It
+    is here because models turn on both functions by one switch.
 
         a, b = mask * sigmoid(g_in(norm_in(x))) * p_in(norm_in(x)),  halves of the channels
         p_out(norm_out(sum_k a_ik b_jk)) * sigmoid(g_out(norm_in(x)))         outgoing
@@ -123,14 +124,14 @@ def triangle_multiplicative_update(
         p_out_weight: `[C, D]`.
         g_out_weight: `[C, C]`.
         eps: of both norms.
-        precision: None and whatever else only lowers float32's: products are PyTorch's, TF32 where
-            torch.backends.cuda.matmul.allow_tf32 says so. "bfloat16" rounds all inputs first.
+        precision: "bfloat16" rounds all inputs first. Any other value is ignored: products are
+            PyTorch's, in TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 
     Returns:
         `[*, L, L, C]`.
 
     Raises:
-        InvalidInputError: another direction, or no weight for one of the four projections.
+        InvalidInputError: the direction is neither, or one of the four projections has no weight.
 
     Source: Jumper et al. 2021, supplementary algorithms 11 and 12.
     """
@@ -163,7 +164,7 @@ def _five(tensor: Tensor) -> Tensor:
 
 
 def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Tensor | None:
-    """`[B, N, 1, 1, K]`, bool; None where all are seen."""
+    """`[B, N, 1, 1, K]`, bool; None where all keys are seen."""
     if mask is not None and kv_lengths is not None:
         raise InvalidInputError(
             "triangle_attention: expected mask or kv_lengths; got both. Pass the mask alone."
@@ -187,7 +188,9 @@ def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Te
 def _largest_scores(
     q: Tensor, k: Tensor, bias: Tensor, visible: Tensor | None, scale: float | None
 ) -> Tensor:
-    """`[B, N, H, Lq]`, one row n after the other: its scores are all that is in memory at once."""
+    """`[B, N, H, Lq]`, one row n after another, so that the scores of one row at a time are in
+    memory.
+    """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     largest = []
     for n in range(q.shape[1]):

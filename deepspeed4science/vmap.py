@@ -1,4 +1,4 @@
-"""vmap of the operators: the mapped dimension is folded into B, and the results are unfolded.
+"""The vmap rules of the operators: the mapped dimension is folded into B, the results are unfolded.
 
 `operator` is one of the operators, or the autograd.Function of the same signature.
 """
@@ -18,7 +18,9 @@ CallT = TypeVar("CallT", ForwardCall, BackwardCall)
 def map_forward(
     operator: Callable[..., Any], size: int, in_dims: Sequence[Any], *arguments: Any
 ) -> Any:
-    """The rule of vmap: (o, lse) of all mapped calls as one of `size` times as many batches."""
+    """The forward's rule: (o, lse) of all mapped calls, from one call with `size` times as many
+    batches.
+    """
     call = ForwardCall(*arguments)
     o, lse = operator(*_folded(size, call, ForwardCall(*in_dims)))
     if not call.with_lse:
@@ -29,7 +31,7 @@ def map_forward(
 def map_backward(
     operator: Callable[..., Any], size: int, in_dims: Sequence[Any], *arguments: Any
 ) -> Any:
-    """The rule of vmap: every mapped call has gradients of its own."""
+    """The backward's rule: every mapped call has gradients of its own."""
     call, dims = BackwardCall(*arguments), BackwardCall(*in_dims)
     wanted = list(call.wanted)
     gradients = list(operator(*_folded(size, call, dims)._replace(wanted=wanted)))
@@ -38,15 +40,16 @@ def map_backward(
         if not wanted[i] or tensor is None:
             continue
         gradient = _unfolded(gradients[i], size)
-        if _unmapped_size(tensor, getattr(dims, name)) != gradient.shape[1]:  # a bias of all B
+        if _unmapped_size(tensor, getattr(dims, name)) != gradient.shape[1]:  # broadcast over B
             gradient = gradient.sum(1, keepdim=True)
         gradients[i] = gradient
     return tuple(gradients), tuple(0 if want else None for want in wanted)
 
 
 def _folded(size: int, call: CallT, dims: Any) -> CallT:
-    """`[size * B, ...]` of tensors `[B|1, ...]`, mapped over one more dimension or not. What is the
-    same for all is expanded, without a copy where B allows.
+    """The call with tensors `[size * B, ...]` made of `[B|1, ...]`, mapped over one more dimension
+    or not. A tensor that is the same for all mapped calls is expanded, without a copy where B
+    allows.
     """
     B = _unmapped_size(call.q, dims.q)
     changes: dict[str, Any] = {}
