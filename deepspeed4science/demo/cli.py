@@ -15,7 +15,7 @@ from deepspeed4science.demo.alignment import Alignment, load_ubiquitin
 from deepspeed4science.demo.checks import Verdict, check, forward_backward
 from deepspeed4science.demo.embedding import AttentionCase, attention_cases, embed
 from deepspeed4science.demo.kernels import LoadedKernelInfo, eager_attention, loaded_kernels, op
-from deepspeed4science.demo.measure import Timing, peak_extra_bytes, time_interleaved
+from deepspeed4science.demo.measure import peak_extra_bytes, time_interleaved
 from deepspeed4science.demo.picture import UBIQUITIN_STRUCTURE, draw_attention, query_attention
 from deepspeed4science.demo.startup import measure_startup
 from deepspeed4science.errors import EvoformerError
@@ -30,18 +30,22 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: PyTorch finds no CUDA GPU here; --device cpu runs everywhere.")
         return 2
-    device = torch.device(arguments.device if arguments.device != "auto" else _best_device())
+    devices = _devices(arguments.device, beside=arguments.gpu)
     dtype = DTYPES[arguments.dtype]
     alignment = load_ubiquitin()
-    _print_family(alignment, device, arguments.dtype)
+    _print_family(alignment)
 
-    cases = list(attention_cases(embed(alignment), dtype=dtype, device=device))
-    _prepare_kernels(cases)
-    print("\nThe four attentions of one Evoformer block, forward and backward")
-    verdicts = [verdict for case in cases for verdict in _show_case(case, device)]
+    representations = embed(alignment)
+    cases = {
+        device: list(attention_cases(representations, dtype=dtype, device=device))
+        for device in devices
+    }
+    for device in devices:
+        _prepare_kernels(cases[device], device)
+    verdicts = _show_table(cases, arguments.dtype)
 
-    _show_second_process(device, arguments.dtype)
-    _write_picture(cases[0], alignment, arguments.out / "ubiquitin_attention.png")
+    _show_second_process(devices[-1], arguments.dtype)
+    _write_pictures(cases[devices[-1]][0], alignment, arguments.out)
     return _conclude(verdicts)
 
 
@@ -51,9 +55,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Ubiquitin and its relatives through all four Evoformer attentions.",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--gpu", action="store_true", help="a GPU's figures beside the CPU's, where there is one"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder of the pictures")
     return parser
+
+
+def _devices(asked: str, *, beside: bool) -> list[torch.device]:
+    """The devices to run on; with `beside` the CPU, then the GPU where one is fit."""
+    best = _best_device() if beside or asked == "auto" else asked
+    if beside and best == "cpu":
+        print("--gpu: there is no GPU that the op can use here; the CPU's figures alone.")
+    return [torch.device(name) for name in dict.fromkeys(("cpu", best) if beside else (best,))]
 
 
 def _best_device() -> str:
@@ -70,30 +85,32 @@ def _best_device() -> str:
     return "cuda"
 
 
-def _print_family(alignment: Alignment, device: torch.device, dtype: str) -> None:
+def _print_family(alignment: Alignment) -> None:
     records, length = len(alignment.records), len(alignment.query.columns)
-    place = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    print(f"Ubiquitin and {records - 1} of its relatives, {length} residues. {place}, {dtype}.")
+    print(f"Ubiquitin and {records - 1} of its relatives, {length} residues:")
     for record in (alignment.records[i] for i in (0, records // 2, records - 1)):
         print(f"  {record.columns}  {record.name}")
 
 
-def _prepare_kernels(cases: list[AttentionCase]) -> None:
+def _place(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _prepare_kernels(cases: list[AttentionCase], device: torch.device) -> None:
     """Make the first call of every kind, so that compiling shows here and not in the timings."""
-    print("\nKernels")
+    print(f"\nKernels for {_place(device)}", flush=True)
+    known = {kernel.name for kernel in loaded_kernels()}
     start = time.perf_counter()
     for case in cases:
         forward_backward(op, case, torch.zeros_like(case.q))
     seconds = time.perf_counter() - start
-    kernels = loaded_kernels()
+    kernels = [kernel for kernel in loaded_kernels() if kernel.name not in known]
     built = [kernel for kernel in kernels if kernel.origin == "built"]
+    what = f"{len(built)} of them compiled" if built else "none had to be compiled"
     for kernel in kernels:
         print(f"  {_describe(kernel)}")
-    what = f"compiling {len(built)} of them" if built else "none had to be compiled"
     print(f"  First call of everything: {seconds:.2f} s, {what}.")
 
 
@@ -106,39 +123,46 @@ def _describe(kernel: LoadedKernelInfo) -> str:
     return f"{kernel.name:<24} {words.get(kernel.origin, kernel.origin)}"
 
 
-def _show_case(case: AttentionCase, device: torch.device) -> list[Verdict]:
-    verdicts = check(op, eager_attention, case)
-    print(f"\n{case.name}  {case.shape}\n  {case.explanation}")
-    print("  error against float64 " + "".join(f"{v.tensor:>10}" for v in verdicts))
-    print("    this op             " + "".join(f"{v.ours:>10.1e}" for v in verdicts))
-    print("    PyTorch eager       " + "".join(f"{v.eager:>10.1e}" for v in verdicts))
-    print("    within the law      " + "".join(f"{'yes' if v.ok else 'NO':>10}" for v in verdicts))
+HEAD = f"{'':<24}{'B, N, L, H, D':<18}{'time, ms':>10}{'eager':>8}{'memory, MiB':>14}{'eager':>8}"
+HEAD += "   error beside what the law allows"
 
+
+def _show_table(
+    cases: dict[torch.device, list[AttentionCase]], dtype: str
+) -> dict[str, list[Verdict]]:
+    """Prints each row as soon as it is measured; the verdicts by attention and device."""
+    print(f"\nThe four attentions of an Evoformer block, forward and backward, {dtype}\n{HEAD}")
+    found: dict[str, list[Verdict]] = {}
+    for row in zip(*cases.values(), strict=True):
+        for case, device in zip(row, cases, strict=True):
+            name = case.name if len(cases) == 1 else f"{case.name}, {device.type}"
+            found[name] = check(op, eager_attention, case)
+            print(_row(name, case, found[name], device), flush=True)
+    return found
+
+
+def _row(name: str, case: AttentionCase, verdicts: list[Verdict], device: torch.device) -> str:
     grad_output = torch.ones_like(case.q)
     calls: dict[str, Callable[[], object]] = {
         "ours": lambda: forward_backward(op, case, grad_output),
         "eager": lambda: forward_backward(eager_attention, case, grad_output),
     }
     times = time_interleaved(calls, device)
-    memory = {name: peak_extra_bytes(call, device) for name, call in calls.items()}
-    print(f"  time    {_times(times)}")
-    print(f"  memory  {_memory(memory)}")
-    return verdicts
-
-
-def _times(times: dict[str, Timing]) -> str:
-    ours, eager = times["ours"].median_ms, times["eager"].median_ms
-    ratio = (
-        f"{eager / ours:.1f} times faster" if ours < eager else f"{ours / eager:.1f} times slower"
+    memory = {which: peak_extra_bytes(call, device) for which, call in calls.items()}
+    worst = max(verdicts, key=lambda v: v.ours / v.allowed)
+    shape = ", ".join(str(size) for size in case.q.shape)
+    return (
+        f"{name:<24}{shape:<18}"
+        f"{times['ours'].median_ms:>10.2f}{times['eager'].median_ms:>8.2f}"
+        f"{_mib(memory['ours']):>14}{_mib(memory['eager']):>8}"
+        f"   {worst.ours:.1e} of {worst.allowed:.1e} ({worst.tensor})"
+        f"{'' if worst.ok else '  BROKEN'}"
     )
-    return f"{ours:8.2f} ms   eager {eager:8.2f} ms   {ratio}"
 
 
-def _memory(memory: dict[str, int | None]) -> str:
-    ours, eager = memory["ours"], memory["eager"]
-    if ours is None or eager is None:
-        return "not measurable on this system"
-    return f"{ours / 2**20:8.2f} MiB  eager {eager / 2**20:8.2f} MiB  on top of the inputs, at most"
+def _mib(size: int | None) -> str:
+    """A dash where this system does not tell."""
+    return "-" if size is None else f"{size / 2**20:.1f}"
 
 
 def _show_second_process(device: torch.device, dtype: str) -> None:
@@ -153,12 +177,12 @@ def _show_second_process(device: torch.device, dtype: str) -> None:
     )
 
 
-def _write_picture(case: AttentionCase, alignment: Alignment, path: Path) -> None:
+def _write_pictures(case: AttentionCase, alignment: Alignment, folder: Path) -> None:
     try:
-        draw_attention(
+        paths = draw_attention(
             query_attention(op, case),
             alignment.query.columns,
-            path,
+            folder / "ubiquitin_attention.png",
             title="MSA row attention of human ubiquitin",
             subtitle=PICTURE_NOTE,
             structure=UBIQUITIN_STRUCTURE,
@@ -166,11 +190,16 @@ def _write_picture(case: AttentionCase, alignment: Alignment, path: Path) -> Non
     except ImportError:
         print("\nNo picture: it needs Pillow. pip install pillow")
     else:
-        print(f"\nPicture of the query's attention: {path}")
+        small, large = paths
+        print(f"\nThe query's attention: {small}, twice as large for slides: {large}")
 
 
-def _conclude(verdicts: list[Verdict]) -> int:
-    good = sum(v.ok for v in verdicts)
+def _conclude(verdicts: dict[str, list[Verdict]]) -> int:
+    every = [verdict for group in verdicts.values() for verdict in group]
+    good = sum(v.ok for v in every)
     law = "error at most 1.25 times eager's plus one unit in the last place"
-    print(f"\n{good} of {len(verdicts)} tensors keep the law ({law}).")
-    return 0 if good == len(verdicts) else 1
+    print(f"\n{good} of {len(every)} tensors keep the law ({law}).")
+    for name, group in verdicts.items():
+        if broken := [v.tensor for v in group if not v.ok]:
+            print(f"  {name}: not {', '.join(broken)}")
+    return 0 if good == len(every) else 1

@@ -134,12 +134,45 @@ def test_timing_orders_its_samples():
     assert set(time_interleaved(calls, CPU, num_runs=3, num_warmups=1)) == {"a", "b"}
 
 
-def test_picture_is_a_png(tmp_path, cases):
-    pytest.importorskip("PIL", reason="Pillow is an optional extra")
-    from deepspeed4science.demo.picture import UBIQUITIN_STRUCTURE, draw_attention
+def test_picture_is_a_png_in_two_sizes(tmp_path, cases):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is an optional extra")
+    from deepspeed4science.demo.picture import LARGE, UBIQUITIN_STRUCTURE, draw_attention
 
     path = tmp_path / "new folder" / "map.png"
     query = load_ubiquitin().query.columns
     attention = torch.rand(len(query), len(query))
-    draw_attention(attention, query, path, title="t", subtitle="s", structure=UBIQUITIN_STRUCTURE)
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    paths = draw_attention(
+        attention, query, path, title="t", subtitle="s", structure=UBIQUITIN_STRUCTURE
+    )
+    assert paths == (path, tmp_path / "new folder" / "map_large.png")
+    small, large = (image.open(p) for p in paths)
+    assert small.format == large.format == "PNG"
+    assert large.size == tuple(LARGE * side for side in small.size)
+
+
+def test_the_table_has_a_row_for_each_attention_and_device(cases, capsys, monkeypatch):
+    """What breaks the law is said in its row and named at the end."""
+    from deepspeed4science.demo import cli
+
+    monkeypatch.setattr(cli, "op", lambda q, k, v, biases: scaled_wrongly(q, k, v, [*biases]))
+    verdicts = cli._show_table({CPU: cases[:1], torch.device("meta"): cases[:1]}, "float32")
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split("  ")[0] for row in rows if "1, 32, 76" in row] == [
+        "MSA row, cpu",
+        "MSA row, meta",
+    ]
+    assert sum("BROKEN" in row for row in rows) == 2
+    assert cli._conclude(verdicts) == 1
+    assert "MSA row, cpu: not O, dQ" in capsys.readouterr().out
+
+
+def test_gpu_figures_stand_beside_the_cpus_where_there_is_one(capsys, monkeypatch):
+    from deepspeed4science.demo import cli
+
+    monkeypatch.setattr(cli, "_best_device", lambda: "cuda")
+    assert [d.type for d in cli._devices("auto", beside=True)] == ["cpu", "cuda"]
+    assert [d.type for d in cli._devices("auto", beside=False)] == ["cuda"]
+    assert [d.type for d in cli._devices("cpu", beside=False)] == ["cpu"]
+    monkeypatch.setattr(cli, "_best_device", lambda: "cpu")
+    assert [d.type for d in cli._devices("auto", beside=True)] == ["cpu"]
+    assert "no GPU" in capsys.readouterr().out
