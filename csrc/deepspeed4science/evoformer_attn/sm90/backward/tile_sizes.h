@@ -12,19 +12,28 @@ constexpr int kOwned = 64;  // rows of one wgmma: keys or queries of a consumer 
 // blocks have together would never be done.
 constexpr int kTileQueueSize = 32;
 
-template <int kRows_,                 // rows n of a block; they share tiles of bias2
-          int kTiles_,                // owned tiles of 64 of each n; they share what is streamed
-          int kColumns_,              // columns of a step
-          int kStages_,               // steps in flight
-          int kBuffers_,              // of owned tiles: 2, and the next ones arrive during the last steps
-          int kQueries_ = 0,          // of keys: dq as well, of so many queries at most (dq_smem.h)
-          int kClusterBlocks_ = 1,    // kQueries: blocks of a cluster, that have so many queries each
-          bool kDqInGlobal_ = false,  // of keys: dq as well, by additions to accumulators in L2 (dq_global.h)
-          bool kAddsDbias2_ = false>  // kDqInGlobal: dbias2 as well, where it is asked for (dbias2_global.h)
+template <int kRows_,     // rows n of a block; they share tiles of bias2
+          int kTiles_,    // owned tiles of 64 of each n; they share what is streamed
+          int kColumns_,  // columns of a step
+          int kStages_,   // steps in flight
+          int kBuffers_>  // of owned tiles: 2, and the next ones arrive during the last steps
 struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
+  static constexpr int kQueries = 0, kClusterBlocks = 1;
+  static constexpr bool kDqInGlobal = false, kAddsDbias2 = false;
+};
+
+// Of keys: dq as well, of so many queries at most (dq_smem.h), or of so many for each block of a cluster.
+template <typename Tiles, int kQueries_, int kClusterBlocks_ = 1>
+struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
-  static constexpr bool kDqInGlobal = kDqInGlobal_, kAddsDbias2 = kAddsDbias2_;
+};
+
+// Of keys: dq as well, by additions to accumulators in L2 (dq_global.h), and dbias2 where it is asked for
+// (dbias2_global.h).
+template <typename Tiles, bool kAddsDbias2_>
+struct WithDqInGlobal : Tiles {
+  static constexpr bool kDqInGlobal = true, kAddsDbias2 = kAddsDbias2_;
 };
 
 template <int kQueryTiles_,  // warpgroups one below the other: 64 queries each; they share keys and values
@@ -58,17 +67,22 @@ struct BackwardTiles {
   // dk, dv and dq in one kernel: where dq of a (b, n, h), or of one half of its queries, fits into shared memory.
   // (1,384,384,4,32) 0.225, keys and queries apart 0.31; (1,768,768,4,32) 1.66, apart 2.10. At D = 48 two warpgroups.
   static constexpr bool kHasDqShared = kHeadDim <= 48;
-  using Fused = std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 2, 512>, DqDkdvTiles<1, 2, 64, 3, 1, 384>>;
+  using Fused = std::conditional_t<kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 2>, /*kQueries=*/512>,
+                                   WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384>>;
   // (1,768,768,4,32): 1.66; with two stages, and room for the next K and V, 2.55.
-  using LongFused = std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768>, Fused>;
+  using LongFused =
+      std::conditional_t<kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 1>, /*kQueries=*/768>, Fused>;
   using SplitFused =
-      std::conditional_t<kHeadDim <= 32, DqDkdvTiles<1, 3, 64, 3, 1, 768, 2>, DqDkdvTiles<1, 2, 64, 3, 1, 384, 2>>;
+      std::conditional_t<kHeadDim <= 32,
+                         WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 1>, /*kQueries=*/768, /*kClusterBlocks=*/2>,
+                         WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384, /*kClusterBlocks=*/2>>;
 
   // dk, dv and dq in one kernel, dq by additions; where a score costs more than its addition, dbias2 as well.
   // All kernels: (1,256,1024,4,64) 2.23, apart 2.52; (1,64,1024,8,128) 1.78, without dbias2 2.08, apart 2.18.
   static constexpr bool kHasDqGlobal = kHeadDim > 32;
-  using DqGlobal = std::conditional_t<kHeadDim <= 64, DqDkdvTiles<1, 2, 64, 3, 1, 0, 1, true>,
-                                      DqDkdvTiles<1, 2, 32, 4, 1, 0, 1, true, true>>;
+  using DqGlobal =
+      std::conditional_t<kHeadDim <= 64, WithDqInGlobal<DqDkdvTiles<1, 2, 64, 3, 1>, /*kAddsDbias2=*/false>,
+                         WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.69, tiles of 64 keys 0.72; (1,48,768,16,48):
   // 0.35, with five stages 0.385. D = 128: three stages are what fits.
