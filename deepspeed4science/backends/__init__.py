@@ -1,5 +1,5 @@
-"""Who computes calls: one module for each kind of kernels, none of which knows of another. The walk
-over them is `deepspeed4science.dispatch`'s.
+"""The backends: one module for each kind of kernels, none of which knows of another.
+`deepspeed4science.dispatch` chooses among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kernel = CpuKernel | CudaKernel
 
 
 class Backend(Protocol):
-    """One kind of kernels. `tensors` are q, k, v, and of a backward o and do_ where they are known,
+    """One kind of kernels. `tensors` are q, k, v, and in a backward o and do_ where they are known,
     before `prepare`.
     """
 
@@ -30,31 +30,31 @@ class Backend(Protocol):
     kernels: Kernels
 
     def device_obstacle(self, device: torch.device) -> str:
-        """Why the calls of a device are not this backend's; empty when they are."""
+        """Why this backend takes no calls on a device; empty where it does."""
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
-        """Why it cannot take a call on one of its devices; empty when it can."""
+        """Why it does not take a call on one of its devices; empty where it does."""
 
     def spec(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> Any:
         """The kernel for a call without obstacles: a row of op_builder's instantiations.py."""
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
-        """The call as kernels read it. They compute in the dtype that q has then."""
+        """The call with tensors that kernels can read. They compute in the dtype of the q returned."""
 
     def options(self) -> Options:
-        """Those of the process."""
+        """The settings of the process that are parameters of kernels."""
 
     def workspace_bytes(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
-        """What `packed.workspace` must hold, which addresses have no part in but for their
-        alignment.
+        """Size of the workspace that `packed` needs. It depends on addresses by their alignment
+        only.
         """
 
     def launch(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
-        """Run the kernel, and return its status."""
+        """Launch the kernel and return its status."""
 
 
 def in_order() -> tuple[Backend, ...]:
-    """The CPU's, since its refusal is the cheapest; then every CUDA family's, newest first."""
+    """The CPU's backend, whose refusal is the cheapest; then every CUDA family's, newest first."""
     found = [importlib.import_module(f"{__name__}.cpu").backend()]
     for family in reversed(FAMILIES.values()):
         module = importlib.import_module(f"{__name__}.{family.backend}")

@@ -1,4 +1,4 @@
-"""What the backends of GPUs have in common: nothing here calls back into one of them."""
+"""The common part of the GPU backends; it never calls back into one of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BIAS_NAMES = {
 
 
 class CudaBackend:
-    """The kernels of one family, on the tensor's device and the current stream. A backend adds
+    """The kernels of one family, on the tensor's device and the current stream. Subclasses add
     `obstacles`, `spec` and `prepare`.
     """
 
@@ -47,7 +47,7 @@ class CudaBackend:
         return f"compute capability {major}.{minor} is served by {serving[0]}"
 
     def head_dim_obstacles(self, problem: Problem, direction: str) -> list[str]:
-        """Above the family's largest head dimension."""
+        """The obstacle that a head dimension is above the family's largest one."""
         dtype = DTYPE_NAMES[problem.dtype]
         largest = self.family.largest_head_dim(direction, dtype)
         if max(problem.D, problem.Dv) <= largest:
@@ -92,7 +92,8 @@ class CudaBackend:
 
 @functools.cache
 def serving_families(device: torch.device, forced: str | None) -> tuple[str, ...]:
-    """The builder's answer, which takes milliseconds, asked once for each value that forces one.
+    """The families that serve a device, as the builder says. That takes milliseconds and is kept
+    for each value of `forced`.
 
     Raises BuildError.
     """

@@ -1,4 +1,4 @@
-"""The kernels of one backend, loaded when they are first asked for, and what is told of them."""
+"""The kernels of one backend, loaded when they are first needed, and the log lines about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_verbose() -> bool:
-    """Whether DS4S_VERBOSE asks for words; what is neither 1 nor 0 is the loader's to refuse."""
+    """Whether DS4S_VERBOSE is 1; the loader refuses values that are neither 1 nor 0."""
     with contextlib.suppress(BuildError):
         return env.flag("DS4S_VERBOSE") is True
     return False
@@ -28,23 +28,23 @@ class Kernels:
         self._told: set[str] = set()
 
     def load(self, spec: Any) -> LoadedKernel:
-        """Raises BuildError."""
+        """The loaded kernel. Raises BuildError."""
         kernel = self._loaded.get(spec)
         if kernel is None:
             kernel = self._loaded[spec] = self._builder.load(kernels=[spec]).kernel(spec)
         return kernel
 
     def prefetch(self, spec: Any) -> None:
-        """Begin to make a kernel ready. Returns at once and leaves errors to `load`."""
+        """Begin to compile or load a kernel. Returns at once and leaves errors to `load`."""
         if spec not in self._prefetched:
             self._prefetched.add(spec)
             self._builder.prefetch([spec])
 
     def tell_plan(self, kernel: LoadedKernel, params: bytes) -> None:
-        """What a kernel runs, at its first call; on stderr, by logging, under DS4S_VERBOSE=1."""
+        """Log the plan of a kernel at its first call, under DS4S_VERBOSE=1."""
         if kernel.name in self._told:
             return
         self._told.add(kernel.name)
         if is_verbose() and (plan := kernel.plan(params)):
-            with contextlib.suppress(Exception):  # what can be shown decides over no call
+            with contextlib.suppress(Exception):  # a failure to show it fails no call
                 logger.warning("%s: %s", kernel.name, plan)

@@ -1,5 +1,5 @@
-"""Tensors as kernels read them. Each function returns the call itself where nothing is to be done,
-which is nearly always.
+"""Conversion of tensors to what kernels can read. Each function returns the call itself where
+nothing is to be converted, as nearly always.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ CallT = TypeVar("CallT", ForwardCall, BackwardCall)
 
 
 def unit_strides(call: CallT) -> CallT:
-    """Channels are read at stride 1: a stride-0 gradient or a transposed consumer's is copied."""
+    """The call with channels of stride 1. Gradients of stride 0 and those of transposed consumers
+    are copied.
+    """
     if call.q.stride(-1) == call.k.stride(-1) == call.v.stride(-1) == 1 and (
         isinstance(call, ForwardCall) or call.o.stride(-1) == call.do_.stride(-1) == 1
     ):
@@ -27,7 +29,7 @@ def unit_strides(call: CallT) -> CallT:
 
 
 def in_dtype(call: CallT, dtype: torch.dtype) -> CallT:
-    """Contiguous copies in another dtype of what has the dtype of Q."""
+    """The call with contiguous copies, in another dtype, of all tensors that have the dtype of Q."""
     changes: dict[str, Any] = {
         name: tensor.to(dtype, memory_format=torch.contiguous_format)
         for name, tensor in _of_q(call).items()
@@ -36,7 +38,7 @@ def in_dtype(call: CallT, dtype: torch.dtype) -> CallT:
 
 
 def with_biases_in_dtype(call: CallT, dtype: torch.dtype) -> CallT:
-    """Biases in the dtype of Q; what is finite stays finite (-1e9 in float16)."""
+    """The call with biases in the dtype of Q. Finite numbers stay finite (-1e9 in float16)."""
     bias1, bias2 = call.bias1, call.bias2
     if (bias1 is None or bias1.dtype == dtype) and (bias2 is None or bias2.dtype == dtype):
         return call
@@ -55,6 +57,6 @@ def _in_dtype(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _of_q(call: ForwardCall | BackwardCall) -> dict[str, Tensor]:
-    """What has the dtype of Q, by name."""
+    """The tensors that have the dtype of Q, by name."""
     found = {"q": call.q, "k": call.k, "v": call.v}
     return found if isinstance(call, ForwardCall) else found | {"o": call.o, "do_": call.do_}

@@ -1,5 +1,5 @@
-"""Templates of tensor cores that a warp drives: the families sm70, sm75 and sm80, which also serves
-what is newer than its own generation.
+"""The templates around warp-level tensor-core instructions: families sm70, sm75 and sm80, the last
+of which also serves newer generations.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sm80Backend(cuda.CudaBackend):
         return with_biases_in_dtype(call, dtype)
 
     def _dtype(self, problem: Problem, direction: str) -> str:
-        """What kernels compute in."""
+        """The dtype in which kernels compute."""
         return self.family.dtypes[direction][DTYPE_NAMES[problem.dtype]]
 
 
@@ -71,7 +71,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @functools.cache
 def _tell_of_float32() -> None:
-    """Once in a process."""
+    """Logs, once in a process, that bfloat16 is computed in float32."""
     with contextlib.suppress(Exception):  # what can be shown decides over no call
         logger.warning(
             "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 "
@@ -84,8 +84,8 @@ def _allows_tf32() -> bool:
 
 
 def _will_be_aligned(tensor: Tensor, size: int, *, copied: bool) -> bool:
-    """Whether every row of elements of `size` bytes starts at 16 bytes and its channels are whole
-    16-byte pieces, once `prepare` has copied what it copies.
+    """Whether, after the copies that `prepare` makes, every row of elements of `size` bytes is
+    aligned to 16 bytes and its channels are whole 16-byte pieces.
     """
     per_piece = 16 // size
     b, n, row, h, channels = tensor.stride()

@@ -21,8 +21,8 @@ _DIMENSIONS = ("B", "N", "L", "H")
 
 
 class Sm90Backend(CudaBackend):
-    """Takes what TMA can read. Of a backward only q, k and v decide, as of its forward: what was
-    compiled ahead is what runs.
+    """Takes the tensors that TMA can read. For a backward only q, k and v decide, as for its
+    forward, so that the kernel runs that was compiled ahead.
     """
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
@@ -45,9 +45,9 @@ class Sm90Backend(CudaBackend):
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
-        """A gradient of O may have any layout (that of a mean over L is one row, expanded). Where
-        TMA cannot read it, one copy costs far less than another family's backward, which nobody has
-        compiled yet.
+        """A gradient of O may have any layout (that of a mean over L is one row, expanded). It is
+        copied where TMA cannot read it, which costs far less than another family's backward, which
+        would have to be compiled first.
         """
         call = with_biases_in_dtype(unit_strides(call), problem.dtype)
         if isinstance(call, BackwardCall):
@@ -67,7 +67,7 @@ def tma_obstacle(tensor: Tensor) -> str:
     size = tensor.element_size()
     address = tensor.data_ptr()
     b, n, row, h, _ = tensor.stride()
-    bits = (b | n | row | h) * size  # below a power of two, or its multiple, if all of them are
+    bits = (b | n | row | h) * size  # a multiple of 16 if all are; below a power of two if all are
     if b and n and row and h and (address | bits) % _PIECE_BYTES == 0 and bits < _LIMIT_BYTES:
         return ""
     if address % _PIECE_BYTES:

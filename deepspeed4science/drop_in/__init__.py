@@ -1,9 +1,9 @@
-"""This op in models that were written for another one, by one line.
+"""One line that makes a model, written for another op, use this one.
 
-    drop_in.switch("boltz")            boltz, boltzgen, protenix, openfold3, intellifold: functions
-                                       of their own
-    drop_in.use_as_deepspeed()         whatever imports DeepSpeed's function
-    drop_in.use_as_cuequivariance()    whatever imports cuEquivariance's functions
+    drop_in.switch("boltz")            boltz, boltzgen, protenix, openfold3, intellifold: replaces
+                                       functions of theirs
+    drop_in.use_as_deepspeed()         for all that import DeepSpeed's function
+    drop_in.use_as_cuequivariance()    for all that import cuEquivariance's functions
 
 Each switches at once and returns a context manager that switches back. For command lines there is
 `python -m deepspeed4science run CLIENT ...`.

@@ -1,7 +1,7 @@
-"""The two functions on what DeepSpeed's `EvoformerAttnBuilder().load()` returns: results go into
-tensors of the caller, and autograd sees nothing of them.
+"""The two functions of the module that DeepSpeed's `EvoformerAttnBuilder().load()` returns. They
+write results to tensors of the caller, and autograd does not record them.
 
-    q, k, v [*, L, H, D]; lse [prod(*), H, at least Lq]; a bias without elements is none
+q, k, v [*, L, H, D]; lse [prod(*), H, at least Lq]; a bias without elements counts as no bias
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deepspeed4science.operators import backward_op, forward_op
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias1: Tensor, bias2: Tensor, o: Tensor, lse: Tensor
 ) -> None:
-    """Write O and lse. lse is made for `attention_bwd`: that of shifted scores (docs/math.md, 1a);
-    `DS4Sci_EvoformerAttention(..., return_lse=True)` gives the true one.
+    """Write O and lse. This lse is for `attention_bwd`: it is that of shifted scores, math.md (1a).
+    `DS4Sci_EvoformerAttention(..., return_lse=True)` gives that of the scores themselves.
     """
     arguments = canonicalise(q, k, v, _given(bias1), _given(bias2))
     own_o, own_lse = forward_op(*arguments, True)
@@ -46,7 +46,7 @@ def attention_bwd(
     gb2: Tensor,
 ) -> None:
     """Write dq, dk and dv into `gq`, `gk` and `gv`; add dbias1 and dbias2 to `gb1` and `gb2` where
-    these have elements. `delta` is left alone: kernels here keep it to themselves.
+    these have elements. `delta` is not written: kernels here keep it in their workspace.
     """
     arguments = canonicalise(q, k, v, _given(bias1), _given(bias2))
     do_, own_o, _, _, _ = canonicalise(go, o.contiguous(), o, None, None)
@@ -67,6 +67,6 @@ def _given(bias: Tensor) -> Tensor | None:
 
 
 def _part(lse: Tensor, q: Tensor) -> Tensor:
-    """`[prod(*), H, Lq]` of a buffer whose last dimension is rounded up."""
+    """The part `[prod(*), H, Lq]` of a buffer whose last dimension is rounded up."""
     Lq, H = q.shape[-3], q.shape[-2]
     return lse.view(math.prod(q.shape[:-3]), H, -1)[..., :Lq]

@@ -1,7 +1,7 @@
-"""Models whose own functions are changed when they are imported: which, and in which versions.
+"""The models whose own functions are replaced when they are imported, and their versions.
 
-The functions are those around other kernels' calls, so that neither those kernels nor the casts
-that they need take part.
+The replaced functions are those around the calls of other kernels, so that these kernels and the
+casts that they need are not used.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ class Client:
     versions: tuple[str, str]  # from the first, before the second
     command: str  # its console script, and the function behind it
     entry_point: str
-    # By module and name of a function, where its replacement is: "module:function".
+    # By module and name of a function, its replacement: "module:function".
     functions: Mapping[str, Mapping[str, str]]
-    # The same, where cuEquivariance's kernels, which have this function too, are not installed.
+    # The same, but only where cuEquivariance's kernels, which provide this function, are not
+    # installed.
     without_cuequivariance: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # By module, names that are True in it from then on: "these kernels are here".
+    # By module, flags that are set to True: "these kernels are installed".
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # By module and name, a script of LAUNCHERS in place of one that the client starts processes of.
+    # By module and name, a script of LAUNCHERS that replaces one of which the client starts
+    # processes.
     scripts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    hint: str = ""  # how to make it take this path, where it does not by itself
+    hint: str = ""  # how to turn this path on, where it is not the default
 
 
 _FUNCTIONS = "deepspeed4science.drop_in.functions"
@@ -134,18 +136,18 @@ CLIENTS = {
 
 
 def switch(client: str, *, any_version: bool = False) -> Switch:
-    """Make a model run on this op, from Python: before or after it is imported.
+    """Make a model use this op; before or after it is imported.
 
     Args:
         client: boltz, boltzgen, protenix, openfold3 or intellifold.
-        any_version: also of versions that this has not been tried with.
+        any_version: accept versions with which this has not been tried.
 
     Returns:
         The switch, on: `with switch("boltz"): ...` or `.back()` turns it off.
 
     Raises:
-        DropInError: no such client, or not of these versions. Later, when a module of it is
-            imported: it does not have the function any more.
+        DropInError: there is no such client, or it has another version. Also later, when one of its
+            modules is imported that no longer has the function.
     """
     chosen = find(client)
     _check_version(chosen, any_version)
@@ -162,7 +164,7 @@ def find(name: str) -> Client:
 
 
 def version(client: Client) -> str | None:
-    """None where it is not installed as a distribution: a clone on sys.path may be."""
+    """The version; None where it is not installed as a distribution, such as a clone on sys.path."""
     try:
         return importlib.metadata.version(client.name)
     except importlib.metadata.PackageNotFoundError:
@@ -170,7 +172,7 @@ def version(client: Client) -> str | None:
 
 
 def functions(client: Client) -> list[tuple[str, str, str]]:
-    """(module, name, replacement) of what is changed here."""
+    """(module, name, replacement) of every function that is replaced on this machine."""
     kernels = ("cuequivariance_torch", "cuequivariance_ops_torch")
     alone = any(importlib.util.find_spec(package) is None for package in kernels)
     tables = (client.functions, client.without_cuequivariance if alone else {})
@@ -223,6 +225,6 @@ def _check_version(client: Client, any_version: bool) -> None:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Of the leading numbers: a pre-release counts as its release."""
+    """The leading numbers of a version: a pre-release counts as its release."""
     numbers = re.match(r"[0-9]+(\.[0-9]+)*", version)
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()

@@ -1,4 +1,4 @@
-"""Functions of models with this op inside: each has the signature of the one it stands for.
+"""Functions on this op with the signatures of the models' functions that they replace.
 
 heads_first...   q, k, v [*, H, L, D], biases that broadcast to [*, H, Lq, Lk], o [*, Lq, H, D]
 """
@@ -16,8 +16,8 @@ from deepspeed4science.triangle import triangle_attention
 def heads_first_attention(
     q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], scale: float | None = None
 ) -> Tensor:
-    """For `_deepspeed_evo_attn` of OpenFold and Protenix, and OpenFold 3's `_triton_evo_attn` and
-    `_cueq_triangle_attn`. Of any rank and in the caller's dtype, float32 too.
+    """Replaces `_deepspeed_evo_attn` of OpenFold and Protenix, and OpenFold 3's `_triton_evo_attn`
+    and `_cueq_triangle_attn`. Takes tensors of any rank, in the caller's dtype, float32 included.
     """
     q, k, v = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
     if not any(_differs_by_row(bias, q) for bias in biases[1:]):
@@ -31,7 +31,7 @@ def heads_first_attention(
 def triangle_attention_of_boltz(
     q: Tensor, k: Tensor, v: Tensor, tri_bias: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """For `kernel_triangular_attn` of Boltz and BoltzGen."""
+    """Replaces `kernel_triangular_attn` of Boltz and BoltzGen."""
     return triangle_attention(q, k, v, tri_bias, mask, scale)
 
 

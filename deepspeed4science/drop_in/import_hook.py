@@ -1,4 +1,4 @@
-"""Changing modules when they are imported, and serving modules that do not exist; both end."""
+"""Changes modules when they are imported, and serves modules that do not exist; both end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
-# Attributes that a module gets; called with it, after its import.
+# Gives the attributes that a module gets; called with the module after its import.
 Attributes = Callable[[ModuleType], Mapping[str, Any]]
 _ABSENT = object()
 
 
 class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules changed and served from now on until `back()`, or to the end of a `with`.
+    """Modules that are changed and served from now on until `back()`, or to the end of a `with`.
 
-    What others have imported by then they keep: a function is switched for those who import it, or
-    look it up in its module, while this is on.
+    A function is switched for code that imports it, or looks it up in its module, while this is on.
+    Code that imported it earlier keeps what it has.
 
     Args:
-        changed: by name of the module, attributes that it gets as soon as it is imported; now,
-            where it is.
-        served: by name, attributes of a module that does not exist. Its packages are to be served
-            beside it.
+        changed: by name of a module, attributes that it gets as soon as it is imported, or now if
+            it is imported already.
+        served: by name, attributes of a module that does not exist. Its parent packages must be
+            served too.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.back()
 
     def back(self) -> None:
-        """A second time it does nothing."""
+        """Switch back; a second call does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         while self._before:
@@ -66,7 +66,7 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def change(self, module: ModuleType) -> None:
         for name, value in self._changed[module.__name__](module).items():
             before = getattr(module, name, _ABSENT)
-            if before is value:  # imported from a module that has been changed already
+            if before is value:  # it was imported from a module that was changed before
                 same = (old for _, other, old in self._before if other == name)
                 before = next(same, before)
             self._before.append((module, name, before))
@@ -97,7 +97,7 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _LoaderThen:
-    """The loader of a module, which calls `then(module)` when it is through."""
+    """A module's loader that afterwards calls `then(module)`."""
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self._loader, self._then = loader, then

@@ -1,8 +1,8 @@
-"""Starting a model's command line so that every process of it runs on this op.
+"""Starts a model's command line so that every process of it uses this op.
 
-A script of `launch/` is `__main__`, and sys.argv is what the model expects behind it. So processes
-that are started again by path and arguments (Lightning's launcher, one for each rank) switch, too,
-and so do those that multiprocessing spawns, which import the script of the parent.
+A script of `launch/` is `__main__`, followed in sys.argv by the model's own arguments. Processes
+that are started again from these (Lightning's launcher, one for each rank) therefore switch too,
+and so do those that multiprocessing spawns, which import the parent's script.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from deepspeed4science.drop_in.import_hook import Switch
 
 
 def start(client: str, arguments: Sequence[str]) -> None:
-    """Become the command line of `client`; ends as it ends, mostly by SystemExit."""
+    """Run the command line of `client` in this process; it mostly ends by SystemExit."""
     script = str(clients.LAUNCHERS / f"run_{client}.py")
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
 
 def switch_and_tell(client: str) -> Switch:
-    """For a process that is the model's: whoever started it has checked the version."""
+    """Switch and print one line, in a process of the model; the version was checked before."""
     print(line(client), file=sys.stderr)
     return clients.switch(client, any_version=True)
 
 
 def line(client: str) -> str:
-    """What is switched."""
+    """The line that says what is switched."""
     chosen = clients.find(client)
     names = [f"{module}.{name}" for module, name, _ in clients.functions(chosen)]
     return (
@@ -43,7 +43,7 @@ def line(client: str) -> str:
 
 
 def run(client: str) -> None:
-    """The model's console script, in this process."""
+    """Run the model's console script in this process."""
     chosen = clients.find(client)
     scripts = importlib.metadata.entry_points(group="console_scripts", name=chosen.command)
     entry = next((script.value for script in scripts), chosen.entry_point)

@@ -1,5 +1,5 @@
-"""This op under the import paths of DeepSpeed and of cuEquivariance, whether they are installed or
-not: where they are, only the functions are changed.
+"""This op under the import paths of DeepSpeed and of cuEquivariance, installed or not. Of an
+installed library only the attention functions are replaced.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def use_as_deepspeed() -> Switch:
     """From now on `from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention` imports
     this op.
 
-    Without DeepSpeed there are also what models look for around it: `deepspeed.comm.comm.
-    is_initialized` and `deepspeed.checkpointing.is_configured` (False), specs for `find_spec`,
-    `deepspeed.ops.op_builder.EvoformerAttnBuilder` and, for checks of its arguments,
-    `deepspeed.accelerator.get_accelerator().on_accelerator`. There is no distribution of that name:
-    who asks importlib.metadata (transformers, accelerate) learns that DeepSpeed is not installed.
-    Lightning would be content with a module, and is told.
+    Without DeepSpeed, the names that models use around it are there too:
+    `deepspeed.comm.comm.is_initialized` and `deepspeed.checkpointing.is_configured` (both False),
+    specs for `find_spec`, `deepspeed.ops.op_builder.EvoformerAttnBuilder` and, for checks of its
+    arguments, `deepspeed.accelerator.get_accelerator().on_accelerator`. There is no distribution of
+    that name: code that asks importlib.metadata (transformers, accelerate) finds DeepSpeed not
+    installed. Lightning asks for the module only, so its variable for this answer is set.
 
     Call it before the model is imported.
 
@@ -50,9 +50,9 @@ def use_as_deepspeed() -> Switch:
 
 
 def use_as_cuequivariance() -> Switch:
-    """From now on `from cuequivariance_torch import triangle_attention` imports this one's, and so
-    do `cuequivariance_torch.primitives.triangle` and, unless cuEquivariance has its kernels
-    installed, `triangle_multiplicative_update`.
+    """From now on `from cuequivariance_torch import triangle_attention` imports this package's
+    function. So do the same name in `cuequivariance_torch.primitives.triangle` and, unless
+    cuEquivariance's kernels are installed, `triangle_multiplicative_update`.
 
     Call it before the model is imported.
 
@@ -70,7 +70,7 @@ def use_as_cuequivariance() -> Switch:
             **dict.fromkeys(names, _triangle),
             "cuequivariance_torch.primitives": lambda _: {},
             "cuequivariance_ops_torch": _triangle,
-            # OpenFold 3 reads it: the length up to which cuEquivariance itself takes PyTorch.
+            # Read by OpenFold 3: the length up to which cuEquivariance itself runs PyTorch.
             "cuequivariance_ops_torch.triangle_attention": lambda _: {
                 "CUEQ_TRIATTN_FALLBACK_THRESHOLD": 0
             },
@@ -82,7 +82,7 @@ def _is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
-# Where Lightning, under each of its names, keeps whether DeepSpeed's strategy can be used.
+# The variable in which Lightning, under each of its names, keeps whether DeepSpeed is available.
 _LIGHTNING = tuple(
     f"{package}.deepspeed"
     for package in (
@@ -107,7 +107,7 @@ def _no() -> bool:
 
 class _Accelerator:
     def on_accelerator(self, _: Any) -> bool:
-        """Whether kernels can read a tensor: this op says itself where they cannot."""
+        """Always True: this op itself says which tensors it cannot read."""
         return True
 
 

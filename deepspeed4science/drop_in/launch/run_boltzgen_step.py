@@ -1,9 +1,9 @@
-"""One step of boltzgen on this op: its command line starts a process of this for each."""
+"""One step of boltzgen with this op: its command line starts a process of this script for each."""
 
 import sys
 from pathlib import Path
 
-# Of a clone that is not installed: behind everything else.
+# For a clone that is not installed; behind everything else.
 sys.path.append(str(Path(__file__).parents[3]))
 
 from deepspeed4science.drop_in import launching

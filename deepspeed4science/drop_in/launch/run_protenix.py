@@ -1,9 +1,9 @@
-"""The command line of protenix on this op: what a process that is started again starts."""
+"""The command line of protenix with this op: `__main__` in all its processes."""
 
 import sys
 from pathlib import Path
 
-# Of a clone that is not installed: behind everything else.
+# For a clone that is not installed; behind everything else.
 sys.path.append(str(Path(__file__).parents[3]))
 
 from deepspeed4science.drop_in import launching
