@@ -39,7 +39,7 @@ class Backend(Protocol):
         """The kernel for a call without obstacles: a row of op_builder's instantiations.py."""
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
-        """The call with tensors that kernels can read. They compute in the dtype of the q returned."""
+        """The call with tensors that kernels can read. They compute in the dtype of that q."""
 
     def options(self) -> Options:
         """The settings of the process that are parameters of kernels."""

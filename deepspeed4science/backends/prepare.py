@@ -29,7 +29,7 @@ def unit_strides(call: CallT) -> CallT:
 
 
 def in_dtype(call: CallT, dtype: torch.dtype) -> CallT:
-    """The call with contiguous copies, in another dtype, of all tensors that have the dtype of Q."""
+    """The call with contiguous copies in another dtype of all tensors with the dtype of Q."""
     changes: dict[str, Any] = {
         name: tensor.to(dtype, memory_format=torch.contiguous_format)
         for name, tensor in _of_q(call).items()

@@ -164,7 +164,7 @@ def find(name: str) -> Client:
 
 
 def version(client: Client) -> str | None:
-    """The version; None where it is not installed as a distribution, such as a clone on sys.path."""
+    """The version; None where there is no installed distribution, as for a clone on sys.path."""
     try:
         return importlib.metadata.version(client.name)
     except importlib.metadata.PackageNotFoundError:
