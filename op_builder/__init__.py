@@ -1,7 +1,7 @@
-"""How C++ and CUDA become loaded libraries.
+"""Compiles C++ and CUDA sources into libraries, finds compiled ones, and loads them.
 
-Importing it costs little, runs nothing, needs no torch and never raises: the names below arrive on
-first use.
+Importing this package is cheap, runs nothing, needs no torch and never raises: the names below are
+imported on first use.
 """
 
 from __future__ import annotations

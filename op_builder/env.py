@@ -1,6 +1,6 @@
 """Every environment variable the project reads, as data; nothing else touches `os.environ`.
 
-Nothing here is ever written back: a variable that one build changes would leak into the next.
+Variables are never written: a change by one build would leak into the next.
 A test compares docs/environment.md, and the README's six, with `VARIABLES`. An empty value counts
 as unset.
 """
@@ -21,11 +21,11 @@ class Variable:
     name: str
     meaning: str
     default: str  # in words
-    of_the_system: bool = False  # every system sets it, and not for us: not in the documents' table
+    of_the_system: bool = False  # set by the system for everybody: not in the documents' table
 
 
-# What compilers and linkers read by themselves and what then comes out otherwise. C_INCLUDE_PATH is
-# for C alone.
+# Variables that compilers and linkers read by themselves and that change their output.
+# C_INCLUDE_PATH is for C alone.
 _OF_COMPILERS = (
     ("NVCC_PREPEND_FLAGS", "flags nvcc reads by itself"),
     ("NVCC_APPEND_FLAGS", "flags nvcc reads by itself"),
@@ -198,23 +198,23 @@ def folders(name: str) -> tuple[str, ...]:
 
 
 def in_force() -> dict[str, str]:
-    """Every variable of the table that is set, but for the two that always are."""
+    """Every variable of the table that is set, but for HOME and PATH, which always are."""
     names = (variable.name for variable in VARIABLES if variable.name not in ("HOME", "PATH"))
     return {name: value for name in names if (value := text(name))}
 
 
 def settings_of_compilers() -> tuple[tuple[str, str], ...]:
-    """(name, value) of what compilers read by themselves, where it is set: for the cache key."""
+    """(name, value) of the set variables that compilers read by themselves: for the cache key."""
     return tuple((name, value) for name, _ in _OF_COMPILERS if (value := text(name)))
 
 
 def settings_line() -> str:
-    """The same for a memo's key: a compiler's answer under other settings may be another."""
+    """The same as one line, for a memo's key: a compiler's answer may depend on these settings."""
     return " ".join(map("=".join, settings_of_compilers()))
 
 
 def for_compiler() -> dict[str, str]:
-    """A copy of the whole environment for a compiler; in English, since we read its messages.
+    """A copy of the whole environment for a compiler, with messages in English, which we parse.
 
     GCC_COLORS and friends are left to the compiler, which writes to a file and therefore uses none.
     """

@@ -1,4 +1,6 @@
-"""Why a kernel could not be made ready. `deepspeed4science.errors` draws the whole tree."""
+"""Exceptions for kernels that cannot be compiled or loaded. `deepspeed4science.errors` has the
+whole tree.
+"""
 
 
 class EvoformerError(Exception):
@@ -6,18 +8,16 @@ class EvoformerError(Exception):
 
 
 class BuildError(EvoformerError, RuntimeError):
-    """A kernel could not be made ready."""
+    """A kernel could not be compiled or loaded."""
 
 
 class ToolchainError(BuildError):
-    """A compiler, ninja or the CUTLASS headers are missing or unfit; the message says how to mend
-    it.
-    """
+    """A compiler, ninja or the CUTLASS headers are missing or unfit; the message has the remedy."""
 
 
 class UnfitToolkitError(ToolchainError):
-    """A CUDA toolkit turned out not to compile. This is known from now on: ask again, and another
-    one is taken if there is one.
+    """A CUDA toolkit turned out not to compile. It is remembered: a second attempt chooses another
+    one, if there is one.
     """
 
 

@@ -1,5 +1,5 @@
-"""Functions on tensors that what `load()` returns has, too. Nothing here knows tensors: a package
-that does offers them.
+"""Functions on tensors that the object returned by `load()` has as attributes. op_builder knows no
+tensors: another package registers these functions here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _modules: dict[str, str] = {}  # by the function's name
 
 
 def offer(module: str, *functions: str) -> None:
-    """Functions of a module, which is imported when one of them is asked for."""
+    """Register functions of a module, which is imported when one of them is first used."""
     _modules.update(dict.fromkeys(functions, module))
 
 
 def function(name: str) -> Callable[..., None]:
-    """Raises BuildError when nobody offers it."""
+    """The registered function; raises BuildError when there is none of that name."""
     if name not in _modules:
         raise BuildError(
             f"{name}: expected a package that offers it, got none; import deepspeed4science first"

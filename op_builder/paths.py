@@ -1,8 +1,8 @@
-"""Where things are: our C++ sources, the compiled kernels shipped with the package, the cache.
+"""Folders: our C++ sources, the compiled kernels shipped with the package, the cache.
 
-The sources have three homes: `csrc/` beside `op_builder/` in a checkout (an editable install
-points there), and `deepspeed4science/csrc/` in an installed wheel, where they are package data.
-Nothing is created here but the cache of a user whose home cannot be written.
+The sources are in `csrc/` beside `op_builder/` in a checkout (an editable install points there),
+and in `deepspeed4science/csrc/` in an installed wheel, where they are package data. The only folder
+that is created here is the cache of a user whose home cannot be written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOWHERE = Path(os.devnull) / "no home folder"  # cannot be written: private cop
 
 
 def absolute(text: str) -> Path:
-    """`text` as a path from the root, `~` expanded; as it is where the current folder is gone."""
+    """`text` as an absolute path, `~` expanded; unchanged where the current folder was removed."""
     expanded = os.path.expanduser(text)
     try:
         return Path(os.path.abspath(expanded))
@@ -58,16 +58,16 @@ def readonly_roots() -> tuple[Path, ...]:
     named = [absolute(part) for part in env.folders("DS4S_CACHE_PATH")]
     home = _home_cache()
     if _named_cache() is None and home is not None and not _may_write(home) and os.path.isdir(home):
-        named.append(home)  # filled by somebody who could
+        named.append(home)  # filled earlier, when it could be written
     return tuple(named)
 
 
 def cache_root() -> Path:
-    """The folder that compiled kernels are kept in; it may not exist yet, nor be writable.
+    """The folder in which compiled kernels are kept; it may not exist yet, nor be writable.
 
-    A folder that a variable names is taken as it is. A home that cannot be written is not: then it
-    is a folder of this user's own among the temporary ones. Where others can write, it is one of
-    this user's own in there.
+    A folder named by a variable is used as it is. Where the home cannot be written, it is a folder
+    of this user's own among the temporary ones. Inside a folder that others can write, it is a
+    subfolder of this user's own.
     """
     asked = _asked_cache()
     if asked is None:
@@ -76,14 +76,14 @@ def cache_root() -> Path:
 
 
 def make_root(root: Path) -> None:
-    """Make a folder for compiled kernels, if it is not there. The user's cache is his alone; what
-    root keeps, and what somebody asked for elsewhere, is for everybody to read.
+    """Make a folder for compiled kernels, if it does not exist. A user's cache is private; root's,
+    and a folder that was requested elsewhere, can be read by everybody.
     """
     files.make_root(root, private=root == cache_root() and os.geteuid() != 0)
 
 
 def cache_note() -> str:
-    """Why the cache is not where it was asked for, and what to do; empty when it is."""
+    """Why the cache is not in the requested folder, and what to do; empty when it is."""
     asked = _asked_cache()
     if asked is not None:
         doubt = ownership.doubt_about(asked)
@@ -98,7 +98,7 @@ def cache_note() -> str:
 
 
 def _asked_cache() -> Path | None:
-    """What a variable names, else the home's if that can be written."""
+    """The folder that a variable names, else that in the home, if it can be written."""
     named, home = _named_cache(), _home_cache()
     if named is not None:
         return named
@@ -127,7 +127,7 @@ def _home_cache() -> Path | None:
 
 
 def _may_write(folder: Path) -> bool:
-    """By permissions and mounts, where the folder is or would be made."""
+    """Whether permissions and mounts allow writing where the folder is or would be made."""
     for place in (folder, *folder.parents):
         if os.path.lexists(place):
             return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
@@ -135,7 +135,7 @@ def _may_write(folder: Path) -> bool:
 
 
 def _temporary_cache() -> Path:
-    """Made here, since only what nobody else can write may be loaded from such a place."""
+    """This user's folder among the temporary ones; made here, so that nobody else can write it."""
     try:
         folder = build_root() / _own_name()
         with contextlib.suppress(FileExistsError):
@@ -156,5 +156,5 @@ def build_root() -> Path:
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
-    """What in `folder` has a name like `pattern`, by name; [] where one may not look."""
+    """The paths in `folder` that match `pattern`, sorted; [] where it may not be listed."""
     return [folder / name for name in sorted(glob.glob(pattern, root_dir=folder))]

@@ -1,1 +1,1 @@
-"""From compile jobs to loaded kernels: who compiles what, when, and what a person sees of it."""
+"""From compile jobs to loaded kernels: threads that compile, threads that wait, and the display."""

@@ -1,4 +1,4 @@
-"""Makes the libraries that are nowhere yet, in a thread: lock, compile, verify, publish, load."""
+"""Makes libraries that do not exist yet, in a thread: lock, compile, verify, publish, load."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from .compile_error import explain, is_lasting
 from .ninja_run import NinjaRun
 from .verify import verify_and_publish
 
-# How often to try a lock that another process holds. Less and less often: hundreds of processes
+# Seconds between attempts at a lock that another process holds. They grow: hundreds of processes
 # may be waiting on one file server.
 _POLL_S, _POLL_GROWTH, _POLL_MOST_S = 0.01, 1.25, 0.25
 
-# How long to wait for another process that compiles the same unit before doing it ourselves: a
-# builder that was stopped but not killed, or a lock that a file server has not freed, must not hold
-# up anybody for ever.
+# Seconds to wait for another process that compiles the same unit before compiling it here: a
+# stopped builder, or a lock that a file server has not freed, must not block others for ever.
 _PATIENCE_S = 300.0
-_PATIENCE_TIMES = 10.0  # and at least so many times what compiling took last time
+_PATIENCE_TIMES = 10.0  # and at least so many times the duration of the last compilation
 
 
 class GivenUpError(BuildError):
-    """Who was making a unit stopped before it was done: who still wants it begins anew."""
+    """The thread that was making a unit stopped before it was done: others may start over."""
 
     def __init__(self) -> None:
         super().__init__("compiling was interrupted; call again to go on")
@@ -44,15 +43,15 @@ class GivenUpError(BuildError):
 
 @dataclass(frozen=True)
 class Order:
-    """How a job was asked for."""
+    """How a job was requested."""
 
-    background: bool = False  # by `start`: nobody may be waiting
+    background: bool = False  # by `start`: perhaps nobody waits
     skip_prebuilt: bool = False
 
 
 @dataclass(eq=False)
 class Unit:
-    """One job on its way; filled in by the building thread, read by those that wait for `done`."""
+    """One job in progress; written by the building thread, read by threads that wait for `done`."""
 
     job: CompileJob
     order: Order = Order()
@@ -60,7 +59,7 @@ class Unit:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     together: threading.Event | None = None  # set once all that are compiled at once begin
-    last_seconds: float | None = None  # what compiling it took last time
+    last_seconds: float | None = None  # duration of its last compilation
     seconds: float | None = None  # set when it was compiled here
     messages: list[str] = field(default_factory=list)
 
@@ -69,7 +68,7 @@ class Unit:
         return self.together is not None and self.together.is_set()
 
     def is_abandoned(self) -> bool:
-        """Nobody makes it any more: its thread is gone, or is the one that asks."""
+        """Whether no thread makes it any more: its thread is gone, or is the calling one."""
         if self.done.is_set():
             return False
         return self.maker is threading.current_thread() or (
@@ -108,7 +107,7 @@ class Build:
             self._target(self)
 
     def run_here(self) -> None:
-        """In the calling thread, which may then not show what happens."""
+        """Build in the calling thread, which then cannot show progress."""
         self._target(self)
 
     def join(self, timeout_s: float) -> None:
@@ -144,7 +143,7 @@ class Build:
             self._make_room()  # also when the process ends just now: it waits for us
 
     def _make_room(self) -> None:
-        """What an install or a shared folder holds was chosen; a cache only grows."""
+        """Keep the cache within its limit. Installs and shared folders are left as they are."""
         root = self._roots[-1]
         if root.origin == "cache" and not root.shared:
             try:
@@ -153,7 +152,9 @@ class Build:
                 log.warn_once(str(error))
 
     def _may_build(self, unit: Unit, notes: dict[str, Note | None], began: float) -> bool:
-        """The unit's lock is ours, or there are no locks here, or its holder took too long."""
+        """Whether to compile the unit now: its lock is ours, or locks do not work here, or its
+        holder took too long.
+        """
         ident = unit.job.ident
         held = UnitLock(self._root, ident)
         try:
@@ -163,7 +164,7 @@ class Build:
             return True
         self._held[ident] = held
         left = held.previous
-        tried = ident in notes and left != notes[ident]  # by somebody, while we waited
+        tried = ident in notes and left != notes[ident]  # by another process, while we waited
         if tried and isinstance(left, Failure) and left.files == _files(unit.job):
             held.write(left)
             self._finish(unit, CompileError(left.message))
@@ -264,7 +265,7 @@ def _require_compiler(job: CompileJob) -> None:
 
 
 def _files(job: CompileJob) -> tuple[str, ...]:
-    """Which files a job is made of here: an error is shared by those who have the same ones."""
+    """The files of which a job is made here: an error is shared by processes with the same ones."""
     return (str(job.compiler), *map(str, job.include_dirs))
 
 

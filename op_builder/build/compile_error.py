@@ -1,4 +1,4 @@
-"""From a compiler's log to an error a person can act on: first error, command, log, hint."""
+"""Turns a compiler's log into an error to act on: first error, command, log, hint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ninja_run import Failed
 _LINES_AROUND = 5
 _MOST_COLUMNS = 500
 
-# The first line that matches is the cause; what follows it is mostly its consequence.
+# The first line that matches is the cause; later errors mostly follow from it.
 _ERROR = re.compile(
     r"\b(error|fatal)\b\s*[:#]|undefined reference|multiple definition|cannot find -l"
     r"|\bKilled\b|internal compiler error|No space left|not found$|: command not found"
@@ -61,12 +61,12 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 
 def is_lasting(failed: Failed) -> bool:
-    """Whether others would fail at the same source in the same way."""
+    """Whether other processes would fail with the same source in the same way."""
     return not _lack(failed)
 
 
 def _lack(failed: Failed) -> str:
-    """What to do about what the machine lacks for the moment; empty when that is not it."""
+    """The remedy for a temporary shortage of the machine; empty where that is not the cause."""
     told = shortages.remedy(failed.log)
     if told or failed.folder is None or failed.free_bytes is None:
         return told

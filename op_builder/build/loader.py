@@ -1,11 +1,10 @@
-"""The state behind jit.py: one thread claims a job, finds or makes its library; others wait.
+"""The state behind jit.py: one thread claims a job and finds or makes its library; others wait.
 
-A loader searches and writes one list of folders. The process has one (jit.py); prebuild.py makes
-its own, which writes elsewhere.
+A loader searches a list of folders and writes to the last one. The process has one loader (jit.py);
+prebuild.py makes its own, which writes elsewhere.
 
-A claim never outlives who made it: whatever is raised behind it, Ctrl-C included, gives the units
-up, and who waits for one that was given up claims it himself. So does who finds that a unit's
-thread is gone.
+A claim ends with the call that made it: any exception, Ctrl-C included, gives the units up. A
+thread that waits for a unit that was given up, or whose thread is gone, claims it itself.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ class Loader:
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """At the start, and in a forked child, which has the libraries but not the threads."""
+        """Reset the state of threads: at the start, and in a forked child, which has none."""
         self._guard = threading.Lock()
-        self._pending: dict[str, Unit] = {}  # being made, or failed in the background and unasked
+        # In progress, or failed in the background and not loaded since.
+        self._pending: dict[str, Unit] = {}
         self._builds: set[Build] = set()
 
     def load(
@@ -53,7 +53,7 @@ class Loader:
             while True:
                 try:
                     self._load(jobs, Order(skip_prebuilt=skip_prebuilt), display)
-                except GivenUpError:  # by another thread: now it is ours, or a third one's
+                except GivenUpError:  # by another thread: claimed again, here or by a third thread
                     if self._ending:
                         raise
                 else:
@@ -72,7 +72,7 @@ class Loader:
                 if not build.start():
                     build.run_here()
             wait_for(units, display)
-        except BaseException:  # Ctrl-C: nobody else wants what this call began
+        except BaseException:  # Ctrl-C: the units of this call are given up
             self._give_up(mine, build)
             raise
         for unit in units:
@@ -98,7 +98,7 @@ class Loader:
                 raise
 
     def stop(self) -> None:
-        """Stop what runs in the background, and wait for it shortly."""
+        """Stop background builds, and wait for them briefly."""
         self._ending = True
         process_exit.begin()
         with self._guard:
@@ -111,8 +111,8 @@ class Loader:
     def _claim(
         self, jobs: Sequence[CompileJob], order: Order, units: list[Unit], mine: list[Unit]
     ) -> None:
-        """Fills `units` with those of what is not loaded yet, and `mine` with those among them that
-        the caller has to make: each before anybody else can wait for it.
+        """Fills `units` with the units of the jobs that are not loaded yet, and `mine` with those
+        that the caller has to make. Each is entered before another thread can wait for it.
         """
         with self._guard:
             for job in jobs:
@@ -148,7 +148,7 @@ class Loader:
         return kernel is not None
 
     def _build(self, units: list[Unit], *, search_first: bool) -> Build:
-        """Not started yet."""
+        """A build of these units, not started yet."""
 
         def run(build: Build) -> None:
             left = units
@@ -184,7 +184,9 @@ class Loader:
         unit.done.set()
 
     def _fail(self, unit: Unit, error: BaseException) -> None:
-        """After `start` the error stays for the next `load`; otherwise those who wait have it."""
+        """Hand out an error: after `start` it is kept for the next `load`, otherwise the waiting
+        threads raise it.
+        """
         unit.error = error
         if not unit.order.background:
             self._forget(unit)

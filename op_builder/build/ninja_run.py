@@ -1,9 +1,8 @@
 """One run of ninja in a fresh private folder; compiles and links all units wanted, in parallel.
 
-ninja only runs the commands: what is fresh was decided before, by content (key.py), and the folder
-is empty at the start. Each unit has its own subfolder with its source, its log and, once linked,
-its library and a file that says that it is whole, so that a unit can be taken as soon as it is
-there while others still compile.
+ninja only runs the commands: freshness was decided before, by content (key.py), and the folder is
+empty at the start. Each unit has its own subfolder with its source, its log and, once linked, its
+library and a file that marks it as complete, so that a unit can be used while others still compile.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _LOGGED = (
     " || {{ code=$?; echo 'exit status '$code >> {log}; exit $code; }}"
 )
 
-_LINKED = "linked"  # an empty file that says that a unit is whole
-_MOST_SAID = 50  # lines of ninja's own that are kept
+_LINKED = "linked"  # an empty file that marks a unit as complete
+_MOST_SAID = 50  # lines of ninja's own output that are kept
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Failed:
     job: CompileJob
     log: str
     command: str
-    free_bytes: int | None = None  # what the disk of `folder` had left; None when it does not say
+    free_bytes: int | None = None  # free space on the disk of `folder`; None: unknown
     folder: Path | None = None  # where it was compiled
 
 
@@ -92,8 +91,8 @@ class NinjaRun:
     def _start(self) -> SupervisedProcess:
         limit = resources.parallel_jobs(max(job.memory_bytes for job in self._jobs))
         command = [str(self._ninja), "-C", str(self._folder), "-j", str(limit), "-k", "0"]
-        # What a compiler that is killed leaves behind goes with the folder.
-        # Commands run in their unit's folder: "." is that, where nvcc cannot hand on the name.
+        # Files left behind by a killed compiler are removed with the folder.
+        # Commands run in their unit's folder, so "." names it where nvcc cannot pass on its name.
         folder = "." if _AWKWARD.search(str(self._folder)) else str(self._folder)
         environment = env.for_compiler() | {"TMPDIR": folder}
         with self._guard:
@@ -136,9 +135,9 @@ class NinjaRun:
                 )
 
     def _changed(self, job: CompileJob, headers: Sequence[Header]) -> str:
-        """A header written since we began: the compiler may have read what was there before.
+        """A header that was written since the build began: the compiler may have read its old text.
 
-        Times in the future are a file server's clock, not a change.
+        Times in the future come from a file server's clock and are no change.
         """
         for header in headers:
             path = header.path(job.include_dirs)
@@ -155,7 +154,9 @@ class NinjaRun:
         return Failed(job, log, command, shortages.free_space(self._folder), self._folder)
 
     def _seconds(self, job: CompileJob) -> float:
-        """From the first command's beginning to the last one's end; ninja's log comes too late."""
+        """Seconds from the start of the first command to the end of the last one; ninja's log is
+        written too late for that.
+        """
         folder = self._folder / job.ident
         with contextlib.suppress(OSError):
             ended = (folder / _library(job)).stat().st_mtime
@@ -164,10 +165,10 @@ class NinjaRun:
 
 
 def commands(job: CompileJob) -> tuple[list[str], list[str]]:
-    """Compile and link, to be run in the unit's folder.
+    """The commands that compile and link, to be run in the unit's folder.
 
-    Maps and a fixed seed keep this machine's folders and chance out of the library: equal keys,
-    equal bytes.
+    Prefix maps and a fixed seed keep folder names and random numbers out of the library: equal keys
+    give equal bytes.
     """
     compiler = str(job.compiler)
     source, host = f"{job.name}{job.suffix}", job.suffix == ".cpp"
@@ -186,8 +187,8 @@ def commands(job: CompileJob) -> tuple[list[str], list[str]]:
 
 
 def _include_folders(job: CompileJob) -> list[str]:
-    """What the commands call the include folders. nvcc splits lists at commas and hands flags to
-    its host compiler unquoted: a folder with such letters is reached through a link.
+    """The names of the include folders in the commands. nvcc splits lists at commas and hands flags
+    to its host compiler unquoted: a folder with such letters is reached through a link.
     """
     return [
         f"include-{index}" if job.suffix == ".cu" and _AWKWARD.search(str(path)) else str(path)

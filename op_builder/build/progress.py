@@ -1,8 +1,8 @@
-"""What a person sees while kernels compile, on stderr: a bar on a terminal, lines otherwise.
+"""The display of a compilation on stderr: a bar on a terminal, lines otherwise.
 
-The waiting thread draws, never the one that builds: a build that runs in the background is silent
-until somebody waits for it. Lines go through `logging` at level INFO; where the program has not set
-up logging, they are shown on stderr nevertheless, since minutes of silence look like a hang.
+The waiting thread draws, never the building one: a build in the background is silent until a thread
+waits for it. Lines go through `logging` at level INFO. Where the program has not set up logging,
+they are shown on stderr nevertheless, since minutes of silence look like a hang.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LINES_AT_ONCE = 4
 class ShownUnit:
     name: str
     last_seconds: float | None  # None: never compiled into this cache
-    usual_seconds: float | None = None  # what it takes on an ordinary machine
-    memory_bytes: int = 0  # that it may take, which limits how many are compiled at once
+    usual_seconds: float | None = None  # duration on an ordinary machine
+    memory_bytes: int = 0  # that compiling it may need, which limits how many run at once
 
     @property
     def expected_seconds(self) -> float | None:
@@ -62,7 +62,7 @@ class Silent:
 
 
 class Safe(Silent):
-    """Another display for as long as it works: what can be shown never decides over a build."""
+    """Wraps another display, and drops it when it fails: a display never fails a build."""
 
     def __init__(self, shown: Silent) -> None:
         self._shown = shown
@@ -110,7 +110,7 @@ class Lines(Silent):
     def finished(self, name: str, seconds: float) -> None:
         self._num_done += 1
         line = f"compiled {name} in {seconds:.1f} s"
-        if self._num_units > _LINES_AT_ONCE:  # minutes, perhaps: how far it is
+        if self._num_units > _LINES_AT_ONCE:  # this may take minutes: show how far it is
             elapsed = time.monotonic() - self._start
             line = f"[{self._num_done}/{self._num_units}, {elapsed:.0f} s] {line}"
         self.note(line)
@@ -123,7 +123,7 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """One line, redrawn: how far it is, what compiles, and about how long it still takes."""
+    """One line, redrawn: progress, the unit that compiles, and the estimated remaining time."""
 
     interval_s = _REDRAW_S
 
@@ -131,7 +131,7 @@ class Bar(Silent):
         self._units: dict[str, ShownUnit] = {}
         self._done: set[str] = set()
         self._start = time.monotonic()
-        self._expected_s: float | None = None  # for all of them; None: nobody knows
+        self._expected_s: float | None = None  # for all units; None: unknown
         self._width = 0
 
     def begin(self, units: Sequence[ShownUnit]) -> None:
@@ -159,8 +159,8 @@ class Bar(Silent):
             self._width = 0
 
     def _line(self, elapsed: float, room: int) -> str:
-        """As much as fits, the name and the time left before all else: a line that wraps is not
-        redrawn but repeated.
+        """The line, as much of it as fits, first the name and the remaining time: a line that wraps
+        would be repeated instead of redrawn.
         """
         missing = [unit for name, unit in self._units.items() if name not in self._done]
         counts = f"{len(self._done)}/{len(self._units)} {elapsed:4.1f} s"
@@ -183,7 +183,7 @@ class Bar(Silent):
         return f"{counts}  {name}"[:room]
 
     def _bar(self, elapsed: float, width: int) -> str:
-        """Finished units count; between them the clock, up to 95 %."""
+        """The bar, by finished units and, between them, by elapsed time up to 95 %."""
         share = len(self._done) / len(self._units)
         if self._expected_s and share < 1.0:
             share = max(share, min(elapsed / self._expected_s, 0.95))
@@ -197,7 +197,9 @@ class Bar(Silent):
 
 
 def _expected_seconds(units: Sequence[ShownUnit]) -> float | None:
-    """For all units, compiled as many at once as this machine can; None when one is unknown."""
+    """The time for all units, as many at once as this machine can compile; None when one is
+    unknown.
+    """
     each = [unit.expected_seconds for unit in units]
     known = [seconds for seconds in each if seconds is not None]
     if len(known) < len(each):
@@ -207,7 +209,7 @@ def _expected_seconds(units: Sequence[ShownUnit]) -> float | None:
 
 
 def _columns() -> int:
-    """Of the terminal on stderr."""
+    """Width of the terminal on stderr."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
         return max(columns, 20) if columns else _USUAL_COLUMNS

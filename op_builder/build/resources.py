@@ -1,7 +1,8 @@
-"""How many compilers may run at once: cores and memory, as the control group grants them.
+"""The number of compilers that may run at once, by the cores and memory that the control group
+grants.
 
-A container with 2 cores and 4 GB on a 128-core host is told about 128 cores by the usual
-functions, and 128 compilers in 4 GB are killed one by one.
+The usual functions report 128 cores in a container that has 2 cores and 4 GB on a host of 128
+cores, and 128 compilers in 4 GB are killed one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def cores() -> int:
 
 
 def free_memory_bytes() -> int | None:
-    """What may still be allocated without swapping; None when the system does not say."""
+    """Memory that can be allocated without swapping; None where the system does not say."""
     amounts = []
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
@@ -43,12 +44,12 @@ def free_memory_bytes() -> int | None:
     for folder in _groups("memory"):
         for limit, used in (
             ("memory.max", "memory.current"),
-            ("memory.high", "memory.current"),  # from there on the system slows everybody down
+            ("memory.high", "memory.current"),  # above it the system throttles the processes
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             granted, taken = _text(folder / limit), _text(folder / used)
             if granted.isdecimal() and taken.isdecimal():
-                # Pages of files already read count as taken, but are given back on demand.
+                # Cached file pages count as used, but are freed on demand.
                 amounts.append(int(granted) - int(taken) + _reclaimable(folder))
     return max(min(amounts), 0) if amounts else None
 

@@ -1,13 +1,14 @@
-"""A program and all that it starts, ended together: when it is told to, or when this process dies.
+"""A program that ends, with all processes that it has started, on request or when this process
+dies.
 
     program = SupervisedProcess([...], env)
-    for line in program.lines(): ...      # what it says, as it comes
+    for line in program.lines(): ...      # its output, line by line
     program.cancel()                      # from any thread
 
-A shell stands beside the program and reads a pipe that this process holds: the pipe closes when we
-close it or when we die, however that happens, and the shell then ends the program. It is a session
-of its own: Ctrl-C is for us to answer, who know what others wait for, and what does not end when it
-is told to can be found and killed.
+A shell beside the program reads a pipe whose other end this process holds. The pipe closes when
+this process closes it or dies, in whatever way, and the shell then ends the program. Both run in a
+session of their own: Ctrl-C does not reach them, since this process decides what to stop, and
+processes that do not end on request can be found there and killed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 _LISTEN_S = 0.2
-_GRACE_S = 2.0  # from the request to end to the killing of what is left
+_GRACE_S = 2.0  # from the request to end until remaining processes are killed
 
-# $0 is the program. What ends it must not keep its output open, nor it the pipe.
+# $0 is the program. The watching shell must not keep the program's output open, nor the program the
+# pipe.
 _WATCHED = """\
 "$0" "$@" 3<&- & program=$!
 { read -r _ <&3; kill "$program"; } > /dev/null 2>&1 & watcher=$!
@@ -33,7 +35,7 @@ kill "$watcher" 2> /dev/null
 exit "$code"
 """
 
-_pipes: set[int] = set()  # our ends, so that a forked child can let go of its copies
+_pipes: set[int] = set()  # our ends, so that a forked child can close its copies
 
 
 class SupervisedProcess:
@@ -43,7 +45,7 @@ class SupervisedProcess:
         _pipes.add(self._pipe)
         self._asked_to_end: float | None = None
         try:
-            # The shell finds the pipe as 3: numbers above 9 are not every shell's to name.
+            # The pipe is descriptor 3 of the shell: not every shell can name numbers above 9.
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", f"exec 3<&0 0</dev/null\n{_WATCHED}", *command],
                 stdin=theirs,
@@ -59,7 +61,7 @@ class SupervisedProcess:
             os.close(theirs)
 
     def lines(self) -> Iterator[str]:
-        """What it writes, line by line, until it has ended and with it all that it started."""
+        """Its output, line by line, until it and all processes that it started have ended."""
         stream = self._process.stdout
         assert stream is not None
         rest = b""
@@ -75,24 +77,24 @@ class SupervisedProcess:
                         yield line.decode(errors="replace")
                 self._kill_what_does_not_end()
         if self._asked_to_end is not None:
-            self.kill()  # what it started and left behind
+            self.kill()  # processes that it started and left behind
         self._let_go()
         self._process.wait()
 
     def cancel(self) -> None:
-        """Ask it to end; `lines` sees to it that it does."""
+        """Request its end; `lines` enforces it."""
         if self._asked_to_end is None:
             self._asked_to_end = time.monotonic()
             self._let_go()
 
     def end(self) -> None:
-        """All of it, now."""
+        """End the program and all that it started, now."""
         self.cancel()
         self.kill()
         self._process.wait()
 
     def kill(self) -> None:
-        """All that it started and that is still in its session, at once."""
+        """Kill all processes that are still in its session."""
         for process in _session(self._process.pid):
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -121,7 +123,7 @@ def _session(leader: int) -> list[int]:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: let go of the pipes, which would outlive the parent's death."""
+    """In a forked child: close the pipes, which would otherwise stay open when the parent dies."""
     for pipe in _pipes:
         with contextlib.suppress(OSError):
             os.close(pipe)

@@ -26,7 +26,7 @@ def verify_and_publish(built: Built, root: Root) -> LoadedKernel:
         )
     except OSError as error:
         reason = error.strerror or str(error)
-        if root.origin == "prebuilt":  # asked for there: a copy elsewhere is none
+        if root.origin == "prebuilt":  # it was requested there: a copy elsewhere would not do
             raise BuildError(
                 f"{name} was compiled but cannot be written to {root.path} ({reason}): free "
                 "some space there, or name a folder that can be written"
@@ -36,7 +36,7 @@ def verify_and_publish(built: Built, root: Root) -> LoadedKernel:
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
             f"this process uses a private copy and the next one compiles again: {remedy}"
         )
-        if search.distrust(root):  # told by who looked there
+        if search.distrust(root):  # the search has logged why
             private = ""
     try:
         kernel = LoadedKernel(built.library, name, "built")
@@ -61,7 +61,7 @@ def _publish(built: Built, root: Path) -> LoadedKernel:
 
 
 def _verify(built: Built) -> None:
-    """What a compiler has just made is what was asked for: before anybody else can see it."""
+    """Check that the compiled library is the requested one, before other processes can see it."""
     try:
         library = built.contents
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Waiting for units that are being made, and showing meanwhile what happens to them."""
+"""Waits for units that are being made, and shows their progress meanwhile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ..system import process_exit
 from . import progress
 from .build import GivenUpError, Unit
 
-# After how long a unit that still compiles is spoken of: so long, and so many times what is usual.
+# A unit that still compiles after so many seconds, and after so many times its usual duration, is
+# reported.
 _SILENCE_S, _SILENCE_TIMES = 60.0, 3.0
 _SILENCE_OF_UNKNOWN_S = 180.0
 
 
 def wait_for(units: Sequence[Unit], display: progress.Silent) -> None:
-    """Returns once all units are done; raises GivenUpError when nobody makes one any more."""
+    """Returns once all units are done; raises GivenUpError when no thread makes one any more."""
     watched = [_Watched(unit, display) for unit in units]
     while True:
         waiting = next((unit for unit in units if not unit.done.is_set()), None)
@@ -38,7 +39,7 @@ def wait_for(units: Sequence[Unit], display: progress.Silent) -> None:
 
 
 class _Watched:
-    """One unit and what has been said of it."""
+    """One unit and what has been reported about it."""
 
     def __init__(self, unit: Unit, display: progress.Silent) -> None:
         self.unit = unit
@@ -69,7 +70,7 @@ class _Watched:
             self._display.finished(self.unit.job.title, self.unit.seconds)
 
     def tell_delay(self) -> None:
-        """A compiler that hangs is not told from a slow one, but what is usual is known."""
+        """Report a unit that takes much longer than usual: its compiler is slow, or hangs."""
         if self.begun is None or self.unit.done.is_set():
             return
         seconds = time.monotonic() - self.begun

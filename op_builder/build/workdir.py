@@ -1,8 +1,8 @@
 """Private local folders for compiling, and for libraries that could not be published.
 
-A folder is locked (flock) by its process for as long as that lives. Folders of processes that were
-killed are thereby known, and removed when the next one is made. The lock is taken before the folder
-gets its final name: one that looks abandoned is.
+A folder is locked (flock) by its process as long as that lives. So folders of killed processes can
+be recognised; they are removed when the next folder is made. The lock is taken before the folder
+gets its final name: a folder of that name without a lock is abandoned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def remove(folder: Path) -> None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: the folders are the parent's to remove; their locks are kept as well."""
+    """In a forked child: leave the folders to the parent, but keep their locks."""
     _mine.clear()
 
 
@@ -78,4 +78,4 @@ def _sweep(root: Path) -> None:
                 os.close(handle)
 
 
-atexit.register(_remove_mine)  # before jit.py's, which stops what runs there, is registered
+atexit.register(_remove_mine)  # registered before jit.py's, which is called first and stops builds

@@ -1,1 +1,1 @@
-"""Libraries on disk: what decides their keys, how they are kept, found, loaded and removed."""
+"""Libraries on disk: their keys, and how they are kept, found, loaded and removed."""

@@ -1,11 +1,11 @@
-"""Libraries on disk: what a folder of them holds, and which one fits.
+"""The layout of a folder of libraries, and the entry that fits a job.
 
     <root>/units/<name>-<key>/     <name>.so, <name>.cpp or .cu, meta.json, log
     <root>/aside/<name>-<key>/     an entry that turned out to be damaged, kept to be looked at
     <root>/locks/  failed/  memo/  see lock.py, compile_error.py, memo.py
 
-The same layout serves the cache, read-only caches and what an install compiled beforehand. Nothing
-but the time of last use is written here: see publish.py and evict.py.
+The cache, read-only caches and prebuilt kernels have the same layout. This module writes nothing
+but the time of last use: see publish.py and evict.py.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Entry:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What nvcc compiled for, "sm_80"; empty for a CPU kernel, whose name says it."""
+        """nvcc's targets, "sm_80"; empty for a CPU kernel, whose name says its own."""
         return tuple(re.findall(r",code=(\w+)", " ".join(self.flags)))
 
     def damage(self) -> str | None:
-        """What is wrong with the library's bytes; None when they are those that were published."""
+        """How the library's bytes differ from those that were published; None: not at all."""
         try:
             data = files.read(self.library)
         except OSError as error:
@@ -69,14 +69,14 @@ class Entry:
 
 
 def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) -> Iterator[Entry]:
-    """The entries under `root` that were made of exactly what `job` would be made of now: one,
-    unless it turned out to be damaged where it could not be removed.
+    """The entries under `root` whose components are exactly those that `job` has now. There is at
+    most one, unless a damaged one could not be removed.
 
-    With `any_toolchain` only our own sources count: neither the compiler's identity nor headers
-    that are not ours (the compiler's, CUTLASS's) are compared, and `job.stand_ins` serve as well.
-    This is for libraries that somebody made on purpose for machines other than his own (an install,
-    a shared read-only cache), and where no compiler is left. An entry for another kind of machine,
-    or for a glibc newer than this one, is not a match.
+    With `any_toolchain` only our own sources are compared, neither the compiler's identity nor
+    others' headers (the compiler's, CUTLASS's), and `job.stand_ins` match as well. This is for
+    libraries that were made for other machines (an install, a shared read-only cache), and for
+    machines without a compiler. An entry for another kind of machine, or for a glibc newer than
+    this one, never matches.
     """
     for folder in _candidates(root, job, job.accepted if any_toolchain else (job.asked,)):
         meta = _read_meta(folder)
@@ -102,7 +102,7 @@ def used(folder: Path) -> float:
 
 
 def note_use(folder: Path) -> None:
-    """Remember that an entry is used now; one that cannot be written stays as it is."""
+    """Record that an entry is used now, if its folder can be written."""
     with contextlib.suppress(OSError):
         if time.time() - used(folder) > USE_GRAIN_S:
             os.utime(folder)
@@ -129,7 +129,7 @@ def last_seconds(root: Path, name: str) -> float | None:
 
 
 def _candidates(root: Path, job: CompileJob, asked: Sequence[str]) -> list[Path]:
-    """What may fit, in the order of `asked`."""
+    """Folders of entries that may fit, in the order of `asked`."""
     named = list(_folders(root, f"{job.name}-"))
     return [
         folder
@@ -149,7 +149,9 @@ def _folders(root: Path, prefix: str) -> Iterator[Path]:
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
-    """None when it is missing, damaged or of another layout: then the entry counts as absent."""
+    """The contents of meta.json; None where it is missing, damaged or of another layout: the entry
+    then counts as absent.
+    """
     try:
         meta = json.loads(files.read(folder / "meta.json"))
     except (OSError, ValueError, RecursionError):
@@ -158,7 +160,7 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(meta: dict[str, Any]) -> bool:
-    """Every field is there and of the type that we write."""
+    """Whether every field is there and has the type that we write."""
     created = meta.get("created")
     return (
         meta.get("layout") == LAYOUT
@@ -175,7 +177,7 @@ def _is_whole(meta: dict[str, Any]) -> bool:
 
 
 def _is_header(value: object) -> bool:
-    """As `Header` is written: [-1, "/usr/include/math.h", "ab12..."]."""
+    """Whether `value` is a written `Header`: [-1, "/usr/include/math.h", "ab12..."]."""
     if not isinstance(value, list) or len(value) != 3:
         return False
     return isinstance(value[0], int) and value[0] >= SYSTEM and _are(value[1:], str)
@@ -190,7 +192,7 @@ def _are(value: object, kind: type) -> bool:
 
 
 def _items(value: object) -> list[Any]:
-    """A list's items; one that is nothing, where it is no list."""
+    """A list's items; [None] where it is no list."""
     return value if isinstance(value, list) else [None]
 
 
@@ -204,4 +206,4 @@ def _unchanged(header: Header, job: CompileJob, hashes: Hashes) -> bool:
 
 
 def listed(identity: tuple[tuple[str, str], ...]) -> list[list[str]]:
-    return [list(pair) for pair in sorted(identity)]  # as JSON gives it back
+    return [list(pair) for pair in sorted(identity)]  # the form in which JSON returns it

@@ -1,10 +1,10 @@
-"""Keeps a cache within DS4S_CACHE_MAX_MB: what was not used for longest goes first.
+"""Keeps a cache within DS4S_CACHE_MAX_MB: the least recently used entries are removed first.
 
-An entry's last use is its folder's modification time, which nothing else changes. It is written
-once an hour at most, so that a warm load costs one question to the file system and a thousand ranks
-do not write at once; an entry used within the last hour is therefore never removed. Removing is a
-rename out of the way: a process that is about to load the entry finds all of it or nothing, and
-then compiles it again.
+An entry's last use is its folder's modification time, which nothing else changes. It is written at
+most once an hour: a warm load then costs one request to the file system, and a thousand ranks do
+not write at once. An entry used within the last hour is therefore never removed. An entry is
+removed by renaming it: a process that is about to load it finds all of it, or nothing and compiles
+it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_MAX_MB = 2048
 
 @dataclass(frozen=True)
 class Usage:
-    """What one folder of `units/` or `aside/` takes."""
+    """Size and last use of one folder of `units/` or `aside/`."""
 
     folder: Path
     last_used: float  # seconds since 1970
@@ -32,17 +32,17 @@ class Usage:
 
 
 def limit_bytes() -> int | None:
-    """None: no limit. Raises BuildError when the variable is not a number."""
+    """The limit; None: there is none. Raises BuildError when the variable is not a number."""
     limit = env.whole_number("DS4S_CACHE_MAX_MB")
     limit = DEFAULT_MAX_MB if limit is None else limit
     return limit << 20 if limit else None
 
 
 def make_room(root: Path) -> list[Path]:
-    """Remove what is too much under the cache `root`; returns what was removed.
+    """Remove entries of the cache `root` until it is within its limit; returns their folders.
 
-    Damaged entries go first, then those not used for longest; never what this process has loaded.
-    Raises BuildError when the limit makes no sense.
+    Damaged entries are removed first, then the least recently used; never those that this process
+    has loaded. Raises BuildError when the limit is not a number.
     """
     limit = limit_bytes()
     if limit is None:
@@ -68,7 +68,7 @@ def make_room(root: Path) -> list[Path]:
 
 
 def usages(root: Path, part: str) -> Iterator[Usage]:
-    """Every folder of `root`'s part "units" or "aside", but for those being published."""
+    """Every folder in `root`/units or `root`/aside, except those being published."""
     with contextlib.suppress(OSError):
         for folder in sorted((root / part).iterdir()):
             if not folder.name.startswith("."):
@@ -76,7 +76,7 @@ def usages(root: Path, part: str) -> Iterator[Usage]:
 
 
 def usage(folder: Path) -> Usage:
-    """Of no size when it has just gone."""
+    """Size and last use of a folder; size 0 where it has just been removed."""
     size = 0
     with contextlib.suppress(OSError):
         size = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(folder))
