@@ -65,21 +65,29 @@ def _empty_results(call: ForwardCall) -> tuple[Tensor, Tensor]:
     return o, call.q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def prepare_backward(call: BackwardCall) -> Callable[[BackwardCall], Gradients]:
-    """A function that computes the wanted gradients of this call and of calls like it."""
+def prepare_backward(
+    call: BackwardCall, *, rounds: bool = False
+) -> Callable[[BackwardCall], Gradients]:
+    """A function that computes the wanted gradients of this call and of calls like it.
+
+    rounds   gradients of biases may have the biases' own dtype: where kernels give them so
+    """
     problem = describe(call)
     if problem.is_empty:
         return _zero_gradients
     choice = dispatch.choose(problem, "bwd", (call.q, call.k, call.v, call.o, call.do_))
-    compute: Callable[[BackwardCall], Gradients] = PreparedBackward(choice, problem)
+    p, bias1, bias2 = problem, call.bias1, call.bias2
+    is_broadcast = (bias1 is not None and bias1.shape != (p.B, p.N, 1, 1, p.Lk)) or (
+        bias2 is not None and bias2.shape != (p.B, 1, p.H, p.Lq, p.Lk)
+    )
+    compute: Callable[[BackwardCall], Gradients]
     if few_scores.serves(problem):
         compute = functools.partial(few_scores.backward, problem)
-    p, bias1, bias2 = problem, call.bias1, call.bias2
-    if (bias1 is None or bias1.shape == (p.B, p.N, 1, 1, p.Lk)) and (
-        bias2 is None or bias2.shape == (p.B, 1, p.H, p.Lq, p.Lk)
-    ):
-        return compute
-    return lambda call: _summed(call, compute(call))
+    else:
+        compute = PreparedBackward(choice, problem, rounds=rounds and not is_broadcast)
+    if is_broadcast:
+        return lambda call: _summed(call, compute(call))
+    return compute
 
 
 def backward(*arguments: Any, into: Sequence[Tensor] = (), **named: Any) -> tuple[Tensor, ...]:

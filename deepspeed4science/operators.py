@@ -138,7 +138,7 @@ def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, 
 
 
 def _backward_below_autograd(call: BackwardCall) -> Gradients:
-    """The backward operator, not recorded; gradients of biases are float32."""
+    """The backward operator, not recorded; a kernel may have rounded the gradients of biases."""
     tensors, given = tensors_of(call)
     tensors += call.do_, call.o, call.lse
     kind = given, tuple(call.wanted), call.scale, call.partial_keys
@@ -154,7 +154,7 @@ def _backward_below_autograd(call: BackwardCall) -> Gradients:
 
 _differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
 _other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
-_backwards = Replay(implementation.prepare_backward)
+_backwards = Replay(partial(implementation.prepare_backward, rounds=True))
 
 
 def forget() -> None:

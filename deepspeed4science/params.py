@@ -163,11 +163,12 @@ FWD = Layout(
     Field("reserved", "i", "0"),
 )
 BWD = Layout(
-    "do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2",
+    "do_, q, k, v, o, lse, bias1, bias2, row_mask, dq, dk, dv, dbias1, dbias2, "
+    "rounded_dbias1, rounded_dbias2",
     *_pointers("q", "k", "v"),
     *_pointers_or_null("bias1", "bias2", "row_mask"),
     *_pointers("o", "lse", "do_"),
-    *_pointers_or_null("dq", "dk", "dv", "dbias1", "dbias2"),
+    *_pointers_or_null("dq", "dk", "dv", "dbias1", "dbias2", "rounded_dbias1", "rounded_dbias2"),
     _WORKSPACE,
     *_SIZES,
     *_strides("q", "k", "v", "o", "do_"),

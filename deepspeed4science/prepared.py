@@ -23,6 +23,11 @@ from deepspeed4science.problem import Problem
 
 logger = logging.getLogger(__name__)
 
+# Elements of bias gradients that a kernel rounds, which spares the host a launch for each. Their
+# sums in float32, at most 4 MiB, are there as long as what the forward saved; larger ones autograd
+# rounds when that is free.
+_MOST_ROUNDED = 2**20
+
 
 class _Prepared:
     """A kernel and its parameters but for addresses. They are completed at the first call: calls of
@@ -100,12 +105,25 @@ class PreparedForward(_Prepared):
 
 
 class PreparedBackward(_Prepared):
+    """rounds: kernels may give bias gradients in the biases' own dtype and shape."""
+
     _layout = params.BWD
+
+    def __init__(self, choice: KernelChoice, problem: Problem, *, rounds: bool = False) -> None:
+        super().__init__(choice, problem)
+        p = problem
+        self._rounds = (
+            rounds
+            and p.device.type == "cuda"
+            and p.dtype != torch.float32
+            and {p.bias1_dtype, p.bias2_dtype} <= {None, p.dtype}
+            and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
+        )
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
-        float32; None where a gradient is not wanted. Where `into` is given, dq, dk and dv are
-        written to it; it has the strides of q, k and v.
+        float32 or rounded; None where a gradient is not wanted. Where `into` is given, dq, dk and
+        dv are written to it; it has the strides of q, k and v.
 
         A softmax over one key (attention over the columns of a single sequence) is 1 whatever its
         score: all gradients but dv are exactly 0, and no kernel computes their rounding errors.
@@ -125,11 +143,12 @@ class PreparedBackward(_Prepared):
             dq = _new_like(q) if want_q else None
             dk = _new_like(k) if want_k else None
             dv = _new_like(v) if want_v else None
+        rounds = self._rounds and q.dtype == p.dtype
         dbias1 = dbias2 = None
-        if want_bias1:
-            dbias1 = lse.new_empty((p.B, p.N, 1, 1, p.Lk))
-        if want_bias2:
-            dbias2 = lse.new_empty((p.B, 1, p.H, p.Lq, p.Lk))
+        if want_bias1 and bias1 is not None:
+            dbias1 = _new_like(bias1) if rounds else lse.new_empty((p.B, p.N, 1, 1, p.Lk))
+        if want_bias2 and bias2 is not None:
+            dbias2 = _new_like(bias2) if rounds else lse.new_empty((p.B, 1, p.H, p.Lq, p.Lk))
         computed: Gradients = (dq, dk, dv, dbias1, dbias2)
         if one_key:
             for gradient in (dq, dk, dbias1, dbias2):
@@ -137,7 +156,9 @@ class PreparedBackward(_Prepared):
                     gradient.zero_()
             computed = (None, None, dv, None, None)
         if want_v or (any(wanted) and not one_key):
-            self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed)
+            dbias: tuple[Tensor | None, ...] = computed[3:]
+            dbias = (None, None, *dbias) if rounds else (*dbias, None, None)
+            self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed[:3], *dbias)
         if q.dtype != p.dtype:
             dq, dk, dv = (None if one is None else one.to(p.dtype) for one in (dq, dk, dv))
         return dq, dk, dv, dbias1, dbias2

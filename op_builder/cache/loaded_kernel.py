@@ -11,7 +11,7 @@ from ..toolchain import openmp
 
 # DS4S_ABI_VERSION of params.h: a library that answers another number is not ours to call. A test
 # compares the two.
-ABI_VERSION = 3
+ABI_VERSION = 4
 EXPORTS = frozenset(
     {
         "ds4s_abi_version",

@@ -144,9 +144,11 @@ def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
 _SM80_FORWARD = (
     "ds4s::Forward<{scalar}, {arch}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
 )
-_SM80_BACKWARD = "ds4s::Backward<{scalar}, {arch}, {aligned}, {tier}, {bias2}, {tf32}>"
+_SM80_BACKWARD = (
+    "ds4s::RoundedDbias<ds4s::Backward<{scalar}, {arch}, {aligned}, {tier}, {bias2}, {tf32}>>"
+)
 _SM90_FORWARD = "ds4s::sm90::Forward<{scalar}, {tier}, {bias1}, {bias2}>"
-_SM90_BACKWARD = "ds4s::sm90::Backward<{scalar}, {tier}, {bias2}>"
+_SM90_BACKWARD = "ds4s::RoundedDbias<ds4s::sm90::Backward<{scalar}, {tier}, {bias2}>>"
 
 _SM80_TEMPLATES: dict[str, Any] = {
     "backend": "sm80",
@@ -224,11 +226,14 @@ _CUDA_SCALAR = {
     "fp16": "cutlass::half_t",
     "bf16": "cutlass::bfloat16_t",
 }
-_CUDA_HEADER = {"fwd": "forward/launch.h", "bwd": "backward/launch.h"}
+_CUDA_HEADERS = {
+    "fwd": ("{folder}/forward/launch.h",),
+    "bwd": ("common/rounded_dbias.h", "{folder}/backward/launch.h"),
+}
 
 _CUDA_UNIT = """\
 // {name}: written by op_builder/ops/instantiations.py.
-#include "{header}"
+{includes}
 
 DS4S_EXPORT int ds4s_abi_version() {{ return DS4S_ABI_VERSION; }}
 DS4S_EXPORT const char* ds4s_name() {{ return "{name}"; }}
@@ -288,9 +293,10 @@ class CudaKernel:
         }
         workspace_bytes, run = family.functions[self.direction]
         plan = family.plans.get(self.direction)
+        headers = _CUDA_HEADERS[self.direction]
         return (_CUDA_UNIT + (_CUDA_PLAN if plan else "")).format(
             name=self.name,
-            header=f"{family.folder}/{_CUDA_HEADER[self.direction]}",
+            includes="\n".join(f'#include "{one}"' for one in headers).format(folder=family.folder),
             params=_PARAMS[self.direction],
             plan=plan and plan.format(**arguments),
             workspace_bytes=workspace_bytes.format(**arguments),

@@ -5,7 +5,8 @@ families, TF32.
 import pytest
 import torch
 
-from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science import DS4Sci_EvoformerAttention, operators
+from deepspeed4science.call import BackwardCall
 from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.errors import NoBackendError
 from deepspeed4science.problem import DTYPE_NAMES
@@ -22,6 +23,16 @@ pytestmark = [
     pytest.mark.usefixtures("seed"),
 ]
 CASE = Case("cuda", B=1, N=5, Lq=70, H=2)
+
+
+@pytest.fixture(params=["fp16", "bf16"])
+def dtype_of_16_bits(request):
+    """That kernels compute in."""
+    capability = torch.cuda.get_device_capability()
+    family = FAMILIES[EvoformerAttnBuilder().family(capability)]
+    if family.dtype_for("bwd", request.param) != request.param:
+        pytest.skip(f"{request.param} is computed in another dtype")
+    return DTYPES[request.param]
 
 
 def attention(tensors):
@@ -132,6 +143,35 @@ def test_memory_that_dk_lends(D, N, dtype):
     ones share what is left.
     """
     check(Case("lent-rows", B=2, N=N, Lq=64, Lk=1000, H=4, D=D).inputs(dtype, "cuda"))
+
+
+@pytest.mark.parametrize("sees", ["all", "nothing", "one key"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_kernels_round_small_bias_gradients(sees, wanted, dtype_of_16_bits):
+    """The sums in float32 that the operator gives, as PyTorch rounds them: also where queries see
+    nothing or rows n see one key, so that some are computed again.
+    """
+    inputs = Case("rounded", B=2, N=3, Lq=70, Lk=90, H=2).inputs(dtype_of_16_bits, "cuda")
+    if sees == "nothing":
+        inputs.bias2[:, :, :, 3:40:3] = -torch.inf
+        inputs.v[:, 1, 7] = torch.nan
+    if sees == "one key":
+        inputs.bias1[:, 1, ..., 1:] = -torch.inf
+    tensors = inputs.tensors()
+    torch.use_deterministic_algorithms(True)
+    try:
+        o, lse = operators.forward_op(*tensors, True)
+        needs = (True, True, True, *wanted)
+        call = BackwardCall(torch.randn_like(o), *tensors[:3], o, lse, *tensors[3:], needs)
+        rounded = operators._backward_below_autograd(call)[3:]
+        sums = operators.backward_op(*call)[3:]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for want, mine, theirs in zip(wanted, rounded, sums, strict=True):
+        assert (mine is not None) == want
+        if want:
+            assert mine.dtype == dtype_of_16_bits and theirs.dtype == torch.float32
+            assert torch.equal(mine.nan_to_num(7e3), theirs.to(dtype_of_16_bits).nan_to_num(7e3))
 
 
 @pytest.mark.parametrize(("N", "L", "H"), [(384, 384, 4), (768, 768, 4), (512, 384, 8)])

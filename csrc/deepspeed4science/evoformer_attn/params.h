@@ -12,7 +12,7 @@
 #endif
 
 // Raised whenever a struct below or the meaning of a field changes; checked when a library is loaded.
-#define DS4S_ABI_VERSION 3
+#define DS4S_ABI_VERSION 4
 
 namespace ds4s {
 
@@ -73,7 +73,9 @@ struct BwdParams {
   void* dv;                 // [B, N, Lk, H, Dv], or null
   float* dbias1;            // [B, N, Lk] contiguous, or null
   float* dbias2;            // [B, H, Lq, Lk] contiguous, or null
-  void* workspace;          // as in FwdParams
+  void* rounded_dbias1;     // the same in the type of q, in place of dbias1, which is null then; or null. CUDA only
+  void* rounded_dbias2;
+  void* workspace;  // as in FwdParams
 
   int64_t B, N, Lq, Lk, H, D, Dv;
   int64_t q_stride[4];         // B, N, L, H

@@ -5,8 +5,10 @@
 //   - P of an only visible key is 1 and dS = 0, of which rounding leaves dP - delta. Where bias1 leaves a row n one
 //     key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without those rows n.
 //
-// Kernels before this one see both by the way and raise a flag. Where nobody has, this one ends at once. Otherwise it
+// Kernels before this one see both by the way and raise a flag. Where nobody has, nothing is to be mended. Otherwise it
 // takes its time: in float32, a group of lanes for each score, sums in a fixed order.
+//
+// Bias gradients that are wanted in the type of q are complete then, and are rounded here.
 #pragma once
 
 #include "common/backward_args.h"
@@ -38,14 +40,47 @@ class Postprocess {
     const int64_t warp = int64_t(blockIdx.x) * (kPostprocessThreads / 32) + threadIdx.x / 32;
     constexpr int64_t kWarps = int64_t(kPostprocessBlocks) * (kPostprocessThreads / 32);
     const int64_t groups = (p_.Lk + kKeys - 1) / kKeys;
-    for (int64_t x = warp; x < p_.B * p_.N * groups; x += kWarps) mend_keys(x / groups, x % groups * kKeys);
+    for (int64_t x = warp; x < p_.B * p_.N * groups; x += kWarps) {
+      const int64_t bn = x / groups, key0 = x % groups * kKeys, end = key0 + kKeys < p_.Lk ? key0 + kKeys : p_.Lk;
+      mend_keys(bn, key0);
+      __syncwarp();
+      round(p_.rounded_dbias1, p_.dbias1, bn * p_.Lk + key0 + lane_, bn * p_.Lk + end, /*step=*/32);
+    }
     for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) mend_dq(x / p_.Lq, x % p_.Lq);
     for (int64_t x = warp; p_.dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
       mend_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
+      __syncwarp();
+      round(p_.rounded_dbias2, p_.dbias2, x * p_.Lk + lane_, (x + 1) * p_.Lk, /*step=*/32);
     }
   }
 
+  // Where nothing is to be mended.
+  CUTLASS_DEVICE static void round_all(const BwdParams& p) {
+    const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
+    constexpr int64_t kThreads = int64_t(kPostprocessBlocks) * kPostprocessThreads;
+    round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, kThreads);
+    round(p.rounded_dbias2, p.dbias2, thread, p.B * p.H * p.Lq * p.Lk, kThreads);
+  }
+
  private:
+  // Elements first, first + step, ... below end; nothing if `rounded` is null.
+  CUTLASS_DEVICE static void round(void* rounded, const float* sums, int64_t first, int64_t end, int64_t step) {
+    if (rounded == nullptr) return;
+    constexpr int kAtOnce = 8;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t x = first; x < end; x += kAtOnce * step) {
+      float sum[kAtOnce];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (x + i * step < end) sum[i] = ptx::load_written(sums + x + i * step);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (x + i * step < end) static_cast<scalar_t*>(rounded)[x + i * step] = scalar_t(sum[i]);
+      }
+    }
+  }
+
   static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // of a key: at most 8 channels each
   static constexpr int kKeys = 32 / kLanes;                                      // of a warp
   static constexpr int kPerLane = kHeadDim / kLanes;
@@ -220,7 +255,8 @@ class Postprocess {
 template <typename scalar_t, int kHeadDim>
 __global__ void __launch_bounds__(kPostprocessThreads, 1) postprocess(const __grid_constant__ PostprocessArgs args) {
   ptx::wait_for_kernel_before();
-  if (args.flag.is_raised()) Postprocess<scalar_t, kHeadDim>(args).run();
+  using Kernel = Postprocess<scalar_t, kHeadDim>;
+  args.flag.is_raised() ? Kernel(args).run() : Kernel::round_all(args.p);
 }
 
 }  // namespace ds4s

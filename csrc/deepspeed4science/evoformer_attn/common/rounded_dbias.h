@@ -1,0 +1,49 @@
+// Host side: bias gradients in the type of q. Their sums in float32 lie in front of the workspace that the kernels use,
+// and the last kernel (common/postprocess.h) rounds them: whoever calls has neither to allocate nor to start for it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/plan_print.h"
+#include "common/workspace.h"
+
+namespace ds4s {
+
+// A backward's host side, which writes float32.
+template <typename Backward>
+struct RoundedDbias {
+  static int64_t workspace_bytes(const BwdParams& p) {
+    const Sums sums(p);
+    return sums.bytes + Backward::workspace_bytes(sums.added_to(p, kAnywhere));
+  }
+  static int run(const BwdParams& p, cudaStream_t stream) {
+    const Sums sums(p);
+    if (sums.bytes == 0) return Backward::run(p, stream);
+    const bool fits = (!p.rounded_dbias1 || p.bias1) && (!p.rounded_dbias2 || p.bias2) && p.workspace != nullptr;
+    return fits ? int(Backward::run(sums.added_to(p, p.workspace), stream)) : int(cudaErrorInvalidValue);
+  }
+  static void print_plan(const BwdParams& p, PlanText& text) {
+    Backward::print_plan(Sums(p).added_to(p, kAnywhere), text);
+  }
+
+ private:
+  static inline void* const kAnywhere = reinterpret_cast<void*>(256);  // plans ask what is wanted, and how it lies
+
+  struct Sums {
+    explicit Sums(const BwdParams& p) {
+      WorkspaceLayout layout;
+      dbias1 = layout.reserve(p.rounded_dbias1 != nullptr, p.B * p.N * p.Lk * 4);
+      dbias2 = layout.reserve(p.rounded_dbias2 != nullptr, p.B * p.H * p.Lq * p.Lk * 4);
+      bytes = layout.bytes();
+    }
+    BwdParams added_to(BwdParams p, void* workspace) const {
+      if (dbias1 >= 0) p.dbias1 = at<float>(workspace, dbias1);
+      if (dbias2 >= 0) p.dbias2 = at<float>(workspace, dbias2);
+      if (bytes > 0) p.workspace = at<void>(workspace, bytes);
+      return p;
+    }
+    int64_t dbias1, dbias2, bytes;
+  };
+};
+
+}  // namespace ds4s
