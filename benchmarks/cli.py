@@ -166,7 +166,7 @@ def _host(arguments: argparse.Namespace) -> int:
     save(arguments, environment, make_result(environment, "host", settings=settings, rows=rows))
     for entry in overheads:
         print(
-            f"{entry.call:<12} {entry.peer:<8} {entry.median_us:8.1f} us a call "
+            f"{entry.call:<22} {entry.peer:<8} {entry.median_us:8.1f} us a call "
             f"(p20 {entry.p20_us:.1f}, p80 {entry.p80_us:.1f})"
         )
     return 0

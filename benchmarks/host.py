@@ -17,7 +17,10 @@ from deepspeed4science.demo.measure import synchronize
 
 TINY = Workload("tiny", 1, 1, 8, 1, 16, "next to no arithmetic")
 SMALL = Workload("small", 1, 1, 72, 1, 16, "as little as has a kernel on a GPU, rows of 16 bytes")
-CALLS = ("fwd", "fwd recorded", "fwd+bwd")
+# PyTorch runs a GPU's backward in a thread of its own. To wake it up, and the caller afterwards,
+# takes the longer the longer they have slept: on a virtual machine up to 50 us each. "in one
+# thread" is without it (torch.autograd.set_multithreading_enabled).
+CALLS = ("fwd", "fwd recorded", "fwd+bwd", "fwd+bwd in one thread")
 CALLS_PER_SAMPLE = 100  # few enough that a GPU's launch queue does not fill
 NUM_SAMPLES = 30
 
@@ -98,7 +101,15 @@ def _call(peer: Peer, call: str, inputs: Inputs) -> Callable[[], object]:
     if call == "fwd recorded":
         return lambda: peer.forward(leaves)
     gradient = torch.ones_like(peer.forward(leaves))
-    return lambda: torch.autograd.grad(peer.forward(leaves), wanted, gradient)
+
+    def both() -> object:
+        return torch.autograd.grad(peer.forward(leaves), wanted, gradient)
+
+    def in_one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return both()
+
+    return both if call == "fwd+bwd" else in_one_thread
 
 
 def _overhead(peer: str, call: str, ordered: list[float]) -> Overhead:
