@@ -1,19 +1,18 @@
-"""What decides the bytes of one shared library, and the key made of it.
+"""The components that decide the bytes of a shared library, and the key made of them.
 
-A key is content only: the generated source, the bytes of every header that the compiler really
-read, flags, the compiler's identity. No path, no time, no torch and no Python version, so that the
+A key depends on content only: the generated source, the bytes of every header that the compiler
+really read, flags, the compiler's identity. It contains no path, time, torch or Python version: the
 same sources compiled with the same compiler have the same key on every machine and in every folder.
 It has two parts:
 
-    12 digits of what is asked for: name, source, flags
+    12 digits of the request: name, source, flags
     20 digits of that, the compiler's identity, the headers, and the machine and glibc it runs on
 
-The first part is known before anything is compiled and finds the candidates on disk; the second
-needs the list of headers, which the compiler itself writes down while compiling
-(`headers_from_depfile`) and which is kept beside the library. A later process compares the same
-headers, as they are now, with the recorded hashes: no compiler is run. What this cannot see is a
-new header that would be found *earlier* than a recorded one; the include folders are our own, so
-that does not happen by accident.
+The first part is known before anything is compiled and finds the candidates on disk. The second
+needs the list of headers, which the compiler itself writes while compiling (`headers_from_depfile`)
+and which is kept beside the library. A later process compares these headers, as they are now, with
+the recorded hashes, without running a compiler. A new header that would be found *earlier* than a
+recorded one goes unnoticed; the include folders are our own, so that does not happen by accident.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from pathlib import Path
 # Part of every key: raise it when the layout of an entry or the meaning of its meta.json changes.
 LAYOUT = 1
 
-OWN = 0  # Header.root of our own sources: a job's first include folder is theirs
+OWN = 0  # Header.root of our own sources, which are in a job's first include folder
 SYSTEM = -1  # Header.root of a header from outside the job's include folders
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Everything that decides the bytes of one library, and what is needed to make it here."""
+    """All components of one library's key, and what is needed to compile it here."""
 
     name: str  # the unit's name, also what ds4s_name() answers
     source: str  # the translation unit
@@ -50,13 +49,13 @@ class CompileJob:
     identity: tuple[tuple[str, str], ...]  # (what, value): compiler version, target, NVCC_* ...
     local_flags: tuple[str, ...] = ()  # flags that do name folders (-L, -ccbin): not in the key
     problem: str = ""  # why `compiler` is None, and what to do about it
-    memory_bytes: int = 1 << 30  # what compiling this may take, to limit how many run at once
-    usual_seconds: float | None = field(default=None, compare=False)  # that compiling it takes
+    memory_bytes: int = 1 << 30  # that compiling it may need, which limits how many run at once
+    usual_seconds: float | None = field(default=None, compare=False)  # duration of compiling it
     label: str = ""  # for messages, where one name has several targets
-    # Other flags whose library runs wherever this one's does, best first: for what somebody made on
-    # purpose for machines other than his own.
+    # Other flags whose library runs wherever this one's does, best first: such libraries match in
+    # folders that were filled for other machines.
     stand_ins: tuple[tuple[str, ...], ...] = ()
-    # Asked before compiling; raises ToolchainError where the compiler is not what it seems.
+    # Called before compiling; raises ToolchainError where the compiler turns out to be unfit.
     prove: Callable[[], None] | None = field(default=None, compare=False)
 
     @property
@@ -65,7 +64,7 @@ class CompileJob:
 
     @functools.cached_property
     def asked(self) -> str:
-        """12 digits: what is asked for, whichever compiler makes it."""
+        """12 digits that identify the request, whichever compiler serves it."""
         return self._asked(self.flags)
 
     @functools.cached_property
@@ -78,7 +77,7 @@ class CompileJob:
 
     @functools.cached_property
     def ident(self) -> str:
-        """Names this job within a process and its lock file between processes."""
+        """Identifies this job within a process, and its lock file between processes."""
         return f"{self.name}-{_digest(self.asked, self.identity, size=16)}"
 
 
@@ -89,7 +88,7 @@ class Header:
     sha256: str
 
     def path(self, include_dirs: tuple[Path, ...]) -> str:
-        """Where this header is now; "" when the job has fewer include folders."""
+        """The header's present path; "" where the job has fewer include folders."""
         if self.root == SYSTEM:
             return self.name
         if self.root >= len(include_dirs):
@@ -98,16 +97,16 @@ class Header:
 
     @property
     def portable_name(self) -> str:
-        """The name without this machine's folders: what an #include would say, near enough."""
+        """The name without this machine's folders, nearly as an #include would have it."""
         return self.name.rpartition("/include/")[2] if self.root == SYSTEM else self.name
 
 
 def content_key(
     job: CompileJob, headers: Iterable[Header], machine: int, glibc: tuple[int, int]
 ) -> str:
-    """The key of a library that turned out to be for `machine` and to need `glibc`.
+    """The key of a library for `machine` that needs `glibc`, both read from the compiled library.
 
-    Two hosts may share a cache and a compiler's version and still make libraries that only one of
+    Two hosts that share a cache and a compiler's version may still make libraries that only one of
     them can load.
     """
     read = sorted((header.root, header.portable_name, header.sha256) for header in headers)
@@ -117,15 +116,15 @@ def content_key(
 class Hashes:
     """The hash of each header, computed once per load: units share most of their headers.
 
-    Between the loads of one process a hash is kept as long as the file system says that nobody has
-    touched the file (its change time cannot be set back); never between processes.
+    Within a process a hash is kept as long as the file's change time, which cannot be set back, is
+    the same. It is never kept between processes.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str | None] = {}
 
     def of(self, name: str) -> str | None:
-        """None when the file `name` cannot be read."""
+        """The file's hash; None where it cannot be read."""
         if name not in self._known:
             try:
                 self._known[name] = _hash(name)
@@ -152,9 +151,9 @@ def _hash(name: str) -> str:
 
 
 def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Header, ...]:
-    """The headers a compiler read, from the Makefile rule (`-MD`) it wrote while in `folder`.
+    """The headers that a compiler read, from the Makefile rule (`-MD`) that it wrote in `folder`.
 
-    Files inside `folder` are the generated source itself and left out.
+    Files inside `folder`, such as the generated source itself, are left out.
     """
     hashes = Hashes()
     headers: dict[tuple[int, str], Header] = {}
@@ -175,7 +174,9 @@ def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Head
 
 
 def _dependencies(text: str) -> list[str]:
-    """What stands right of the colon. Make writes blank and # behind a backslash, and $ twice."""
+    """The files right of the colon. Make writes blanks and # with a backslash in front, and $
+    twice.
+    """
     joined = text.replace("\\\n", " ")
     words = re.findall(r"(?:\\.|[^\s\\])+", joined)
     plain = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]

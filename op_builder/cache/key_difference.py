@@ -1,4 +1,4 @@
-"""Why two entries have different keys: which component of the key is not the same."""
+"""The components in which the keys of two entries differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A library in the process: five C functions, checked once, then called with no Python between."""
+"""A loaded library: five C functions, checked once, then called directly."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..toolchain import openmp
 
-# DS4S_ABI_VERSION of params.h: a library that answers another number is not ours to call. A test
-# compares the two.
+# DS4S_ABI_VERSION of params.h: a library that returns another number is not called. A test compares
+# the two.
 ABI_VERSION = 4
 EXPORTS = frozenset(
     {
@@ -21,10 +21,10 @@ EXPORTS = frozenset(
         "ds4s_status_string",
     }
 )
-PLAN = "ds4s_plan"  # of those that have one
+PLAN = "ds4s_plan"  # optional
 
 
-_in_use: list[Path] = []  # what this process has loaded stays mapped until it ends
+_in_use: list[Path] = []  # loaded libraries; they stay mapped until the process ends
 
 
 def in_use() -> tuple[Path, ...]:
@@ -51,7 +51,7 @@ class LoadedKernel:
     workspace_bytes: Callable[[bytes], int]
 
     def __init__(self, path: Path, name: str, origin: str) -> None:
-        """Raises OSError when it cannot be loaded, ValueError when it is not `name` of our ABI."""
+        """Raises OSError where it cannot be loaded, ValueError where its name or ABI is another."""
         openmp.provide()
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         try:
@@ -82,7 +82,7 @@ class LoadedKernel:
             self._plan.restype = ctypes.c_int64
 
     def plan(self, params: bytes) -> str:
-        """What `run` would do on the current device, in words; empty where there is no choice."""
+        """The plan of `run` on the current device, as text; empty where the kernel has none."""
         if self._plan is None:
             return ""
         size = self._plan(params, None, 0) + 1
@@ -91,7 +91,7 @@ class LoadedKernel:
         return text.value.decode(errors="replace")
 
     def status_string(self, code: int) -> str:
-        """What a status of `run` means, in words."""
+        """The meaning of a status of `run`, as text."""
         return (self._status_string(code) or b"unknown status").decode(errors="replace")
 
     def __repr__(self) -> str:

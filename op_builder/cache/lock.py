@@ -1,10 +1,10 @@
 """One file lock per unit, so that many processes that want the same library compile it once.
 
 Locks only save work: publishing is atomic without them, and where they do not work (some network
-file systems, a read-only cache) everybody compiles for himself. The kernel frees a flock when its
-holder dies, so a killed builder never blocks anybody. The file's text tells those who wait who is
-compiling and, afterwards, why it failed: they then raise the same error instead of failing one
-after the other at the same source.
+file systems, a read-only cache) every process compiles for itself. The system frees a flock when
+its holder dies, so a killed builder never blocks others. The file's text tells waiting processes
+who is compiling and, afterwards, why it failed: they then raise the same error instead of failing
+one after another with the same source.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pathlib import Path
 from .. import paths
 from ..system import files, ownership
 
-_held: set[int] = set()  # file descriptors, so that a forked child can let go of its copies
+_held: set[int] = set()  # file descriptors, so that a forked child can close its copies
 
 
 class NoLockError(Exception):
-    """No lock can be had here: go on without."""
+    """Locks do not work here: go on without one."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who is compiling the unit."""
+    """The process that is compiling the unit."""
 
     pid: int
     host: str
@@ -44,11 +44,11 @@ class Holder:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the last one who compiled it failed."""
+    """Why the last attempt to compile it failed."""
 
     message: str
-    files: tuple[str, ...]  # the compiler and the include folders it was with
-    at: float  # seconds since 1970: tells two failures of one kind apart
+    files: tuple[str, ...]  # the compiler and the include folders that were used
+    at: float  # seconds since 1970: distinguishes two failures of one kind
 
 
 Note = Holder | Failure
@@ -58,11 +58,11 @@ class UnitLock:
     def __init__(self, root: Path, ident: str) -> None:
         self._root = root
         self.path = root / "locks" / f"{ident}.lock"
-        self.previous: Note | None = None  # what the holder before us left
+        self.previous: Note | None = None  # the previous holder's note
         self._handle: int | None = None
 
     def try_acquire(self) -> bool:
-        """False when somebody else holds it; raises NoLockError where locks do not work."""
+        """False when another process holds it; raises NoLockError where locks do not work."""
         try:
             handle = self._open()
         except OSError as error:
@@ -82,7 +82,8 @@ class UnitLock:
         return True
 
     def _open(self) -> int:
-        """A regular file of this user's, or of a group's (ownership.py): nobody else can hold it.
+        """Open a regular file of this user, or of a trusted group (ownership.py), so that no others
+        can hold the lock.
 
         Raises OSError.
         """
@@ -113,14 +114,14 @@ class UnitLock:
             self._handle = None
 
     def read(self) -> Note | None:
-        """What the last holder wrote; None when nothing or nonsense. Needs no lock."""
+        """The last holder's note; None where there is none that can be parsed. Needs no lock."""
         try:
             return _parse(json.loads(files.read(self.path)))
         except (OSError, ValueError, RecursionError):
             return None
 
     def write(self, note: Note) -> None:
-        """Leave a note for those who wait; a full disk may swallow it."""
+        """Leave a note for waiting processes; on a full disk it may be lost."""
         if self._handle is None:
             return
         with contextlib.suppress(OSError):
@@ -136,7 +137,9 @@ def _fields(note: Note) -> dict[str, object]:
 
 
 def _parse(content: object) -> Note | None:
-    """None for what `_fields` does not write: anybody may have written to the file."""
+    """The note; None where the content is not one that `_fields` writes: others may have written
+    it.
+    """
     match content:
         case {"pid": int(pid), "host": str(host), "since": int() | float() as since}:
             return Holder(pid, host, since)
@@ -146,9 +149,10 @@ def _parse(content: object) -> Note | None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: close its copies of held locks, which would outlive the parent's death.
+    """In a forked child: close its copies of held locks, which would stay locked when the parent
+    dies.
 
-    Closing a copy does not unlock the parent's: only the last one does.
+    Closing a copy does not unlock the parent's lock: only closing the last copy does.
     """
     for handle in _held:
         with contextlib.suppress(OSError):

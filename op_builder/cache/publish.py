@@ -1,7 +1,7 @@
-"""Puts finished libraries under a root: whole or not at all, and damaged ones out of the way.
+"""Publishes finished libraries under a root, whole or not at all, and moves damaged ones aside.
 
-An entry appears by renaming a finished folder: readers never see half of one, and no lock is
-needed to be right.
+An entry appears by renaming a finished folder: readers never see half of one, and correctness needs
+no lock.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Built:
     log: Path
     headers: tuple[Header, ...]
     seconds: float
-    changed_header: str = ""  # one that was written while it was compiled, if there was one
+    changed_header: str = ""  # a header that was written during the compilation, if there was one
 
     @functools.cached_property
     def contents(self) -> elf.Library:
-        """Raises ValueError when the library is not one."""
+        """The library's ELF contents; raises ValueError where the file is no library."""
         return elf.read(self.library)
 
     @property
@@ -53,13 +53,14 @@ class Built:
 
 
 def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
-    """Put a finished library under `root`; the entry that was there first wins if it is sound.
+    """Publish a finished library under `root`; an entry that was there first wins if it is sound.
 
-    load   raises OSError or ValueError for a library that this process cannot use: then it is not
-           published, and an entry of its key that cannot be loaded either gives way
+    load   raises OSError or ValueError for a library that this process cannot use. Such a library
+    is
+           not published, and such an entry is replaced
 
-    Raises OSError when `root` cannot be written (read-only, full, not allowed), and what `load`
-    raises.
+    Raises OSError where `root` cannot be written (read-only, full, not allowed), and the exceptions
+    of `load`.
     """
     paths.make_root(root)
     if doubt := ownership.doubt_about(root):
@@ -83,7 +84,9 @@ def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
 
 
 def _names(folder: Path) -> Iterator[Path]:
-    """Where an entry may be: its first name may be that of a damaged one that nobody can remove."""
+    """The folders in which an entry may be: the first may hold a damaged one that cannot be
+    removed.
+    """
     yield folder
     for number in range(2, 2 + _MOST_DAMAGED):
         yield folder.with_name(f"{folder.name}.{number}")
@@ -92,8 +95,8 @@ def _names(folder: Path) -> Iterator[Path]:
 def _rename(
     root: Path, temporary: Path, folder: Path, load: Callable[[Path], object]
 ) -> Entry | None:
-    """The entry now in `folder`: ours, or a sound one that was there; None when it is damaged and
-    can be neither moved nor removed.
+    """The entry now in `folder`: ours, or a sound one that was there; None where a damaged one is
+    there that can be neither moved nor removed.
     """
     for _ in range(2):
         try:
@@ -114,7 +117,7 @@ def _rename(
 
 
 def _damage(root: Path, entry: Entry, load: Callable[[Path], object]) -> str:
-    """Why an entry is of no use here; empty when it is."""
+    """Why an entry cannot be used here; empty where it can."""
     if damage := ownership.doubt_about_parts(root, entry.folder, entry.library) or entry.damage():
         return damage
     try:
@@ -131,7 +134,7 @@ def set_aside(root: Path, folder: Path, why: str) -> bool:
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(folder, aside)
     except FileNotFoundError:
-        return True  # another process has just done it
+        return True  # another process has just moved it
     except OSError as error:
         if staging.remove(folder):
             log.warn(f"{folder} cannot be used ({why}); removed, compiled again")
@@ -175,7 +178,7 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
 
 
 def _synchronise(folder: Path) -> None:
-    """Make a folder's list of names survive a crash, on file systems where that is needed."""
+    """Write a folder's list of names to the disk, on file systems where that needs a request."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

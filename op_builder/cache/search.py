@@ -1,4 +1,4 @@
-"""Where a library may already be: compiled at install, in a shared cache, in the cache."""
+"""Searches for a library: compiled at install, in a shared cache, in the cache."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .loaded_kernel import LoadedKernel
 class Root:
     path: Path
     origin: str  # LoadedKernel.origin of what is found there
-    shared: bool  # made for other machines too, never written by us
+    shared: bool  # filled for other machines too; never written here
 
 
 def roots() -> tuple[Root, ...]:
-    """In the order in which they are searched; the last one is written."""
+    """The folders in the order of the search; only the last one is written."""
     return (
         Root(paths.prebuilt_root(), "prebuilt", shared=True),
         *(Root(path, "cache", shared=True) for path in paths.readonly_roots()),
@@ -31,12 +31,12 @@ def roots() -> tuple[Root, ...]:
 
 
 def holds(prefix: str) -> bool:
-    """Whether some folder has a library of such a name, fitting or not."""
+    """Whether a folder has a library whose name begins so, fitting or not."""
     return any(cache.holds(root.path, prefix) for root in roots())
 
 
 def load_existing(job: CompileJob, where: tuple[Root, ...], hashes: Hashes) -> LoadedKernel | None:
-    """The first sound library that fits. Damaged ones are passed over: publishing replaces them."""
+    """The first sound library that fits. Damaged ones are skipped: publishing replaces them."""
     for root in where:
         if doubt := distrust(root):
             log.warn_once(f"compiled kernels in {root.path} are passed over: {doubt}")
@@ -66,9 +66,9 @@ def fitting(root: Root, job: CompileJob, hashes: Hashes) -> Iterator[Entry]:
 
 
 def distrust(root: Root, entry: Entry | None = None) -> str:
-    """Why a folder, or an entry in it, is somebody else's to change; empty when it is not.
+    """Why others could change a folder, or an entry in it; empty where they cannot.
 
-    Who can change what is in the package can change the package.
+    Kernels inside the package are not checked: a user who can change them can change the package.
     """
     if root.path == paths.prebuilt_root():
         return ""
@@ -78,7 +78,7 @@ def distrust(root: Root, entry: Entry | None = None) -> str:
 
 
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
-    """Say, once in a process, that and why what an install compiled does not serve `job`."""
+    """Log, once in a process, why the kernels that an install compiled do not serve `job`."""
     for root in where:
         if root.origin != "prebuilt" or log.seen(root.path):
             continue

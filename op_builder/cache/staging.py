@@ -1,4 +1,4 @@
-"""Staging folders beside a cache's entries: what is in one is no entry yet, or none any more."""
+"""Staging folders beside a cache's entries, for folders that are not yet, or no longer, entries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 
 def new_folder(units: Path) -> Path:
-    """A staging folder of this process's, which `sweep` removes if we are killed."""
+    """A staging folder of this process, which `sweep` removes if the process is killed."""
     prefix = f".unfinished-{socket.gethostname()}-{os.getpid()}-"
     return Path(tempfile.mkdtemp(dir=units, prefix=prefix))
 
 
 def sweep(units: Path) -> None:
-    """Remove what processes of this host, killed while publishing, left behind.
+    """Remove the folders of processes of this host that were killed while publishing.
 
-    A wrong guess (another container of the same host name) makes that process keep its own copy,
-    nothing worse.
+    A wrong guess (a process in another container with the same host name) only makes that process
+    keep a copy of its own.
     """
     here = f".unfinished-{socket.gethostname()}-"
     for name in os.listdir(units):
@@ -41,10 +41,10 @@ def _alive(pid: int) -> bool:
 
 
 def remove(folder: Path) -> bool:
-    """Take an entry away at once and whole; False when it is gone already or not ours to remove.
+    """Remove an entry atomically; False where it is gone already or may not be removed.
 
-    A container's lower layer lets folders be emptied but not renamed: what makes an entry one goes
-    first there.
+    Folders of a container's lower layer can be emptied but not renamed: there, meta.json is removed
+    first, without which a folder is no entry.
     """
     if not os.path.lexists(folder):
         return False
@@ -61,7 +61,7 @@ def remove(folder: Path) -> bool:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        with contextlib.suppress(OSError):  # what was no folder
+        with contextlib.suppress(OSError):  # a file instead of a folder
             os.unlink(staging / folder.name)
             os.rmdir(staging)
     return not os.path.lexists(folder)

@@ -1,1 +1,1 @@
-"""The ops: what each has to compile, for which device, and how ready it is here."""
+"""The ops: their kernels, the devices they serve, and their state on this machine."""

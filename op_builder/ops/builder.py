@@ -1,4 +1,4 @@
-"""OpBuilder: what every op must tell so that it can be compiled, found and loaded."""
+"""OpBuilder: the interface by which every op is compiled, found and loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .status import Obstacle, OpStatus
 
 
 class Kernel(Protocol):
-    """What a builder must know of a kernel. Equal ones are one kernel: hashable by content."""
+    """The interface of a kernel to its builder. Kernels are hashable by content: equal ones are
+    one.
+    """
 
     @property
     def name(self) -> str: ...
@@ -31,27 +33,27 @@ class Kernel(Protocol):
 
 KernelT = TypeVar("KernelT", bound=Kernel)
 
-_MOST_UNFIT_TOOLKITS = 4  # to pass over before giving up
+_MOST_UNFIT_TOOLKITS = 4  # tried before giving up
 
-# Every kernel that a builder has loaded in this process: asking again costs a look into this.
+# Every kernel that a builder has loaded in this process, for a fast answer to later loads.
 _ready: dict[object, LoadedKernel] = {}
 
 
 class LoadedOp(Generic[KernelT]):
-    """The kernels of one op that have been loaded so far by one `load`."""
+    """The kernels that one `load` has loaded."""
 
     def __init__(self, kernels: dict[KernelT, LoadedKernel]) -> None:
         self._kernels = kernels
 
     def kernel(self, kernel: KernelT) -> LoadedKernel:
-        """Raises KeyError for a kernel that the `load` was not asked for."""
+        """The loaded kernel; raises KeyError for one that was not passed to `load`."""
         return self._kernels[kernel]
 
     @property
     def attention(self) -> Callable[..., None]:
-        """`attention(q, k, v, bias1, bias2, o, lse)`, as on what DeepSpeed's `load` returns. With
-        any kernel that the tensors need, not only the loaded ones. Raises BuildError unless
-        deepspeed4science has been imported.
+        """`attention(q, k, v, bias1, bias2, o, lse)`, as in the module that DeepSpeed's `load`
+        returns. Uses any kernel that the tensors need, not only the loaded ones. Raises BuildError
+        unless deepspeed4science has been imported.
         """
         return offered.function("attention")
 
@@ -65,11 +67,11 @@ class OpBuilder(ABC, Generic[KernelT]):
     """One op. Constructing a builder does nothing; its methods may run programs."""
 
     NAME: ClassVar[str]
-    DEVICE: ClassVar[str]  # "cpu" or "cuda": what the op runs on
-    BUILD_VAR: ClassVar[str]  # the variable that asks for this op while installing
+    DEVICE: ClassVar[str]  # "cpu" or "cuda"
+    BUILD_VAR: ClassVar[str]  # the variable that makes an install compile this op
 
     def absolute_name(self) -> str:
-        """The op's dotted name, by which reports and messages speak of it."""
+        """The op's dotted name in reports and messages."""
         return f"deepspeed4science.{self.NAME}"
 
     @abstractmethod
@@ -78,7 +80,7 @@ class OpBuilder(ABC, Generic[KernelT]):
 
     @abstractmethod
     def include_paths(self) -> list[str]:
-        """Folders in which the units' headers are looked for, in order."""
+        """Include folders of the units, in order."""
 
     @abstractmethod
     def cxx_args(self) -> list[str]:
@@ -97,14 +99,14 @@ class OpBuilder(ABC, Generic[KernelT]):
         return []
 
     def compute_capability_args(self) -> list[str]:
-        """nvcc's -gencode flags for the requested capabilities, cut to what op and nvcc can do;
-        never written back.
+        """nvcc's -gencode flags for those of the requested capabilities that op and nvcc support.
+        The request itself is never changed.
         """
         return []
 
     @abstractmethod
     def obstacles(self) -> list[Obstacle]:
-        """Why nothing can be compiled here, with remedies; empty when it can. Never raises."""
+        """Why the op cannot be compiled here, with remedies; empty when it can. Never raises."""
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the op can be compiled here; `verbose`: log each obstacle as a warning."""
@@ -115,9 +117,9 @@ class OpBuilder(ABC, Generic[KernelT]):
         return not obstacles
 
     def status(self) -> OpStatus:
-        """How ready the op is here: compiled, compilable, or not and why. Compiles nothing.
+        """The op's state on this machine: compiled, compilable, or not and why. Compiles nothing.
 
-        Never raises for a machine that lacks something: that is an obstacle.
+        A missing program or GPU is an obstacle in the result, not an exception.
         """
         obstacles = self.obstacles()
         try:
@@ -128,14 +130,14 @@ class OpBuilder(ABC, Generic[KernelT]):
 
     @abstractmethod
     def default_kernels(self) -> list[KernelT]:
-        """What a first call on this machine would need in float32."""
+        """The kernels that a first call in float32 on this machine would need."""
 
     @abstractmethod
     def prebuilt_kernels(self) -> list[KernelT]:
-        """What an install compiles beforehand."""
+        """The kernels that an install compiles."""
 
     def kernels_here(self) -> list[KernelT]:
-        """Those of `prebuilt_kernels` that calls on this machine choose: what a report counts."""
+        """Those of `prebuilt_kernels` that calls on this machine choose; the report counts them."""
         return self.prebuilt_kernels()
 
     @abstractmethod
@@ -146,9 +148,9 @@ class OpBuilder(ABC, Generic[KernelT]):
         """
 
     def builder(self) -> list[CompileJob]:
-        """What an install has to compile, for `prebuild.build_into`.
+        """The jobs of an install, for `prebuild.build_into`.
 
-        Raises BuildError, with every reason and remedy, when that is not possible here.
+        Raises BuildError, with every reason and remedy, where they cannot be compiled here.
         """
         obstacles = self.obstacles()
         if obstacles:
@@ -161,10 +163,10 @@ class OpBuilder(ABC, Generic[KernelT]):
     def load(
         self, verbose: bool = True, kernels: Sequence[KernelT] | None = None
     ) -> LoadedOp[KernelT]:
-        """Loaded in this process -> compiled at install -> cache -> compiled now.
+        """Load kernels: loaded in this process -> compiled at install -> cache -> compiled now.
 
-        kernels   which ones; None: `default_kernels()`
-        verbose   show progress on stderr while something is compiled
+        kernels   the kernels to load; None: `default_kernels()`
+        verbose   show progress on stderr while kernels are compiled
 
         Raises CompileError, ToolchainError or BuildError when a kernel can be neither found nor
         compiled.
@@ -174,11 +176,11 @@ class OpBuilder(ABC, Generic[KernelT]):
     def jit_load(
         self, verbose: bool = True, kernels: Sequence[KernelT] | None = None
     ) -> LoadedOp[KernelT]:
-        """As `load`, without what was compiled at install (unless it is loaded already)."""
+        """As `load`, but without kernels compiled at install, unless they are loaded already."""
         return self._load(verbose, kernels, skip_prebuilt=True)
 
     def prefetch(self, kernels: Sequence[KernelT]) -> None:
-        """Make `kernels` ready in the background; a later `load` waits and raises errors."""
+        """Begin to load `kernels` in the background; a later `load` waits and raises errors."""
         from ..build import jit
 
         with process_exit.slow_section():
@@ -196,7 +198,9 @@ class OpBuilder(ABC, Generic[KernelT]):
             loaded: list[LoadedKernel] = []
             with process_exit.slow_section():
                 for _ in range(_MOST_UNFIT_TOOLKITS):
-                    with contextlib.suppress(UnfitToolkitError):  # known now, and passed over
+                    with contextlib.suppress(
+                        UnfitToolkitError
+                    ):  # remembered, so that the next one is chosen
                         loaded = load(self.jobs(missing))
                         break
                 else:

@@ -1,4 +1,4 @@
-"""CPUOpBuilder: an op that the host compiler compiles, for this processor's instruction set."""
+"""CPUOpBuilder: an op compiled by the host compiler for this processor's instruction set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..toolchain import cpu_isa, host_compiler, ninja
 from .builder import Kernel, OpBuilder
 from .status import Obstacle
 
-# The largest unit takes gcc 12 about 190 MiB; other compilers and larger units get some room.
+# gcc 12 needs about 190 MiB for the largest unit; the rest is a margin for other compilers.
 _MEMORY_BYTES = 512 << 20
 
 
@@ -34,10 +34,10 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
         return [str(paths.csrc_root())]
 
     def cxx_args(self) -> list[str]:
-        """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be seen.
+        """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be kept.
 
-        No -fopenmp: cpu/parallel.h calls the runtime by names that every one has; openmp.py decides
-        at load which one it is.
+        No -fopenmp: cpu/parallel.h calls functions that every OpenMP runtime has; openmp.py chooses
+        the runtime when a library is loaded.
         """
         return ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
 
@@ -46,7 +46,7 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
         return cpu_isa.cpu_arch()
 
     def simd_width(self) -> str:
-        """The macro that tells this processor's vector width, as DeepSpeed's sources know it."""
+        """The macro by which DeepSpeed's sources know this processor's vector width."""
         return cpu_isa.simd_width()
 
     def isa_args(self, isa: str) -> list[str]:

@@ -1,6 +1,4 @@
-"""CUDAOpBuilder: an op whose units nvcc compiles, each for the architecture of the device it will
-run on.
-"""
+"""CUDAOpBuilder: an op compiled by nvcc, each unit for the architecture of its device."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from ..toolchain.tool import Tool
 from .builder import Kernel, OpBuilder
 from .status import Obstacle
 
-# nvcc needs about this for the largest unit.
+# Memory that nvcc needs for the largest unit, about.
 _MEMORY_BYTES = 3 << 30
 
 
 class ArchKernel(Kernel, Protocol):
     @property
-    def arch(self) -> str: ...  # what nvcc compiles for: "9.0a"
+    def arch(self) -> str: ...  # nvcc's target: "9.0a"
 
 
 ArchKernelT = TypeVar("ArchKernelT", bound=ArchKernel)
@@ -34,10 +32,10 @@ ArchKernelT = TypeVar("ArchKernelT", bound=ArchKernel)
 
 class CUDAOpBuilder(OpBuilder[ArchKernelT]):
     DEVICE = "cuda"
-    OLDEST: ClassVar[tuple[int, int]]  # compute capability that the op has kernels for
+    OLDEST: ClassVar[tuple[int, int]]  # the lowest compute capability with kernels
 
     def __init__(self, gpus: Gpus | None = None) -> None:
-        """gpus: the ones to serve; None: those of this machine, looked up when they matter."""
+        """gpus: the GPUs to serve; None: this machine's, which are queried when first needed."""
         self._gpus = gpus
 
     def gpus(self) -> Gpus:
@@ -47,11 +45,13 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return [f"{kernel.name}.cu" for kernel in self.prebuilt_kernels()]
 
     def include_paths(self) -> list[str]:
-        """Ours and CUTLASS's; raises ToolchainError, with the remedy, without CUTLASS."""
+        """Our include folder and CUTLASS's; raises ToolchainError, with the remedy, without
+        CUTLASS.
+        """
         return [str(paths.csrc_root()), str(cutlass.find_cutlass().require())]
 
     def cxx_args(self) -> list[str]:
-        """What nvcc hands to the host compiler."""
+        """Flags that nvcc passes to the host compiler."""
         return list(nvcc.HOST_FLAGS)
 
     def nvcc_args(self) -> list[str]:
@@ -61,7 +61,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return list(nvcc.LINK_FLAGS)
 
     def filter_ccs(self, ccs: Sequence[str]) -> list[str]:
-        """Those from OLDEST on that nvcc can do."""
+        """Those of `ccs` from OLDEST on for which nvcc compiles."""
         supported = self.supported_archs()
         wanted = [one for text in ccs for one in arch.parse(text, source="compute capability")]
         return [str(one) for one in wanted if not self._is_too_old(one) and one.real in supported]
@@ -70,19 +70,19 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return list(arch.gencode(self.target_archs()))
 
     def requested_archs(self) -> tuple[Arch, ...]:
-        """What TORCH_CUDA_ARCH_LIST asks for; empty: the device's own."""
+        """The architectures in TORCH_CUDA_ARCH_LIST; empty: the device's own."""
         return arch.parse(env.text("TORCH_CUDA_ARCH_LIST"))
 
     def supported_archs(self) -> tuple[str, ...]:
-        """What the toolkits here compile for, "sm_80" and so on."""
+        """The architectures for which the toolkits here compile, "sm_80" and so on."""
         real = (name for tool in toolkits.nvccs() for name in nvcc_targets.targets(tool).real)
         return tuple(dict.fromkeys(real))
 
     def target_archs(self) -> tuple[Arch, ...]:
-        """What an install compiles for: the list, else this machine's GPUs, else one of each
+        """The targets of an install: the requested ones, else this machine's GPUs, else one of each
         family.
 
-        Raises ToolchainError, naming all lists, when nothing is left.
+        Raises ToolchainError, naming all lists, when none is left.
         """
         supported = self.supported_archs()
         requested = self.requested_archs()
@@ -94,7 +94,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         )
 
     def archs_here(self) -> tuple[Arch, ...]:
-        """What calls on the GPUs here are compiled for; without a GPU, `target_archs`.
+        """The targets of calls on the GPUs here; without a GPU, `target_archs`.
 
         Raises ToolchainError when none of them can be served.
         """
@@ -107,7 +107,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return tuple(dict.fromkeys(self.arch_for(device) for device in served))
 
     def refusal(self, device: tuple[int, int]) -> str:
-        """Why nothing is compiled for a device of this compute capability; empty when it is."""
+        """Why no kernel is compiled for a device of this compute capability; empty where one is."""
         try:
             self.arch_for(device)
         except BuildError as error:
@@ -115,9 +115,9 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return ""
 
     def arch_for(self, device: tuple[int, int]) -> Arch:
-        """What to compile for on a device of this compute capability: by the best toolkit that can.
+        """The target for a device of this compute capability, with the best toolkit that has one.
 
-        Raises ToolchainError, naming what is requested, the device's and the toolkits' own lists.
+        Raises ToolchainError, naming the requested architectures, the device's and the toolkits'.
         """
         requested = self.requested_archs()
         supported: list[str] = []
@@ -127,7 +127,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 return arch.intersect(requested, device, own)[0]
             except ToolchainError:
                 supported += own
-        if not supported:  # what was compiled earlier was for the device's own
+        if not supported:  # without a toolkit: kernels compiled earlier, for the device's own
             return requested[0] if len(requested) == 1 else Arch(*device)
         return arch.intersect(requested, device, supported)[0]  # raises
 
@@ -151,13 +151,15 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return found
 
     def _is_for_another_machine(self) -> bool:
-        """A setting that cannot be read asks for nothing; whoever needs it says so."""
+        """Whether kernels are compiled for another machine. A setting that cannot be parsed counts
+        as unset here; code that needs it raises.
+        """
         with contextlib.suppress(BuildError):
             return bool(env.flag("DS_IGNORE_CUDA_DETECTION") or self.requested_archs())
         return False
 
     def builder(self) -> list[CompileJob]:
-        """Unlike a first call, an install compiles for all that was asked for, or says why not."""
+        """Unlike a first call, an install compiles for all requested targets, or raises."""
         requested = self.requested_archs()
         if not requested:
             return super().builder()
@@ -165,7 +167,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         return self.jobs(self.prebuilt_kernels())
 
     def require(self, targets: Sequence[Arch]) -> None:
-        """Raises BuildError, with reasons and remedies, unless all is here to compile for these."""
+        """Raises BuildError, with reasons and remedies, unless every target can be compiled for."""
         missing = self.tool_obstacles()
         if missing:
             raise BuildError(
@@ -184,7 +186,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             )
 
     def tool_obstacles(self) -> list[Obstacle]:
-        """What compiling needs and this machine does not have, whatever it is compiled for."""
+        """The missing tools, which compiling for any target needs."""
         tools = (
             toolkits.find_nvcc(prove=True),
             host_compiler.find_host_compiler(),

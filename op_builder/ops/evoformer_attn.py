@@ -40,7 +40,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         return self.families(device)[0]
 
     def families(self, device: tuple[int, int]) -> tuple[str, ...]:
-        """`family`, and behind it those that take what it has no kernels for: Sm80 after Sm90.
+        """`family`, followed by those that serve the calls it has no kernels for: Sm80 after Sm90.
 
         Raises as `family`.
         """
@@ -69,15 +69,15 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         return (forced,)
 
     def target_obstacle(self, family: Family, requested: Sequence[Arch] | None = None) -> str:
-        """Why a family cannot be compiled here for what is `requested` (None: by the environment);
-        empty when it can, as all can that are for no target of their own.
+        """Why a family cannot be compiled here for the `requested` targets (None: the
+        environment's); empty where it can. Families without a target of their own always can.
         """
         if not family.target:
             return ""
         target = _own_target(family)
         tool = toolkits.find_nvcc(target.real)
         if not tool.ok and requested is None and not search.holds(f"{family.name}_"):
-            # PTX or code of another family that somebody compiled beforehand still serves.
+            # PTX, or code of another family, that was compiled beforehand still serves.
             return f"there is no nvcc for {target.real} here, and nothing compiled for it"
         return arch.target_obstacle(
             target,
@@ -87,7 +87,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         )
 
     def family_note(self, device: tuple[int, int]) -> str:
-        """What `family` does not tell: which calls go to the next, or why it is not a newer one."""
+        """A note on `family`: which calls the next family serves, or why it is not a newer one."""
         families = self.families(device)
         if len(families) > 1:
             return f"{families[1]} for {FAMILIES[families[0]].leaves}"
@@ -108,10 +108,10 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         device: tuple[int, int],
         target: Arch | None = None,
     ) -> CudaKernel:
-        """The kernel for a call: `family` one of `families`, `head_dim` the larger of D and Dv,
-        `device` a compute capability, `target` what to compile for (None: `arch_for` the device).
+        """The kernel for a call. `family` is one of `families`, `head_dim` the larger of D and Dv,
+        `device` a compute capability, `target` an architecture (None: `arch_for` the device).
 
-        Raises ToolchainError when nvcc cannot compile for the device.
+        Raises ToolchainError where nvcc cannot compile for the device.
         """
         if target is None or FAMILIES[family].target:
             target = self.compiled_for(family, device)
@@ -128,7 +128,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         )
 
     def compiled_for(self, family: str, device: tuple[int, int]) -> Arch:
-        """What the kernels of one of `families` are compiled for on a device."""
+        """The target of the kernels of one of `families` on a device."""
         row = FAMILIES[family]
         return _own_target(row) if row.target else _plain(self.arch_for(device))
 
@@ -171,7 +171,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
     ) -> list[CudaKernel]:
         """The kernels that these calls choose on devices of these architectures, each once.
 
-        A dtype that an architecture does not have is left out; bfloat16 before 8.0 is float32's.
+        A dtype without kernels on an architecture is left out; before 8.0, bfloat16 has float32's.
         """
         calls_ = tuple(wanted)
         rows = [row for target in targets for row in self._rows(calls_, target, aligned)]
@@ -202,7 +202,9 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
 
 def _plain(target: Arch) -> Arch:
-    """Nothing in the other templates is what a suffix stands for: 9.0a and 9.0 are one library."""
+    """The target without its suffix. Templates without a target of their own use no instruction
+    that needs one: 9.0a and 9.0 give one library.
+    """
     return replace(target, suffix="")
 
 
@@ -216,7 +218,7 @@ def _dotted(device: tuple[int, int]) -> str:
 
 
 def _compiled_bias(direction: str, bias: str) -> str:
-    """The biases that a kernel is compiled for; a backward finds out about bias1 at run time."""
+    """The biases of a compiled kernel; a backward looks for bias1 at run time."""
     if direction == "fwd":
         return bias
     return "bias2" if bias in ("bias2", "both") else "none"

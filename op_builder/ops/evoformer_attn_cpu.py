@@ -24,7 +24,7 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder[CpuKernel]):
         direction   "fwd" or "bwd"
         dtype       "fp32", "fp16" or "bf16"
 
-        Raises ToolchainError or BuildError when `DS4S_CPU_ISA` asks for what cannot be had.
+        Raises ToolchainError or BuildError where `DS4S_CPU_ISA` names a set that cannot be used.
         """
         with process_exit.slow_section():
             best = CpuKernel(direction, dtype, cpu_isa.best(dtype))
@@ -48,8 +48,9 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder[CpuKernel]):
 
 
 def _held(direction: str, dtype: str) -> Iterator[CpuKernel]:
-    """What somebody has compiled and this processor runs, best first: all there is to choose from
-    without a compiler. Another compiler was older, or what it made is meant for other machines too.
+    """The instruction sets of compiled kernels that this processor runs, best first; without a
+    compiler there is no other choice. They may be older ones than this processor's, from another
+    compiler or for other machines.
     """
     for isa in cpu_isa.CPU_ISAS:
         kernel = CpuKernel(direction, dtype, isa)

@@ -1,7 +1,7 @@
 """The list of kernels, as data: one row, one generated translation unit, one shared library.
 
-Files, dispatch, prebuild and report follow from these rows. A row knows which C++ template it
-instantiates; it does not know compilers, flags or folders (the builders do).
+Files, dispatch, prebuild and report follow from these rows. A row names the C++ template that it
+instantiates; compilers, flags and folders are the builders' business.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from ..toolchain.cpu_isa import CPU_ISAS
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = ("fp32", "fp16", "bf16")
 
-# Seconds that compiling takes on one core (gcc 12; below, nvcc 13.0), for who waits for the first
-# time.
+# Seconds to compile on one core (gcc 12; below, nvcc 13.0), for the display of a first compilation.
 _CPU_SECONDS = {"fwd": 2.0, "bwd": 3.0}
 
 _PARAMS = {"fwd": "FwdParams", "bwd": "BwdParams"}
@@ -51,7 +50,7 @@ DS4S_EXPORT const char* ds4s_status_string(int status) {{ return std::strerror(s
 
 @dataclass(frozen=True)
 class CpuKernel:
-    """One CPU kernel: `isa` is what the processor and its compiler offer for `dtype`."""
+    """One CPU kernel; `isa` is the best one of processor and compiler for `dtype`."""
 
     direction: str  # one of DIRECTIONS
     dtype: str  # one of DTYPES
@@ -91,30 +90,32 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")  # "tf32": float32 on TF32 tensor cores
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
-WIDE_TIER = 256  # beyond them, of kernels that give their outputs' columns in parts: Family.wide
+WIDE_TIER = (
+    256  # beyond these, for kernels that compute their outputs' columns in parts: Family.wide
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Templates for the instructions of one generation of GPUs: whom they serve, and what a unit
-    says to launch one.
+    """Templates for the instructions of one generation of GPUs: the devices that they serve, and
+    the functions that a unit calls.
     """
 
     name: str
-    first: tuple[int, int]  # the compute capabilities that it is for
+    first: tuple[int, int]  # the compute capabilities that it serves, both included
     last: tuple[int, int]
-    # By direction: the dtypes of calls, with those of the kernels that serve them.
+    # By direction: for each dtype of calls the dtype of the kernels that serve it.
     dtypes: Mapping[str, Mapping[str, str]]
     backend: str  # module of deepspeed4science/backends
     folder: str  # has forward/launch.h and backward/launch.h
     # By direction: the functions behind ds4s_workspace_bytes and ds4s_run.
     functions: Mapping[str, tuple[str, str]]
     usual_seconds: Mapping[str, float]
-    # By direction: the dtypes of which there are kernels of WIDE_TIER.
+    # By direction: the dtypes that have kernels of WIDE_TIER.
     wide: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # By direction, of those that have one: the function behind ds4s_plan, (params, PlanText&).
+    # By direction, where there is a plan: the function behind ds4s_plan, (params, PlanText&).
     plans: Mapping[str, str] = field(default_factory=dict)
-    target: str = ""  # the one whose code has its instructions; empty: all from `first` on
+    target: str = ""  # the only target with its instructions; empty: all from `first` on
     first_cuda: str = ""  # whose nvcc compiles for `target`
     leaves: str = ""  # calls that it leaves to the next family of its devices, in words
     aligned_only: bool = False  # has no kernels for rows that are not whole 16-byte pieces
@@ -123,21 +124,21 @@ class Family:
         return self.first <= device <= self.last
 
     def runs_on(self, device: tuple[int, int]) -> bool:
-        """Whether it can be forced upon a device."""
+        """Whether its code runs on a device, so that it can be forced there."""
         return self.serves(device) or (not self.target and self.first <= device)
 
     def dtype_for(self, direction: str, dtype: str) -> str | None:
-        """That of the kernels which serve `dtype`; None without any."""
+        """The dtype of the kernels that serve `dtype`; None where there are none."""
         return self.dtypes.get(direction, {}).get(dtype)
 
     def largest_head_dim(self, direction: str, dtype: str) -> int:
-        """D and Dv of the widest kernel that serves `dtype`."""
+        """The largest D and Dv of the kernels that serve `dtype`."""
         has_wide = self.dtype_for(direction, dtype) in self.wide.get(direction, ())
         return WIDE_TIER if has_wide else HEAD_DIM_TIERS[-1]
 
 
 def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
-    """For both directions: each dtype by its own kernels, and some by another's."""
+    """For both directions: dtypes with kernels of their own, and some served by another's."""
     return {direction: {one: one for one in dtypes} | served for direction in DIRECTIONS}
 
 
@@ -178,7 +179,7 @@ FAMILIES: dict[str, Family] = {
             _both(*CUDA_DTYPES),
             **_SM80_TEMPLATES | {"wide": {"fwd": CUDA_DTYPES, "bwd": ("fp16", "bf16")}},
         ),
-        # wgmma and TMA, which exist in code for exactly this one.
+        # wgmma and TMA exist only in code for exactly this target.
         Family(
             "sm90",
             (9, 0),
@@ -205,8 +206,8 @@ FAMILIES: dict[str, Family] = {
 CUDA_FAMILIES = tuple(FAMILIES)
 OLDEST = next(iter(FAMILIES.values())).first  # compute capability that is served
 
-# Head dimensions up to which a device's shared memory suffices, where that is below its families':
-# compute capability 7.5 has 64 KiB.
+# The largest head dimensions for which a device's shared memory suffices, where they are below its
+# families': compute capability 7.5 has 64 KiB.
 _NARROW: dict[tuple[tuple[int, int], str], int] = {((7, 5), "fp32"): 96}
 
 
@@ -216,7 +217,7 @@ def serving(device: tuple[int, int]) -> tuple[Family, ...]:
 
 
 def device_head_dim(device: tuple[int, int], dtype: str) -> int:
-    """Up to which kernels of a dtype fit on a device."""
+    """The largest head dimension whose kernels of a dtype fit on a device."""
     return _NARROW.get((device, dtype), WIDE_TIER)
 
 
@@ -260,7 +261,7 @@ DS4S_EXPORT int64_t ds4s_plan(const ds4s::{params}* params, char* text, int64_t 
 class CudaKernel:
     """One kernel of a template family, compiled for one architecture."""
 
-    family: str  # one of CUDA_FAMILIES: whose instructions it uses
+    family: str  # one of CUDA_FAMILIES
     direction: str  # one of DIRECTIONS
     dtype: str  # one of CUDA_DTYPES; "tf32": float32 tensors on TF32 tensor cores
     head_dim: int  # one of HEAD_DIM_TIERS, or WIDE_TIER

@@ -1,6 +1,6 @@
-"""Compile what an install was asked for (DS_BUILD_*) into a folder with the cache's layout.
+"""Compiles the kernels that an install requests (DS_BUILD_*) into a folder with the cache's layout.
 
-setup.py puts that folder into the package as `deepspeed4science/prebuilt`, where search.py looks
+setup.py puts that folder into the package as `deepspeed4science/prebuilt`, which search.py searches
 first.
 """
 
@@ -22,7 +22,7 @@ from .builder import OpBuilder
 
 
 def requested() -> list[OpBuilder[Any]]:
-    """The ops that DS_BUILD_* ask for. An op's own variable overrules DS_BUILD_OPS."""
+    """The ops that DS_BUILD_* request. An op's own variable overrules DS_BUILD_OPS."""
     every = env.flag("DS_BUILD_OPS") or False
     asked = []
     for op in ALL_OPS.values():
@@ -33,10 +33,10 @@ def requested() -> list[OpBuilder[Any]]:
 
 
 def build_requested(folder: Path, *, verbose: bool = True) -> list[LoadedKernel]:
-    """Compile all that was asked for into `folder`, and remove whatever else an earlier install
-    has left there; [] when nothing was asked for, and then `folder` is left as it is.
+    """Compile all requested ops into `folder`, and remove everything else that an earlier install
+    left there. Without a request, return [] and leave `folder` as it is.
 
-    Raises BuildError, with the reason, when something asked for cannot be compiled here.
+    Raises BuildError, with the reason, when a requested op cannot be compiled here.
     """
     jobs = [job for op in requested() for job in op.builder()]
     if not jobs:
@@ -52,9 +52,9 @@ def build_requested(folder: Path, *, verbose: bool = True) -> list[LoadedKernel]
 def build_into(
     folder: Path, jobs: Sequence[CompileJob], *, verbose: bool = True
 ) -> list[LoadedKernel]:
-    """Compile `jobs` into `folder` and load each once, which proves it; keep what fits already.
+    """Compile `jobs` into `folder` and load each library once as a test; fitting ones are kept.
 
-    Raises BuildError or one of its kinds, also when a kernel cannot be written there.
+    Raises BuildError or a subclass, also when a kernel cannot be written there.
     """
     target = folder.absolute()
     loader = Loader(lambda: (Root(target, "prebuilt", shared=False),))
@@ -63,12 +63,12 @@ def build_into(
         require_kept(kernels, [target])
         return kernels
     finally:
-        for passing in ("locks", "aside"):  # of use to a cache only
+        for passing in ("locks", "aside"):  # only a cache needs them
             shutil.rmtree(target / passing, ignore_errors=True)
 
 
 def require_kept(kernels: Sequence[LoadedKernel], folders: Sequence[Path]) -> None:
-    """Raises BuildError for a kernel that serves this process alone, from a passing copy."""
+    """Raises BuildError for a kernel that could not be kept and serves this process alone."""
     passing = [
         kernel.name
         for kernel in kernels

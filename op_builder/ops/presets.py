@@ -1,8 +1,8 @@
-"""Which kernels are worth compiling beforehand, as data: the calls that models make.
+"""The kernels that are worth compiling beforehand, as data: the calls that models make.
 
-A row stands for calls of one kind; which kernel serves a call on a given device is the builders'
-knowledge, so that a new kernel joins by being chosen. `INSTALL` is what `DS_BUILD_*` compile,
-`PRESETS` what `python -m deepspeed4science build --preset` does.
+A row stands for calls of one kind. The builders choose the kernel that serves a call on a device,
+so a new kernel is compiled beforehand as soon as it is chosen. `DS_BUILD_*` compile `INSTALL`,
+`python -m deepspeed4science build --preset` compiles `PRESETS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .instantiations import DIRECTIONS, DTYPES
 
 @dataclass(frozen=True)
 class Call:
-    """What decides the kernel of a call, less the device and the alignment."""
+    """The properties of a call that decide its kernel, apart from device and alignment."""
 
     direction: str  # one of instantiations.DIRECTIONS
     dtype: str  # one of instantiations.CUDA_DTYPES
@@ -33,7 +33,7 @@ class Row:
     bias: str
 
 
-# Training at head dimension 32 is nine tenths of what such models spend in this op.
+# Head dimension 32 takes nine tenths of the time that such models spend in this op while training.
 INSTALL_ROWS = (
     Row("triangle attention, MSA row attention", 32, "both"),
     Row("MSA column attention", 32, "bias1"),

@@ -1,4 +1,4 @@
-"""How ready an op is on this machine, without loading or compiling anything: what reports show."""
+"""The state of an op on this machine, found without loading or compiling anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES = ("prebuilt", "cached", "buildable", "not")
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One reason why an op cannot be compiled here, and the command or setting that mends it."""
+    """One reason why an op cannot be compiled here, and its remedy: a command or a setting."""
 
     reason: str
     remedy: str
@@ -29,9 +29,9 @@ class Obstacle:
 @dataclass(frozen=True)
 class OpStatus:
     state: str  # one of STATES
-    num_ready: int = 0  # kernels that are compiled already, of those an install would compile
+    num_ready: int = 0  # how many of the kernels that an install would compile are compiled
     num_kernels: int = 0
-    obstacles: tuple[Obstacle, ...] = ()  # why nothing (more) can be compiled, each with its remedy
+    obstacles: tuple[Obstacle, ...] = ()  # why no (more) kernels can be compiled, with remedies
     unfit: str = ""  # libraries of the same names that do not serve here, and why
     ready: tuple[Entry, ...] = ()  # the kernels that are compiled already
 
@@ -41,7 +41,7 @@ class OpStatus:
 
 
 def of(jobs: Sequence[CompileJob], obstacles: Sequence[Obstacle]) -> OpStatus:
-    """Prebuilt or cached as soon as one kernel is; obstacles then concern only the others."""
+    """Prebuilt or cached as soon as one kernel is; the obstacles then concern the others."""
     hashes = Hashes()
     found = {job: place for job in jobs if (place := _find(job, hashes))}
     unfit = _unfit([job for job in jobs if job not in found])
@@ -55,7 +55,7 @@ def of(jobs: Sequence[CompileJob], obstacles: Sequence[Obstacle]) -> OpStatus:
 
 
 def _find(job: CompileJob, hashes: Hashes) -> tuple[Root, Entry] | None:
-    """Where a sound library for `job` is; None when there is none."""
+    """The place and entry of a sound library for `job`; None where there is none."""
     for root in search.roots():
         if search.distrust(root):
             continue
@@ -66,7 +66,7 @@ def _find(job: CompileJob, hashes: Hashes) -> tuple[Root, Entry] | None:
 
 
 def _unfit(missing: Sequence[CompileJob]) -> str:
-    """Why what is there under the names of `missing` does not serve; empty when nothing is."""
+    """Why libraries with the names of `missing` do not serve; empty where there are none."""
     reasons: Counter[str] = Counter()
     for root in search.roots():
         for entry in cache.entries(root.path):
@@ -77,7 +77,10 @@ def _unfit(missing: Sequence[CompileJob]) -> str:
 
 
 def _why_not(entry: Entry, job: CompileJob, root: Root) -> str:
-    """Of the cache's own entries only what a person can mend is told: others come and go."""
+    """Why an entry does not fit. For the cache's own entries only reasons that a user can remove
+    are
+    given: other entries come and go.
+    """
     if tuple(entry.meta["glibc"]) > elf.own_glibc():
         needed, own = (".".join(map(str, two)) for two in (entry.meta["glibc"], elf.own_glibc()))
         return f"needs glibc {needed}, this system has {own} ({root.path})"

@@ -1,1 +1,1 @@
-"""Files, owners, the end of a process, warnings: what needs to know nothing of kernels."""
+"""Files, ownership, the end of a process, warnings: helpers that know nothing about kernels."""

@@ -1,5 +1,5 @@
-"""Reading and writing where others may have been: nothing is followed, waited for or shared by
-accident.
+"""Reads and writes files in folders that others may write: follows no links, waits for no FIFOs,
+shares nothing by accident.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-# What a file system answers that does not know a call: no reason to keep nothing.
+# Errors of file systems that do not support a call; they do not prevent keeping kernels.
 _UNKNOWN_CALL = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EROFS)
-_MOST_BYTES = 1 << 20  # of a log's beginning, and of its end: a hundred megabytes are no rarity
+_MOST_BYTES = 1 << 20  # read from each end of a log, which may have a hundred megabytes
 
 
 def read(path: str | Path) -> bytes:
@@ -26,7 +26,7 @@ def read(path: str | Path) -> bytes:
 
 
 def head_and_tail(path: Path) -> str:
-    """As much of a log as anybody reads; empty when it cannot be read."""
+    """The beginning and the end of a log; empty where it cannot be read."""
     try:
         with open(path, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -42,7 +42,7 @@ def head_and_tail(path: Path) -> str:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file whole, in the place of whatever has its name; a link is not followed."""
+    """Write a file atomically, replacing one of that name; a link is replaced, not followed."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with open(handle, "wb") as stream:
@@ -57,7 +57,9 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
-    """A file that must not be there yet, on the disk when this returns if the disk can tell."""
+    """Write a file that must not exist yet, and wait until it is on the disk, where that can be
+    known.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as stream:
         stream.write(data)
@@ -74,14 +76,14 @@ def synchronise(handle: int) -> None:
 
 
 def make_root(root: Path, *, private: bool) -> None:
-    """A folder for compiled kernels, for this user alone or for everybody to read.
+    """Make a folder for compiled kernels: private, or readable by everybody.
 
-    One that is there stays as it is. Below a setgid folder it is for that group as well.
+    An existing one is not changed. Below a setgid folder, the group may write it as well.
     """
     if os.path.isdir(root):
         return
     for folder in reversed(root.parents):
-        if not os.path.isdir(folder):  # whatever the umask is, not to be written by others
+        if not os.path.isdir(folder):  # not writable by others, whatever the umask is
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o755)
     mode = 0o700 if private else 0o755
@@ -95,7 +97,7 @@ def make_root(root: Path, *, private: bool) -> None:
 
 
 def make_part(root: Path, part: str) -> Path:
-    """A folder of `root`'s own, which those may read and write who may do so with `root`."""
+    """Make a subfolder of `root` with the same permissions."""
     folder = root / part
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
@@ -105,7 +107,7 @@ def make_part(root: Path, part: str) -> Path:
 
 
 def bits(folder: Path) -> int:
-    """Permissions for what is made in `folder`: never to be written by others."""
+    """Permissions for new files in `folder`: never writable by others."""
     mode = os.stat(folder).st_mode
     shared = stat.S_ISGID | 0o770 if mode & stat.S_ISGID else 0o700
     return mode & (shared | 0o055) | 0o700

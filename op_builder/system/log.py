@@ -1,5 +1,5 @@
-"""Warnings that cannot fail a call: a full disk behind stderr, a closed pipe or a handler that
-raises costs the words alone.
+"""Warnings that never fail a call: with a full disk behind stderr, a closed pipe or a handler that
+raises, only the message is lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whose libraries may be loaded: they run with our rights, so nobody else may be able to put one
-there or to change it.
+"""Decides whose libraries may be loaded: they run with this user's rights, so no other user may be
+able to create or change them.
 
-A folder or file is believed when it belongs to this user or to root and nobody else can write it. A
-group is believed where it was meant to be: in a setgid folder that this user or root made, and as
-the user's own group of one.
+A folder or file is trusted when it belongs to this user or to root and nobody else can write it. A
+group is trusted in a setgid folder that this user or root made, and where it is the user's own
+group of one member.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 
 def doubt_about(root: Path) -> str:
-    """Why nothing below a folder of kernels may be loaded; empty when it may, or is not there."""
+    """Why nothing below a folder of kernels may be loaded; empty where it may, or is missing."""
     return _first(root, [root, root / "units"])
 
 
 def doubt_about_parts(root: Path, *parts: Path) -> str:
-    """The same of files and folders below `root`."""
+    """The same for files and folders below `root`."""
     return _first(root, list(parts))
 
 
@@ -35,7 +35,7 @@ def _doubt(place: Path, group: int | None) -> str:
     try:
         status = os.stat(place)
     except OSError:
-        return ""  # not there, or not to be read: nothing will be loaded either
+        return ""  # it does not exist or cannot be read, so nothing will be loaded
     of_group = group is not None and status.st_gid == group
     if status.st_uid not in (os.geteuid(), 0) and not of_group:
         return (
@@ -53,7 +53,7 @@ _OTHER_FOLDER = "name a folder of your own in DS4S_CACHE_DIR; one for several us
 
 
 def _shared_group(root: Path) -> int | None:
-    """The group that a setgid folder was made for, by this user or root."""
+    """The group of a setgid folder that this user or root made."""
     try:
         status = os.stat(root)
     except OSError:
@@ -64,7 +64,9 @@ def _shared_group(root: Path) -> int | None:
 
 @functools.lru_cache(maxsize=16)
 def _is_own_group(gid: int) -> bool:
-    """The group of one that many systems make with each user, with a umask that lets it write."""
+    """Whether the group is the user's own, which many systems create with each user, together with
+    a umask that lets it write.
+    """
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

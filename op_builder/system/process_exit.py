@@ -1,11 +1,12 @@
-"""What a process's end does to threads that are in the middle of a call.
+"""Ends a process safely while threads are in the middle of a call.
 
 Python ends a daemon thread by unwinding its stack as soon as it wants to run again. Our calls are
-below PyTorch's dispatcher, whose C++ frames answer that with an abort of the process. So the end
-waits until no other thread is in one: a short time for what is quick, a longer one for what may
-compile. A thread that calls again and again is stopped at the door; PyTorch's own operators have
-none, and who loops over them aborts. Who waits in there for something that will not come any more
-stops for good: a thread that never wants to run again is left alone.
+below PyTorch's dispatcher, whose C++ frames abort the process when they are unwound. So the end of
+the process waits until no other thread is inside a call: briefly for quick sections, longer for
+those that may compile. A thread that calls again and again is stopped when it enters the next call;
+a thread that loops over PyTorch's own operators is not, and aborts. A thread that waits inside a
+call for an event that cannot come any more is stopped for good: a thread that never wants to run
+again is left alone.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _OURS = (f"{_PACKAGE}/", f"{os.path.dirname(_PACKAGE)}/deepspeed4science/")
 
 _slow: set[int] = set()  # threads in a slow section
 _stopped: set[int] = set()
-_exempt: set[int] = set()  # threads that somebody else ends
+_exempt: set[int] = set()  # threads that are ended elsewhere
 _ending = False
 
 
 @contextmanager
 def slow_section() -> Iterator[None]:
-    """Around what may take longer than a moment; sections may be nested."""
+    """Encloses work that may take long; sections may be nested."""
     me = threading.get_ident()
     if me in _slow:
         yield
@@ -46,14 +47,14 @@ def slow_section() -> Iterator[None]:
 
 
 def begin() -> None:
-    """From now on threads in slow sections stop."""
+    """The process begins to end: from now on threads in slow sections stop."""
     global _ending
     _ending = True
 
 
 @contextmanager
 def exempt() -> Iterator[None]:
-    """Around all of a thread that somebody else ends: it neither stops nor is waited for."""
+    """Encloses all work of a thread that is ended elsewhere: it is not stopped or waited for."""
     me = threading.get_ident()
     _exempt.add(me)
     try:
@@ -63,15 +64,16 @@ def exempt() -> Iterator[None]:
 
 
 def stop_if_ending() -> None:
-    """Never returns in a process that ends."""
+    """Never returns in a process that is ending."""
     me = threading.get_ident()
     if _ending and me not in _exempt and me != threading.main_thread().ident:
         _stop(me)
 
 
 def stop_daemon_if_ending() -> None:
-    """At the door of a call; never returns in a daemon thread of a process that ends. Threads that
-    Python did not start (autograd's) may have to finish what the main thread waits for.
+    """Called at the beginning of every call; never returns in a daemon thread of a process that is
+    ending. Threads that Python did not start (autograd's) go on: the main thread may be waiting for
+    them.
     """
     if not _ending:
         return
@@ -98,7 +100,7 @@ def _wait() -> None:
 
 
 def _others_inside() -> set[int]:
-    """Threads with a call of ours on their stack, but for this one and those that have stopped."""
+    """Other threads with one of our calls on their stack, except those that have stopped."""
     known = _stopped | _exempt | {threading.get_ident()}
     return {
         thread
@@ -116,9 +118,9 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _after_fork() -> None:
-    """A forked child has only the thread that forked, whatever that one is doing."""
+    """A forked child has only the thread that forked."""
     _slow.intersection_update({threading.get_ident()})
 
 
-atexit.register(_wait)  # before jit.py's and workdir.py's, which are therefore called first
+atexit.register(_wait)  # registered before jit.py's and workdir.py's, which are called first
 os.register_at_fork(after_in_child=_after_fork)

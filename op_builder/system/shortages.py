@@ -1,7 +1,8 @@
-"""What a machine may lack for the moment, in its programs' words, and what mends it.
+"""Temporary shortages of a machine (memory, disk, processes), as its programs report them, with
+remedies.
 
-A failure of this kind says nothing of a compiler or a source: it is not remembered, not shared with
-those who wait, and no reason to name another compiler.
+Such a failure says nothing about a compiler or a source: it is neither remembered nor shared with
+waiting processes, and is no reason to choose another compiler.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import re
 import shutil
 from pathlib import Path
 
-# nvcc says nothing of a full disk and removes its temporary files before it ends. A unit needs less
-# than this.
+# nvcc does not report a full disk, and removes its temporary files before it ends. A unit needs
+# less than this.
 SMALL_DISK_BYTES = 64 << 20
 
 _NOEXEC = (
     "the folder is on a file system that runs no programs (mounted noexec): set TMPDIR, and "
     "DS4S_CACHE_DIR if need be, to a folder on one that does"
 )
-# (what the programs say, what to do)
+# (message, remedy)
 _SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         r"\bKilled\b|exit status 137|died due to signal 9|ended with (-9|137)\b|out of memory"
@@ -48,14 +49,14 @@ _ANY = re.compile("|".join(pattern for pattern, _ in _SHORTAGES), re.IGNORECASE)
 
 
 def remedy(words: str) -> str:
-    """What to do about the lack that `words` tell of; empty when they tell of none."""
+    """The remedy for the shortage that `words` report; empty where they report none."""
     if _ANY.search(words) is None:
         return ""
     return next(what for pattern, what in _SHORTAGES if re.search(pattern, words, re.IGNORECASE))
 
 
 def disk_remedy(folder: Path, free_bytes: int | None = None) -> str:
-    """What to do where the disk of `folder` is nearly full; empty where it is not."""
+    """The remedy where the disk of `folder` is nearly full; empty where it is not."""
     free = free_bytes if free_bytes is not None else free_space(folder)
     if free is None or free >= SMALL_DISK_BYTES:
         return ""
@@ -66,7 +67,7 @@ def disk_remedy(folder: Path, free_bytes: int | None = None) -> str:
 
 
 def free_space(folder: Path) -> int | None:
-    """None where the system does not say."""
+    """Free bytes on the disk of `folder`; None where the system does not say."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -1,1 +1,1 @@
-"""Compilers, headers, processors and GPUs of this machine: what is there, and what it can do."""
+"""Compilers, headers, processors and GPUs of this machine, and what they can do."""

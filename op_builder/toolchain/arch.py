@@ -1,10 +1,10 @@
-"""CUDA architectures: what people write, what a device is, what nvcc can do, where these meet.
+"""CUDA architectures: the requested ones, the device's, nvcc's, and their intersection.
 
     requested = arch.parse(text)                           # "8.0;9.0a+PTX", "Volta Turing", ...
     chosen = arch.intersect(requested, device, supported)  # a refusal names all three lists
     flags = arch.gencode(chosen)
 
-All are pure functions of their arguments: the caller reads the environment, nobody writes it.
+All are pure functions of their arguments: the caller reads the environment; it is never written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import ToolchainError
 
-# The names PyTorch gives to the generations, with what it compiles for each.
+# PyTorch's names of the generations, with the architectures that it compiles for each.
 NAMES: dict[str, str] = {
     "kepler+tesla": "3.7",
     "kepler": "3.5+PTX",
@@ -33,8 +33,8 @@ NAMES: dict[str, str] = {
     "blackwell+tegra": "11.0",
     "blackwell": "10.0 10.3 12.0 12.1+PTX",
 }
-# With neither list nor device: the first architecture of each template family, and PTX for later
-# ones.
+# Without a list and without a device: the first architecture of each template family, and PTX for
+# later ones.
 DEFAULT = "7.0 7.5 8.0 9.0+PTX"
 
 _SYNTAX = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+ptx)?")
@@ -66,7 +66,7 @@ class Arch:
         return f"compute_{self.number}"
 
     def gencode(self) -> tuple[str, ...]:
-        """nvcc's flags for machine code and, if asked for, PTX."""
+        """nvcc's flags for machine code and, if requested, PTX."""
         codes = (self.real, self.virtual) if self.ptx else (self.real,)
         return tuple(f"-gencode=arch={self.virtual},code={code}" for code in codes)
 
@@ -88,12 +88,12 @@ class Arch:
 
 
 def parse(text: str | None, *, source: str = "TORCH_CUDA_ARCH_LIST") -> tuple[Arch, ...]:
-    """The architectures in a list as PyTorch's users write it; empty when there is nothing in it.
+    """The architectures in a list as PyTorch's users write it; empty for an empty list.
 
     Parts are separated by blanks or semicolons, in any number. A part is `X.Y`, with `a` (from 9.0)
     or `f` (from 10.0) behind it, or a generation's name; `+PTX` may follow. Case does not matter.
-    The order is kept and what is named twice appears once. Raises ToolchainError, naming the part,
-    for anything else.
+    The order is kept, and repeated ones appear once. Raises ToolchainError, naming the part, for
+    anything else.
     """
     found: dict[str, Arch] = {}
     for token in re.split(r"[;\s]+", text or ""):
@@ -149,11 +149,11 @@ def gencode(archs: Sequence[Arch]) -> tuple[str, ...]:
 def target_obstacle(
     target: Arch, requested: Sequence[Arch], supported: Collection[str] | None, first_cuda: str
 ) -> str:
-    """Why code that has to be for exactly `target`, 9.0a for one, cannot be had; empty when it can.
+    """Why code for exactly `target`, such as 9.0a, cannot be compiled; empty where it can.
 
-    requested, supported: as for `intersect`; 9.0 and 9.0a both ask for 9.0a. supported may be
-    None: there is no nvcc, and what was compiled earlier has to do.
-    first_cuda: whose nvcc compiles for it, in words.
+    requested, supported: as for `intersect`; 9.0 and 9.0a both request 9.0a. supported may be
+        None: there is no nvcc, and kernels compiled earlier must do.
+    first_cuda: the first CUDA version whose nvcc compiles for it, as text.
     """
     device = (target.major, target.minor)
     if requested and all((one.major, one.minor) != device for one in requested):
@@ -170,7 +170,7 @@ def target_obstacle(
 
 @functools.cache
 def stand_ins(one: Arch) -> tuple[Arch, ...]:
-    """Other targets whose code runs wherever `one`'s does, those with the nearest code first."""
+    """Other targets whose code runs wherever that of `one` does, nearest first."""
     if one.suffix:
         return ()
     known = {replace(named, ptx=False) for text in NAMES.values() for named in parse(text)}
@@ -188,12 +188,12 @@ def intersect(
     device: tuple[int, int] | None,
     supported: Collection[str],
 ) -> tuple[Arch, ...]:
-    """What to compile for, best first: requested, within nvcc's means, and able to run there.
+    """The targets, best first, that are requested, that nvcc supports and that run on the device.
 
     requested: from `parse`; empty means the device's own architecture, or without a device DEFAULT.
     device: the compute capability that must be served; None while installing on another machine.
     supported: this nvcc's real architectures, "sm_80" and so on (`toolchain.nvcc_architectures`).
-    Raises ToolchainError, naming all three lists, when nothing is left.
+    Raises ToolchainError, naming all three lists, when none is left.
     """
     if requested:
         wanted = tuple(requested)
@@ -213,7 +213,7 @@ def intersect(
 
 
 def _for_device(device: tuple[int, int], supported: Collection[str]) -> tuple[Arch, ...]:
-    """The device's own, else the nearest below whose machine code runs there, else PTX."""
+    """The device's own target, else the nearest below whose machine code runs there, else PTX."""
     listed = [Arch(int(number[:-1]), int(number[-1])) for number in _plain_numbers(supported)]
     below = sorted((one for one in listed if (one.major, one.minor) <= device), reverse=True)
     for one in below:

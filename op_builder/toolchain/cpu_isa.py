@@ -1,13 +1,14 @@
-"""Which vector instructions the CPU kernels may use: processor, system and compiler must agree.
+"""The vector instructions of the CPU kernels: those that processor, system and compiler all
+support.
 
     isa = cpu_isa.best("bf16")          # "amx", "avx512", "avx2" or "portable"
     flags = cpu_isa.flags(isa)          # ("-mavx512f", ...)
 
-The processor has what Linux lists in /proc/cpuinfo, where the kernel strikes out what it does not
-save and restore (XCR0); on other systems py-cpuinfo is asked. A set counts after the host compiler
-has compiled and assembled a source that uses its instructions; without a compiler, an existing
-kernel can still be chosen by the processor alone. A test compile takes a third of a second: the
-answer is kept on disk.
+The processor's instructions are those that Linux lists in /proc/cpuinfo, which leaves out registers
+that the system does not save and restore (XCR0); on other systems they come from py-cpuinfo. A set
+counts after the host compiler has compiled and assembled a source with its instructions. Without a
+compiler, an existing kernel can still be chosen by the processor alone. A test compilation takes a
+third of a second, so its result is kept on disk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Processor:
     machine: str  # py-cpuinfo's: "X86_64", "ARM_8", "PPC_64"
     brand: str
     features: frozenset[str]  # Linux's names without underscores
-    source: str  # who said so
+    source: str  # where these come from
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class CpuIsa:
     processor: Processor
     available: tuple[str, ...]  # best first; "portable" is always the last
     refused: tuple[tuple[str, str], ...]  # (instruction set, why it is not available)
-    bf16: bool  # AVX-512's own bfloat16 instructions too
-    compiler: Tool  # the one that was asked; when it is not ok the processor alone was
+    bf16: bool  # whether AVX-512's own bfloat16 instructions are available
+    compiler: Tool  # the one that was tried; where it is not ok, only the processor counted
 
     def best(self, dtype: str) -> str:
         """The instruction set for "fp32", "fp16" or "bf16". AMX multiplies bfloat16 only."""
@@ -71,7 +72,7 @@ class CpuIsa:
         return _FLAGS["avx512bf16" if isa == "avx512" and self.bf16 else isa]
 
     def stand_ins(self, isa: str) -> tuple[tuple[str, ...], ...]:
-        """Flags of another compiler's kernels of the same set, which run here as well."""
+        """Flags of other compilers for kernels of the same set, which run here as well."""
         return (_FLAGS["avx512"],) if isa == "avx512" and self.bf16 else ()
 
     def why_not(self, isa: str) -> str:
@@ -79,10 +80,10 @@ class CpuIsa:
 
 
 def detect() -> CpuIsa:
-    """What can be used here; `DS4S_CPU_ISA` narrows it to one instruction set.
+    """The instruction sets that can be used here; `DS4S_CPU_ISA` forces one.
 
-    Forcing `amx` leaves AVX-512 to the dtypes that AMX cannot multiply. Raises ToolchainError when
-    the forced set cannot work here, BuildError when it is none of the four.
+    With `amx` forced, AVX-512 serves the dtypes that AMX cannot multiply. Raises ToolchainError
+    where the forced set cannot be used here, BuildError where it is none of the four.
     """
     return _detect(env.choice("DS4S_CPU_ISA", CPU_ISAS), find_host_compiler())
 
@@ -114,15 +115,15 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
     refused: dict[str, str] = {}
     available: list[str] = []
     bf16 = False
-    # AMX leaves AVX-512 to the other dtypes. Below the first vector set that works nothing is ever
-    # chosen, and so not asked for either.
+    # Beside AMX, AVX-512 serves the other dtypes. Sets below the first vector set that works are
+    # never chosen, and so not tried.
     wanted = CPU_ISAS if forced is None else ("amx", "avx512") if forced == "amx" else (forced,)
     for isa in wanted:
         if available and available[-1] != "amx":
             break
         if isa == "avx512":
             bf16 = "amx" in available or not _why_not("avx512bf16", compiler)
-        # A source with the larger set in it has already been compiled.
+        # The compiled source of the larger set contains these instructions.
         proven = isa == "avx512" and bf16
         if why := "" if proven else _why_not(isa, compiler):
             refused[isa] = why
@@ -139,7 +140,7 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
 
 
 def why_not_here(level: str) -> str:
-    """Why kernels of an instruction set cannot run here, whoever compiled them; empty: they can."""
+    """Why kernels of an instruction set, from any compiler, cannot run here; empty: they can."""
     lacking = [name for name in _NEEDS[level] if name not in processor().features]
     if lacking:
         return f"this processor or system lacks {', '.join(lacking)}"
@@ -165,7 +166,7 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         if ran.problem and not _is_about_the_code(ran.output):
             raise UnfitError(
                 ran.problem
-            )  # no memory, no disk: true today, not a property of the compiler
+            )  # a temporary shortage of memory or disk, not a property of the compiler
         return ran.problem
 
     try:
@@ -183,11 +184,11 @@ def _is_about_the_code(output: str) -> bool:
 
 
 def _amx_refusal() -> str:
-    """Why the system would not let this process use AMX's tiles; empty when it does.
+    """Why the system refuses AMX's tiles to this process; empty where it grants them.
 
-    The tiles' state is large, so Linux grants it per process and on request
-    (Documentation/arch/x86/xstate.rst). The request is what the kernel itself makes before its
-    first tile: asking for less would not tell.
+    The tiles' state is large, so Linux grants it to a process on request
+    (Documentation/arch/x86/xstate.rst). The request here is the one that the kernel makes before
+    its first tile.
     """
     if not sys.platform.startswith("linux"):
         return "AMX is used on Linux only"
@@ -206,7 +207,7 @@ def _amx_refusal() -> str:
 
 @functools.lru_cache(maxsize=1)
 def processor() -> Processor:
-    """What the system says of the processor; never raises, and runs no program on Linux."""
+    """The processor as the system describes it; never raises, and runs no program on Linux."""
     if not sys.platform.startswith("linux"):
         return _ask_py_cpuinfo()
     listed = _first_block()
@@ -225,20 +226,20 @@ def _ask_py_cpuinfo() -> Processor:
         said = cpuinfo.get_cpu_info()
         features = _names(" ".join(said.get("flags", [])))
         return Processor(str(said["arch"]), str(said.get("brand_raw", "")), features, "py-cpuinfo")
-    except Exception as error:  # what it does not know it answers with a bare Exception
+    except Exception as error:  # it raises a bare Exception for processors that it does not know
         source = f"no vector instructions are assumed ({type(error).__name__}: {error})"
         return Processor(_machine(), "", frozenset(), source)
 
 
 def _machine() -> str:
-    """As py-cpuinfo names it."""
+    """The kind of machine, by py-cpuinfo's name."""
     name = platform.machine().lower()
     known = {"x86_64": "X86_64", "amd64": "X86_64", "aarch64": "ARM_8", "ppc64le": "PPC_64"}
     return known.get(name, name.upper())
 
 
 def _names(text: str) -> frozenset[str]:
-    """Some write avx512_bf16, some avx512bf16."""
+    """The names without underscores: some sources write avx512_bf16, others avx512bf16."""
     return frozenset(name.replace("_", "").lower() for name in text.split())
 
 

@@ -1,4 +1,4 @@
-"""Sources that a compiler must take before an instruction set is believed of it."""
+"""Sources that a compiler must compile before it counts as supporting an instruction set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ extern "C" void probe_avx2(const float* in, float* out) {
 }
 """
 
-# One intrinsic at least of each of F, BW, VL and DQ.
+# At least one intrinsic of each of F, BW, VL and DQ.
 _AVX512 = """\
 extern "C" void probe_avx512(const float* in, float* out, unsigned short* halves, unsigned n) {
   const __mmask16 mask = static_cast<__mmask16>((1u << (n & 15)) - 1);

@@ -1,4 +1,4 @@
-"""The CUTLASS headers: where, which version, or why not.
+"""The CUTLASS headers: place and version, or why there are none.
 
 Places, in this order: `CUTLASS_PATH` (a checkout or its include folder; if it is set, nothing else
 counts), the `nvidia-cutlass` package (looked up, not imported), the conda environment,
@@ -34,8 +34,8 @@ class Cutlass:
     where_found: str = ""
     ok: bool = False
     reason: str = ""  # when not ok: why
-    remedy: str = ""  # when not ok: what mends it
-    passed_over: tuple[str, ...] = ()  # places that hold unfit headers, each with why
+    remedy: str = ""  # when not ok
+    passed_over: tuple[str, ...] = ()  # places with unfit headers, each with the reason
 
     def require(self) -> Path:
         """The include folder; raises ToolchainError with reason and remedy when there is none."""
@@ -82,7 +82,7 @@ def _places() -> Iterable[tuple[str, Path]]:
 
 
 def _package() -> Iterable[Path]:
-    """The package's Python side needs much that we do not; only its files are of use here."""
+    """The package's include folder. It is not imported: its Python side needs further packages."""
     try:
         spec = importlib.util.find_spec("cutlass_library")
     except (ImportError, ValueError):

@@ -1,10 +1,8 @@
-"""What a shared library says about itself, read from its bytes without loading it.
+"""A shared library's machine, exports and required glibc, read from its bytes without loading it.
 
-Loading runs code and a library of another machine only says "wrong ELF class"; this answers for
-which machine it is, what it exports and which glibc it needs. Only what those three questions need
-is read. Layout: the System V ABI, chapters 4 and 5
-(https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html) and, for the versions a library
-needs, the Linux Standard Base, "Symbol Versioning".
+Loading runs code, and for a library of another machine only reports "wrong ELF class". Layout: the
+System V ABI, chapters 4 and 5 (https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html) and,
+for the versions that a library needs, the Linux Standard Base, "Symbol Versioning".
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def machine(path: str | os.PathLike[str]) -> int:
 
 @functools.cache
 def own_machine() -> int:
-    """That of the running interpreter."""
+    """The e_machine of the running interpreter."""
     return machine("/proc/self/exe")
 
 

@@ -1,7 +1,7 @@
-"""The NVIDIA GPUs of this machine, asked of the driver's management library (NVML).
+"""The NVIDIA GPUs of this machine, from the driver's management library (NVML).
 
-NVML creates no CUDA context, so that asking neither breaks a later fork nor takes memory on the
-GPU. It numbers GPUs by bus and ignores CUDA_VISIBLE_DEVICES; an op that runs asks torch for the
+NVML creates no CUDA context: a query neither breaks a later fork nor takes memory on the GPU. It
+numbers GPUs by bus and ignores CUDA_VISIBLE_DEVICES; a running op uses torch's answer for the
 tensor's own device instead.
 """
 
@@ -22,7 +22,7 @@ class Gpu:
 class Gpus:
     found: tuple[Gpu, ...] = ()
     reason: str = ""  # why there are none
-    driver: tuple[int, int] = (0, 0)  # the newest CUDA it serves; (0, 0) when it does not say
+    driver: tuple[int, int] = (0, 0)  # the newest CUDA version that it serves; (0, 0): unknown
 
     @property
     def capabilities(self) -> tuple[tuple[int, int], ...]:
@@ -32,7 +32,7 @@ class Gpus:
 
 @functools.cache
 def detect() -> Gpus:
-    """Never raises."""
+    """The GPUs, or why there are none. Never raises."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,7 +1,7 @@
-"""The host compiler: found where, which version, or why not.
+"""The host compiler: place and version, or why there is none.
 
 Places, in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`. A `CXX`
-that does not work is an error and not passed over, since naming a compiler is an instruction.
+that does not work is an error and is not skipped, since naming a compiler is an instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INSTALL_COMPILER = (
 )
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
 
-# What every CPU kernel asks of a compiler: C++17 and its library, shared libraries.
+# The requirements of every CPU kernel: C++17 with its library, and shared libraries.
 _SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC")
 _SMOKE_SOURCE = """\
 #include <cmath>
@@ -110,7 +110,7 @@ def _full_disk() -> str:
 
 
 def _try_compiler(path: str) -> str:
-    """The compiler's identity, once it has made a shared library of what our kernels ask of it."""
+    """The compiler's identity, after it has made a shared library from a test source."""
     spoken = run([path, "--version"])
     problem = spoken.problem
     with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
@@ -125,6 +125,7 @@ def _try_compiler(path: str) -> str:
     machine = run([path, "-dumpmachine"])
     if problem := problem or machine.problem:
         raise UnfitError(problem)
-    # gcc begins with the name it was called by: c++ and g++ are one compiler and share a cache key.
+    # gcc's version line begins with the name of the command: c++ and g++ are one compiler and share
+    # a cache key.
     line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
     return f"{line} {machine.output.strip()}"

@@ -1,12 +1,12 @@
-"""Small answers that are slow to find, kept on disk: a compiler's version, a processor's flags.
+"""Keeps small answers on disk that are slow to find: a compiler's version, a processor's flags.
 
     version = memo.remember("compiler", memo.file_stamp(path), lambda: ask(path))
 
 An answer is one JSON file under the cache folder, replaced by an atomic rename: concurrent writers
-leave one whole answer, a cache that cannot be written or read only costs the computation. Read-only
-caches are looked into as well, for those whose own cannot be written. The key must name all that
-the answer depends on. Memos never decide a cache key's *content*: they only save running a program
-to learn it again.
+leave one complete answer, and a cache that cannot be written or read only costs the computation.
+Read-only caches are searched as well, for users who cannot write their own. The key must name all
+that the answer depends on. Memos never change the *content* of a cache key: they only save running
+a program again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _answers: dict[tuple[str, str, str], Any] = {}
 
 
 def file_stamp(path: str | Path) -> str:
-    """What changes when the file behind `path` is replaced."""
+    """A text that changes when the file behind `path` is replaced."""
     real = os.path.realpath(path)
     try:
         stat = os.stat(real)
@@ -36,9 +36,9 @@ def file_stamp(path: str | Path) -> str:
 
 
 def remember(kind: str, key: str, compute: Callable[[], Any]) -> Any:
-    """`compute()`'s answer (what JSON can hold, but not None), known or computed now.
+    """The answer of `compute()`, remembered or computed now: any value of JSON but None.
 
-    What `compute` raises is passed on and not remembered.
+    Exceptions of `compute` are passed on and not remembered.
     """
     answer = known(kind, key)
     if answer is None:
@@ -50,7 +50,7 @@ def remember(kind: str, key: str, compute: Callable[[], Any]) -> Any:
 
 
 def known(kind: str, key: str) -> Any:
-    """What `remember` would answer without computing; None when it would have to."""
+    """The remembered answer; None where there is none."""
     root = paths.cache_root()
     place = (str(root), kind, key)
     if place not in _answers:
@@ -65,7 +65,7 @@ def known(kind: str, key: str) -> Any:
 
 
 def export(root: Path) -> None:
-    """Copy what this process has learnt to another cache folder, as far as that can be written."""
+    """Copy the answers that this process has used to another cache folder, if it can be written."""
     for (_, kind, key), answer in list(_answers.items()):
         _write(_place(root, kind, key), key, answer)
 
@@ -93,5 +93,5 @@ def _write(path: Path, key: str, answer: Any) -> None:
 
 
 def _digest(key: str, answer: Any) -> str:
-    """Of what was written: what somebody has changed is asked for again."""
+    """A digest that is stored with the answer: an answer that was changed is computed again."""
     return hashlib.sha256(json.dumps([key, answer], sort_keys=True).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""nvcc and its toolkit: where, which version, which architectures, or why not.
+"""nvcc and its toolkit: place, version and architectures, or why there is none.
 
-Places, in the order in which they count where versions are equal (toolkits.py chooses):
+Places, in the order that decides between equal versions (toolkits.py chooses):
 
 1. `CUDA_HOME`, then `CUDA_PATH`
 2. the PyPI wheels (`nvidia/cu13/bin/nvcc` and the like), found without importing them
 3. the conda environment: `CONDA_PREFIX`, or the one this Python lives in
-4. `PATH`; what is found there may be a shell script: `nvcc --dryrun` tells the real toolkit
+4. `PATH`; an nvcc there may be a shell script, whose toolkit `nvcc --dryrun` prints
 5. `/usr/local/cuda`, then `/usr/local/cuda-*`, newest first
 """
 
@@ -28,13 +28,13 @@ from .host_compiler import find_host_compiler
 from .tool import Candidate, Tool, UnfitError, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
-OLDEST = (11, 8)  # the first that knows sm_90
-PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take what is left out from anywhere
+OLDEST = (11, 8)  # the first with sm_90
+PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take missing parts from any release
 TRIED = "13.0.2"
 
-# What every kernel is compiled with. -use_fast_math is not wanted: masks are infinities, and the
-# exponential is ours already. Hidden symbols keep many units apart in one process. 20014: CUTLASS's
-# host-device helpers called from our device functions are meant to be.
+# The flags of every kernel. No -use_fast_math: masks are infinities, and the exponential is our
+# own. Hidden symbols keep many units apart in one process. Warning 20014 is off: our device
+# functions call CUTLASS's host-device helpers on purpose.
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden")
 FLAGS = (
     *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-diag-suppress=20014"),
@@ -46,7 +46,7 @@ LINK_FLAGS = ("-cudart", "static", "-Xlinker", "--exclude-libs=ALL")
 
 @dataclass(frozen=True)
 class Survey:
-    """All toolkits of this machine; just the one that the user named, if it is fit."""
+    """All toolkits of this machine, or only the one that the user named, if it is fit."""
 
     fit: tuple[Tool, ...]  # best first
     unfit: tuple[Tool, ...]
@@ -56,8 +56,8 @@ class Survey:
 
 
 def wheels() -> str:
-    """The command that installs a toolkit: of the release that PyTorch's own parts are of, where
-    there are any, since pip would take those away for another.
+    """The command that installs a toolkit. It names the release of PyTorch's own parts, where there
+    are any: for another release, pip would replace those.
     """
     version = TRIED
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -67,12 +67,12 @@ def wheels() -> str:
 
 
 def install() -> str:
-    """What to do where there is no toolkit that serves."""
+    """The remedy where no toolkit serves."""
     return f"{wheels()}, or set CUDA_HOME to a CUDA toolkit's folder"
 
 
 def survey() -> Survey:
-    """Which toolkits are here, as far as files and their own words tell."""
+    """The toolkits of this machine, judged by their files and version messages."""
     fit: dict[Path | None, Tool] = {}
     unfit: list[Tool] = []
     passed_over: list[str] = []
@@ -93,11 +93,11 @@ def survey() -> Survey:
 
 
 def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
-    """Newest first, behind all others those of a CUDA that the driver does not serve."""
+    """Newest first; after all others those of a CUDA version that the driver does not serve."""
     newest = sorted(tools, key=lambda tool: _numbers(tool.version), reverse=True)
     if len({two(tool.version)[0] for tool in newest}) < 2:
         return tuple(newest)
-    served = gpu.detect().driver[0] or sys.maxsize  # asking takes milliseconds
+    served = gpu.detect().driver[0] or sys.maxsize  # the query takes milliseconds
     return tuple(sorted(newest, key=lambda tool: two(tool.version)[0] > served))
 
 
@@ -107,15 +107,15 @@ def cudart_folder(nvcc: Tool) -> Path | None:
 
 
 def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
-    """What names folders of this machine: the host compiler, and the runtime's libraries, for which
-    the nvcc of the wheels of CUDA 13.0 and 13.1 looks in lib64, while the wheels have lib.
+    """Flags that name folders of this machine: the host compiler and the runtime's libraries, which
+    the wheels of CUDA 13.0 and 13.1 have in lib, while their nvcc searches lib64.
     """
     folder = cudart_folder(nvcc)
     return ("-ccbin", str(host.path), *([f"-L{folder}"] if folder else []))
 
 
 def include_folders(nvcc: Tool) -> list[Path]:
-    """Where its headers may be: conda and the system's packages keep them below `targets`."""
+    """The folders of its headers: conda and the system's packages keep them below `targets`."""
     return _roots(nvcc.root, "include")
 
 
@@ -164,7 +164,7 @@ def _examine(candidate: Candidate) -> Tool:
             path = _behind(path, memo.file_stamp(path))
         stamp = memo.file_stamp(path)
         said = memo.known("nvcc-1", stamp) or _ask(str(path))
-        if said["top"]:  # without it the answer is a poorer one, of a machine that lacks something
+        if said["top"]:  # not remembered without it: the machine lacks something then
             memo.remember("nvcc-1", stamp, lambda: said)
         version: str = said["version"]
         if two(version) < OLDEST:
@@ -201,9 +201,9 @@ def _ask(path: str) -> dict[str, str]:
 
 
 def _top(path: str) -> str:
-    """The toolkit's folder as nvcc.profile has it; empty when it does not say."""
-    # /dev/null is a source that every machine has. Even a rehearsal runs the host compiler, which
-    # need not be the gcc on PATH that nvcc would take.
+    """The toolkit's folder according to nvcc.profile; empty where it does not say."""
+    # /dev/null is a source that every machine has. Even a dry run starts the host compiler, which
+    # need not be the gcc on PATH that nvcc would choose.
     host = find_host_compiler()
     ccbin = ["-ccbin", str(host.path)] if host.ok else []
     rehearsed = run([path, "--dryrun", *ccbin, "-c", "-x", "cu", os.devnull]).output
@@ -213,9 +213,8 @@ def _top(path: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _behind(script: Path, _stamp: str) -> Path:
-    """The nvcc that a script runs, asked once in each process and never kept on disk.
-
-    The script's own file, and so its stamp, says nothing of a change in what is behind it.
+    """The nvcc that a script runs, found once in each process and never kept on disk: the script's
+    own stamp does not change with the nvcc behind it.
     """
     top = _top(str(script))
     real = Path(os.path.realpath(top)) / "bin" / "nvcc"
@@ -223,7 +222,7 @@ def _behind(script: Path, _stamp: str) -> Path:
 
 
 def _require_whole(root: Path, version: str) -> None:
-    """Raises UnfitError for a part that is missing or of another version: wheels come in parts."""
+    """Raises UnfitError where a part of the toolkit is missing or has another version."""
     include = _roots(root, "include")
     libraries = _roots(root, "lib64", "lib")
     parts = {
@@ -251,7 +250,7 @@ def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
         return None
     try:
         with (folder / "cuda_runtime_api.h").open(errors="replace") as stream:
-            text = stream.read(1 << 16)  # of 600 KB; it stands in line 139
+            text = stream.read(1 << 16)  # of 600 KB; the version is in line 139
     except OSError:
         return None
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)

@@ -1,4 +1,4 @@
-"""Which architectures an nvcc compiles for."""
+"""The architectures that an nvcc compiles for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Targets:
 
 
 def targets(tool: Tool) -> Targets:
-    """What this nvcc compiles for; empty when it does not say."""
+    """The architectures of this nvcc; empty where it does not list them."""
     if tool.path is None:
         return Targets()
     path = str(tool.path)
@@ -41,7 +41,9 @@ def targets(tool: Tool) -> Targets:
 
 
 def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
-    """What nvcc takes but does not list: `a` from 9.0 and CUDA 12.0, `f` from 10.0 and 12.9 on."""
+    """Suffixed targets, which nvcc accepts but does not list: `a` from 9.0 and CUDA 12.0 on, `f`
+    from 10.0 and CUDA 12.9 on.
+    """
     for name in real:
         number = int(name[3:]) if name[3:].isdecimal() else 0
         if number >= 90 and version >= (12, 0):

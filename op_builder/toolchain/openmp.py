@@ -1,10 +1,10 @@
-"""One OpenMP runtime in the process: the one that is already there.
+"""Makes the CPU libraries use the OpenMP runtime that the process already has.
 
 Our CPU libraries call GOMP_* functions (cpu/parallel.h) and are linked to no runtime. torch brings
-its own (libgomp, libiomp5 or libomp, often a private copy); a second one would start a second pool
-of threads that fights with the first for the cores. All three have the GOMP_* functions, so those
-names are made visible to the libraries loaded next by opening the present runtime again, globally.
-Without one, the system's libgomp is opened.
+its own (libgomp, libiomp5 or libomp, often a private copy); a second runtime would start a second
+pool of threads that competes with the first for the cores. All three have the GOMP_* functions.
+Opening the present runtime again, globally, makes them visible to libraries that are loaded later.
+Where there is none, the system's libgomp is opened.
 
 libgomp's pool of threads does not survive a fork: a parallel region in the child would wait for
 threads that are not there. `threads` therefore answers 1 in a child that was forked after a library
@@ -25,7 +25,7 @@ _forked = False
 
 
 def provide() -> None:
-    """Make the GOMP_* functions visible to what is loaded after this; once per process.
+    """Make the GOMP_* functions visible to libraries that are loaded later; once per process.
 
     Raises BuildError when the process has no runtime and the system has none either.
     """
@@ -37,7 +37,7 @@ def provide() -> None:
             _opened.append(ctypes.CDLL(path, mode=mode | os.RTLD_NOLOAD))
             return
         except OSError:
-            continue  # mapped, but the file was replaced since
+            continue  # mapped, but its file has been replaced since
     try:
         _opened.append(ctypes.CDLL("libgomp.so.1", mode=mode))
     except OSError as error:
@@ -48,7 +48,7 @@ def provide() -> None:
 
 
 def threads(wanted: int) -> int:
-    """How many threads a kernel may be given in this process, of the `wanted` ones."""
+    """The number of threads that a kernel may use in this process, at most `wanted`."""
     return 1 if _forked else wanted
 
 

@@ -1,8 +1,9 @@
-"""Does a CUDA toolkit compile and link? A small kernel tells in a second, once for each toolkit.
+"""Tests, once for each CUDA toolkit, that it compiles and links a small kernel; that takes a
+second.
 
 Wheels come in parts that pip may take from different releases: nvcc, its device compiler (nvvm),
-its headers (crt, cccl) and the runtime. Each may look well and the whole still fail, late and with
-words that nobody understands. And an nvcc may refuse a host compiler that is newer than itself.
+its headers (crt, cccl) and the runtime. Each part may look sound while the whole fails, late and
+with obscure messages. Also, an nvcc may refuse a host compiler that is newer than itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from . import memo
 from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
 from .tool import Tool, run
 
-# Both sides of a kernel: device compiler and assembler; the stub that launches it, made of nvcc's
-# own headers, through the host compiler.
+# Uses both sides of nvcc: the device compiler and assembler for the kernel, and nvcc's own headers
+# with the host compiler for the stub that launches it.
 SOURCE = """\
 #include <cuda/std/version>
 __global__ void smoke(float* x) { *x = exp2f(*x); }
@@ -39,13 +40,13 @@ class Problem:
 
 
 class _UnprovenError(Exception):
-    """It failed for a reason that says nothing of the toolkit."""
+    """The test failed for a reason that says nothing about the toolkit."""
 
 
 def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
-    """Why `nvcc` cannot compile and link with `host`; None when it can, or when nobody knows.
+    """Why `nvcc` cannot compile and link with `host`; None where it can, or where that is unknown.
 
-    prove: try it if nobody has; without, what has been found out before has to do.
+    prove: test it if that was not done before; otherwise only earlier results are used.
     """
     if nvcc.path is None or nvcc.root is None or host.path is None:
         return None
@@ -65,13 +66,13 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
     return _explain(words, nvcc, host) if words else None
 
 
-# A change in one of these is another toolkit.
+# A toolkit in which one of these has changed counts as another one.
 _PROGRAMS = ("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc")
 _HEADERS = ("crt/host_config.h", "crt/host_runtime.h", "cuda_runtime_api.h")
 
 
 def _try(command: list[str]) -> str:
-    """What the compiler says when it refuses; empty when all is well."""
+    """The compiler's message where it fails; empty where it succeeds."""
     try:
         with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
             (Path(folder) / "smoke.cu").write_text(SOURCE)
@@ -114,7 +115,7 @@ def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:
 
 
 def _meaning(words: str) -> str:
-    """What a part says of another that is newer or older than itself."""
+    """The meaning of a message by which one part complains about another of a different version."""
     if found := re.search(r"Unsupported \.version ([\d.]+); current version is '([\d.]+)'", words):
         return f"the device compiler writes PTX {found[1]}, the assembler reads up to {found[2]}"
     if found := re.search(
@@ -125,7 +126,7 @@ def _meaning(words: str) -> str:
 
 
 def _wheels(root: Path | None) -> list[tuple[str, str]]:
-    """The wheels that a toolkit in <site-packages>/nvidia/cu13 is made of, with their versions."""
+    """The wheels of a toolkit in <site-packages>/nvidia/cu13, with their versions."""
     if root is None or root.parent.name != "nvidia":
         return []
     site = root.parent.parent

@@ -1,6 +1,7 @@
-"""What is known of a program we need: its place and version, or why there is none and the remedy.
+"""A program that is needed: its place and version, or why there is none and the remedy.
 
-Finding never raises and never prints: an unfit or missing program is a `Tool` whose `ok` is False.
+Searching never raises and never prints: an unfit or missing program is a `Tool` whose `ok` is
+False.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ TIMEOUT_S = 30.0  # a program on a hanging network file system must not hang the
 @dataclass(frozen=True)
 class Tool:
     name: str  # "nvcc", "host compiler", "ninja"
-    path: Path | None = None  # the program itself, behind any wrapper we could see through
+    path: Path | None = None  # the program itself, behind known kinds of wrappers
     version: str = ""  # "13.0.88"
     where_found: str = ""  # "CUDA_HOME", "PATH", ...
     ok: bool = False
     reason: str = ""  # when not ok: why
-    remedy: str = ""  # when not ok: the command or setting that mends it
-    identity: str = ""  # its own words about itself, build number included: for the cache key
+    remedy: str = ""  # when not ok: a command or a setting
+    identity: str = ""  # its version message, build number included: for the cache key
     root: Path | None = None  # nvcc only: the toolkit's folder
-    passed_over: tuple[str, ...] = ()  # places looked at before, each with why it would not do
+    passed_over: tuple[str, ...] = ()  # places tried before, each with the reason
 
     def require(self) -> Path:
         """The path; raises ToolchainError with reason and remedy when the tool is unfit."""
@@ -42,14 +43,14 @@ class Tool:
 
 
 class UnfitError(Exception):
-    """Why a candidate will not do: an exception, so that no memo keeps what may be mended."""
+    """Why a candidate is unfit. An exception, so that no memo keeps it: that may be mended."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     where: str
     path: Path
-    named: bool = False  # the user named this place: worth a word when there is nothing there
+    named: bool = False  # the user named this place, so it is reported when nothing is there
 
 
 def first_fit(
@@ -60,7 +61,7 @@ def first_fit(
     missing: str,
     remedy: str,
 ) -> Tool:
-    """The first fit candidate; without one the first that is there; without one `missing`."""
+    """The first fit candidate; else the first that exists; else `missing`."""
     passed_over: list[str] = []
     unfit: Tool | None = None
     for candidate in candidates:
@@ -102,8 +103,8 @@ class Ran:
 
 
 def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
-    """Run a program that should answer at once; whatever goes wrong is told in `problem`."""
-    untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # nobody hears how a child ended
+    """Run a program that should answer at once; any failure is described in `problem`."""
+    untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # exit codes of children are lost
     try:
         with process_exit.slow_section():
             output, code = _run([*_TELLING_SHELL, *command] if untold else command, stdin, cwd)
@@ -123,7 +124,9 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
 
 
 def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
-    """What it writes and its exit code; whatever ends our waiting ends all that it started."""
+    """Its output and exit code. If waiting for it ends early, all processes that it started are
+    killed.
+    """
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

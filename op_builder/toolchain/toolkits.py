@@ -1,9 +1,9 @@
-"""The CUDA toolkit that compiles: one is chosen for each architecture.
+"""Chooses the CUDA toolkit that compiles, for each architecture.
 
-Of several (nvcc.py says where they are looked for) it is what `CUDA_HOME` or `CUDA_PATH` names,
-since naming one is an instruction; else the newest that compiles for it, of a CUDA that the driver
-serves. A toolkit that cannot make a small kernel with the host compiler (smoke.py) is passed over
-and told.
+Of several (nvcc.py says where they are searched) the one that `CUDA_HOME` or `CUDA_PATH` names is
+chosen, since naming one is an instruction; else the newest that compiles for the architecture, of a
+CUDA version that the driver serves. A toolkit that cannot compile a small kernel with the host
+compiler (smoke.py) is skipped and reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .tool import Tool
 
 
 def find_nvcc(real: str = "", *, prove: bool = False) -> Tool:
-    """The nvcc that compiles for `real` ("sm_90a"), or, without one that does, the best of all.
+    """The nvcc that compiles for `real` ("sm_90a"); where none does, the best of all.
 
     prove: as for `nvccs`.
     """
@@ -33,14 +33,14 @@ def find_nvcc(real: str = "", *, prove: bool = False) -> Tool:
 def nvccs(*, prove: bool = False) -> Iterator[Tool]:
     """Every nvcc that compiles here, best first.
 
-    prove: try those that nobody has tried yet, each when it is its turn, which takes about a
-    second. Without, they are believed: who compiles nothing need not wait.
+    prove: test each one that was not tested before when the iterator reaches it, which takes about
+        a second. Otherwise they count as fit, which is enough for callers that compile nothing.
     """
     return (tool for tool in _tried(prove) if tool.ok)
 
 
 def prove(nvcc: Tool, host: Tool) -> None:
-    """Raises UnfitToolkitError when it cannot make a small kernel; tried once for each."""
+    """Raises UnfitToolkitError where nvcc cannot compile a small kernel; tested once for each."""
     if problem := smoke.problem(nvcc, host, prove=True):
         raise UnfitToolkitError(f"nvcc: {problem.reason}; {problem.remedy}")
 
@@ -53,7 +53,7 @@ def installed_cuda_version() -> tuple[int, int]:
 
 
 def _tried(prove: bool) -> Iterator[Tool]:
-    """What is there, then what is not whole; `passed_over` of each says what came before it."""
+    """The fit toolkits, then the incomplete ones; `passed_over` of each lists those before it."""
     found = nvcc.survey()
     host = find_host_compiler()
     passed_over = list(found.passed_over)
