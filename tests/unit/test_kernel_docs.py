@@ -1,0 +1,92 @@
+"""The kernels' pages and the code say the same: sizes of tiles, equations that are cited."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+KERNELS = ROOT / "csrc" / "deepspeed4science" / "evoformer_attn"
+MATH = (ROOT / "docs" / "math.md").read_text()
+
+
+def constant(text: str, name: str) -> int:
+    found = re.search(rf"\b{name}(?:<\w+>)? = (\d+);", text)
+    assert found, name
+    return int(found[1])
+
+
+def equations() -> set[str]:
+    """The numbers that head an equation: "7", "6a"."""
+    return set(re.findall(r"^ {4}\((\d+a?)\) ", MATH, re.M))
+
+
+def cited(text: str) -> set[str]:
+    """The numbers behind "math.md": "math.md (7)", "math.md (1) to (7)", "math.md (8) and (9)"."""
+    numbers: set[str] = set()
+    for run in re.findall(r"math\.md ((?:\(\d+a?\)(?:, | and | to |,? \n?)*)+)", text):
+        parts = re.findall(r"\((\d+a?)\)(?= (to)\b)?", run)
+        for (number, to), (last, _) in zip(parts, [*parts[1:], ("", "")], strict=True):
+            numbers.add(number)
+            if to:
+                numbers |= {str(n) for n in range(int(number), int(last) + 1)}
+    return numbers
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((KERNELS / folder).rglob("*.h"))
+
+
+def test_tiles_of_the_cpu():
+    page = (ROOT / "docs" / "kernels" / "cpu.md").read_text()
+    engine = (KERNELS / "cpu" / "engine.h").read_text()
+    fma = constant((KERNELS / "cpu" / "gemm_fma.h").read_text(), "kQueries")
+    pair = re.search(r"kPairQueries = kKeys == kForwardKeys \? (\d+) : (\d+);", engine)
+    assert pair
+    for direction, rows in (("forward", int(pair[1])), ("backward", int(pair[2]))):
+        keys = constant(engine, f"k{direction.title()}Keys")
+        assert f"| {direction}, fma engine | {fma} | {keys} |" in page
+        assert f"| {direction}, pair engine | {rows} | {keys} |" in page
+
+
+def test_times_of_the_cpu_are_those_of_the_results():
+    page = (ROOT / "docs" / "kernels" / "cpu.md").read_text()
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().partition("\n## CPU\n")[2]
+    rows = re.findall(r"^\| (forward\S*|forward and backward), (\w+) \| (.*) \|$", page, re.M)
+    assert len(rows) == 4
+    for what, dtype, figures in rows:
+        table = results.partition(f"\n{what.capitalize()}, {dtype}, ")[2].partition("\n\n|")[2]
+        assert f"| {figures} |" in table.partition("\n\n")[0]
+
+
+def test_equations_are_numbered_once():
+    numbers = re.findall(r"^ {4}\((\d+a?)\) ", MATH, re.M)
+    assert len(numbers) > 17
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_every_cited_equation_is_there():
+    known = equations() | {"18"}  # many-gpus.md
+    files = [
+        *sources("."),
+        *ROOT.rglob("deepspeed4science/**/*.py"),
+        *ROOT.rglob("op_builder/**/*.py"),
+    ]
+    for file in files:
+        unknown = cited(file.read_text()) - known
+        assert not unknown, f"{file.relative_to(ROOT)} cites {unknown}"
+
+
+@pytest.mark.parametrize("folder", ["cpu"])
+def test_each_family_cites_every_equation_of_the_kernels(folder):
+    """(17) is the error law."""
+    found = set().union(*(cited(file.read_text()) for file in sources(folder)))
+    assert equations() - found - {"17"} == set()
+
+
+def test_citations_are_read():
+    text = "// math.md (1) to (3) and (9), (11)\n# the sum, docs/math.md (6a)\n// (5)\n"
+    assert cited(text) == {"1", "2", "3", "9", "11", "6a"}
