@@ -1,17 +1,18 @@
-// dq in kernel_dq_dkdv of keys where it does not fit into shared memory: every block adds its keys' share to fp32 rows
-// that stay in L2, and once all blocks of a (b, n, h) have, each of them writes a part of dq. Only those that are under
-// way have an accumulator, one after the other.
+// dq in kernel_dq_dkdv of keys where it does not fit into shared memory, math.md (13): every block adds its keys' share
+// to an accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, each of them writes a
+// part of dq. Only the (b, n, h) under way have an accumulator.
 //
-//   consumers      dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added to
-//                  the accumulator, which has them in the order of the accumulators
-//   accumulator warp      finds the accumulator of a tile, and counts a tile that has been added
-//   dq warp        waits for the other blocks, then writes this block's part of dq and leaves zeros; the last one
-//   releases
-//                  the accumulator
+//   consumers         dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries; added to
+//                     the accumulator, which keeps them in the order of the instruction's accumulators
+//   accumulator warp  finds the accumulator of a tile, and counts a tile that has been added
+//   dq warp           waits for the other blocks, writes this block's part of dq and leaves zeros; the last one of a
+//                     (b, n, h) releases the accumulator
 //
-// The first (b, n, h), in the order of tiles, have an accumulator each; the later ones get those that are released,
-// in the same order. Whoever is waited for gets on: blocks take tiles in order (tile_scheduler.h), and as long as one
-// waits for an accumulator, all are with earlier (b, n, h), of which the first waits for nobody.
+// Why no block waits forever (docs/kernels/dq-accumulators.md has the proof and a diagram; a pair is a (b, n, h)):
+//   H1  Tiles are taken in increasing order (tile_scheduler.h), and a block finishes its tiles in that order.
+//   H2  The first pairs have an accumulator each; pair x gets the (x - num_dq_accumulators + 1)-th one released.
+//   H3  A pair releases its accumulator when all its tiles have been added and all parts of its dq written.
+//   H4  The tiles of a pair fit into the queues of all blocks (DqGlobalPlan).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -41,16 +42,16 @@ struct DqGlobal {
     barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
   }
 
-  // The (b, n, h) of a tile, and where an accumulator is.
+  // The index of a tile's (b, n, h), and the address of an accumulator.
   CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
-  // Of an accumulator: what one warpgroup adds in one step.
+  // Elements that one warpgroup adds in one step.
   static constexpr int kPart = 64 * kQueries;
   CUTLASS_DEVICE static int num_parts(const BackwardArgs& args) { return (args.Lq + kColumns - 1) / kColumns * kTiles; }
 
-  // A consumer's way through the steps of all its tiles.
+  // A consumer's state through the steps of all its tiles.
   struct State {
     using Pipe = PipelineState<Config::DqGlobalTiles::kDsStages>;
     Pipe given, taken;
@@ -59,7 +60,7 @@ struct DqGlobal {
     bool begins;  // no step of this tile has been added
   };
 
-  // dS of this warpgroup's keys, each 8x8 matrix transposed to where `offset` says.
+  // Stores dS of this warpgroup's keys, each 8x8 matrix transposed, at `offset`.
   template <typename Packed>
   CUTLASS_DEVICE static void store_ds(const Packed& ds, State& state, Shared& shared, uint32_t offset,
                                       const ConsumerCoord& at) {
@@ -73,7 +74,7 @@ struct DqGlobal {
     state.given.advance();
   }
 
-  // dS that has been stored last, of this warpgroup's keys; dS of the next step for dq, of all keys.
+  // Waits for the dS stored last, of this warpgroup's keys; for dS of the next step for dq, of all keys.
   CUTLASS_DEVICE static void wait_for_own(const State& state, Shared& shared, const ConsumerCoord& at) {
     typename State::Pipe last = state.given.before();
     shared.dq_global_barriers.full[last.index][at.tile].wait(last.phase);
@@ -82,7 +83,7 @@ struct DqGlobal {
     for (auto& barrier : shared.dq_global_barriers.full[state.taken.index]) barrier.wait(state.taken.phase);
   }
 
-  // dk += dS^T Q of the step whose dS has been stored last.
+  // dk += dS^T Q, math.md (14), of the step whose dS was stored last.
   template <int kCount>
   CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const State& state, const Shared& shared, uint32_t queries,
                                        const ConsumerCoord& at) {
@@ -95,7 +96,7 @@ struct DqGlobal {
           StreamedTile::descriptor(queries + StreamedTile::rows_step(step)));
     }
   }
-  // sum = K^T dS^T of the next step for dq; then sum is added.
+  // sum = K^T dS^T, math.md (13), of the next step for dq; add() then adds it.
   CUTLASS_DEVICE static void start(Sum& sum, const State& state, const Shared& shared, uint32_t owned,
                                    const ConsumerCoord& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
@@ -128,7 +129,7 @@ struct DqGlobal {
     state.next += kTiles * kPart;
   }
 
-  // A tile of which no key is visible: its accumulator stays as it is.
+  // A tile without a visible key: its accumulator is left as it is.
   CUTLASS_DEVICE static void add_nothing(State& state, Shared& shared) {
     shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
     state.accumulator_phase ^= 1;
@@ -180,7 +181,8 @@ struct DqGlobal {
     while ((x = ptx::load_acquire(counter)) < at_least) __nanosleep(200);
     return x;
   }
-  // Every num_blocks-th part, from the block-th on: 16 queries at a time, the next ones on their way to shared memory.
+  // Writes every num_blocks-th part of dq, from the block-th on: 16 queries at a time, while the next ones are loaded
+  // to shared memory.
   CUTLASS_DEVICE static void write(const BackwardArgs& args, Shared& shared, float* accumulator,
                                    const TensorView<5>& dq, const typename Config::Coordinates& at, int block,
                                    int lane) {
@@ -216,7 +218,7 @@ struct DqGlobal {
       const int valid = int(dq.size[0]) - column - lane_column;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {  // 8 queries each
-        uint4 eights[2];             // both before stores that may be left out
+        uint4 eights[2];             // both are made before any store, which may be predicated off
         CUTLASS_PRAGMA_UNROLL
         for (int y = 0; y < 2; ++y) {
           eights[y] = eight_columns(shared.dq_global.sums[i % kStages] + 128 * j + 64 * y, args.scale, lane);
@@ -231,8 +233,8 @@ struct DqGlobal {
     cute::cp_async_wait<0>();
     __syncwarp();
   }
-  // Of 8 queries by 32 columns, two warps' accumulators of dq^T, eight neighbours in a row for each lane. Half of the
-  // lanes read neighbours the other way round, for the sake of the banks.
+  // Gives each lane eight neighbours of a row, out of 8 queries by 32 columns of two warps' accumulators of dq^T. Half
+  // of the lanes read each two neighbours in reverse, which avoids bank conflicts.
   CUTLASS_DEVICE static uint4 eight_columns(const float4* sums, float scale, int lane) {
     const int second = lane / 16;
     const float* x = reinterpret_cast<const float*>(sums) + 128 * second + lane % 16;
