@@ -2,8 +2,8 @@
 // to an accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, each of them writes a
 // part of dq. Only the (b, n, h) under way have an accumulator.
 //
-//   consumers         dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries; added to
-//                     the accumulator, which keeps them in the order of the instruction's accumulators
+//   consumers         dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added
+//                     to the accumulator, which keeps the order of the instruction's accumulators
 //   accumulator warp  finds the accumulator of a tile, and counts a tile that has been added
 //   dq warp           waits for the other blocks, writes this block's part of dq and leaves zeros; the last one of a
 //                     (b, n, h) releases the accumulator
