@@ -12,6 +12,7 @@
 #include "../params.h"
 #include "key_tiles.h"
 #include "parallel.h"
+#include "tile_sizes.h"
 
 namespace ds4s::cpu {
 
@@ -112,7 +113,7 @@ class FewKeys {
   }
 
  private:
-  static constexpr int kKeys = 96;  // of a tile; here tiles only say what is visible
+  static constexpr int kKeys = kBackwardKeys;  // of a tile; here tiles only say what is visible
 
   int64_t bias2_index(int64_t q, int64_t k) const {
     const int64_t* stride = p_.bias2_stride;

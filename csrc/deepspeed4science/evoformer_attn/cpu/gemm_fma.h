@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "scalar.h"
+#include "tile_sizes.h"
 
 namespace ds4s::cpu {
 
@@ -56,8 +57,7 @@ struct FmaEngine {
   using Vec = typename V::Vec;
   using Elem = float;
 
-  // A multiple of every ISA's kTileRows. 24 and 96 run within 3 % of it at (1, 64, 384, 4, 32).
-  static constexpr int kQueries = 48;
+  static constexpr int kQueries = kFmaQueries;
   static constexpr int kKeys = kKeys_;
   static constexpr int kDepthAlign = 1;  // a product's depth needs no padding
   static constexpr int kChannelAlign = V::kWidth;
