@@ -1,0 +1,110 @@
+"""No kernel of the older families asks for more shared memory than the GPUs that it serves have."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+
+from op_builder import paths
+from op_builder.ops import instantiations
+from op_builder.ops.instantiations import CudaKernel
+from op_builder.toolchain import cutlass, nvcc_targets, toolkits
+from op_builder.toolchain.nvcc import FLAGS
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """That have so much for a block, as the CUDA C++ Programming Guide says."""
+
+    family: str
+    archs: tuple[str, ...]
+    shared_bytes: int
+
+    @property
+    def id(self) -> str:
+        return "-".join(self.archs)
+
+
+GPUS = (Gpus("sm75", ("7.5",), 64 * 1024), Gpus("sm80", ("8.6", "8.9", "12.0"), 99 * 1024))
+# Of a kernel by its template arguments, in the fewest stages: a launch takes a second one where the
+# device has room for it (sm80/backward/plan.h).
+BYTES = """\
+template <typename Forward>
+constexpr int forward_bytes() {
+  return Forward::Kernel::kSharedBytes;
+}
+template <typename Kernel>
+constexpr int backward_bytes() {
+  using Config = typename Kernel::Config;
+  using ds4s::Gradients;
+  constexpr Gradients kKeys = Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv;
+  int most = Kernel::template shared_bytes<Gradients::kDq>(1);
+  const int others[] = {Kernel::template shared_bytes<kKeys>(1),
+                        Kernel::template shared_bytes<Gradients::kDv>(1),
+                        Kernel::dbias2_shared_bytes(1)};
+  for (int bytes : others) {
+    if (bytes > most) most = bytes;
+  }
+  if constexpr (Config::kExact) {
+    constexpr int kStatistics = ds4s::RowStatistics<Config>::kSharedBytes;
+    if (kStatistics > most) most = kStatistics;
+  }
+  return most;
+}
+"""
+
+
+def kernels(family):
+    rows = instantiations
+    for direction, biases in (("fwd", rows.CUDA_BIASES), ("bwd", ("none", "bias2"))):
+        for dtype in rows.CUDA_DTYPES:
+            if not rows.has_row(family, direction, dtype):
+                continue
+            wide = dtype in rows.FAMILIES[family].wide.get(direction, ())
+            for head_dim in (*rows.HEAD_DIM_TIERS, *([rows.WIDE_TIER] if wide else [])):
+                if (family, direction, dtype, head_dim) == ("sm75", "bwd", "fp32", 128):
+                    continue  # needs 67 KiB: README gives it to 96
+                for bias in biases:
+                    for aligned in (True, False):
+                        yield CudaKernel(family, direction, dtype, head_dim, bias, aligned, "")
+
+
+def assertion(kernel, limit):
+    arguments = re.search(r"ds4s::(?:For|Back)ward<(.*)>::run", kernel.source())[1]
+    if kernel.direction == "fwd":
+        value = f"forward_bytes<ds4s::Forward<{arguments}>>()"
+    else:
+        value = f"backward_bytes<AttentionBackwardKernel<{arguments}>>()"
+    return f'static_assert({value} <= {limit}, "{kernel.name}");\n'
+
+
+def compiled(gpus, folder):
+    """What nvcc says of that many assertions; empty: all hold."""
+    nvcc, headers = toolkits.find_nvcc(), cutlass.find_cutlass()
+    if not nvcc.ok or not headers.ok:
+        pytest.skip(f"nvcc: {nvcc.reason}; CUTLASS: {headers.reason}")
+    targets = [f"sm_{arch.replace('.', '')}" for arch in gpus.archs]
+    if missing := [one for one in targets if one not in nvcc_targets.targets(nvcc).real]:
+        pytest.skip(f"nvcc {nvcc.version} does not compile for {missing}")
+    source = folder / "shared_memory.cu"
+    folders = ("forward", "backward")
+    lines = [f'#include "sm80/{direction}/launch.h"\n' for direction in folders]
+    lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in kernels(gpus.family))]
+    source.write_text("".join(lines))
+    flags = [f"-gencode=arch=compute_{one[3:]},code={one}" for one in targets]
+    includes = [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
+    command = [nvcc.path, "-c", *FLAGS, *flags, *includes, "-o", folder / "out.o", source]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("gpus", GPUS, ids=lambda gpus: gpus.id)
+def test_no_kernel_asks_for_more_than_there_is(gpus, tmp_path):
+    assert not compiled(gpus, tmp_path)
+
+
+def test_more_than_there_is_does_not_compile(tmp_path):
+    """The widest forward in float32 needs more than half of what 8.6 has."""
+    log = compiled(Gpus("sm80", ("8.6",), 48 * 1024), tmp_path)
+    assert "sm80_fwd_fp32_d128_both_aligned" in log, log
