@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import archive, masks, models_cli, results_page, table
+from benchmarks import archive, masks, models_cli, quoted, results_page, table
 from benchmarks.environment import describe
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.result_file import make_result, save
@@ -268,5 +268,7 @@ def _results(arguments: argparse.Namespace) -> int:
 
     draw(measurements, target.parent / "pictures")
     target.write_text(results_page.page(measurements))
+    for path, text in quoted.pages().items():
+        path.write_text(text)
     print(target)
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import quoted
 from tests.documents import ROOT
 
 KERNELS = ROOT / "csrc" / "deepspeed4science" / "evoformer_attn"
@@ -52,14 +53,18 @@ def test_tiles_of_the_cpu():
         assert f"| {direction}, pair engine | {rows} | {keys} |" in page
 
 
-def test_times_of_the_cpu_are_those_of_the_results():
-    page = (ROOT / "docs" / "kernels" / "cpu.md").read_text()
-    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().partition("\n## CPU\n")[2]
-    rows = re.findall(r"^\| (forward\S*|forward and backward), (\w+) \| (.*) \|$", page, re.M)
-    assert len(rows) == 4
-    for what, dtype, figures in rows:
-        table = results.partition(f"\n{what.capitalize()}, {dtype}, ")[2].partition("\n\n|")[2]
-        assert f"| {figures} |" in table.partition("\n\n")[0]
+def test_quoted_results_are_those_of_the_results_page():
+    """If not: `python -m benchmarks results`."""
+    for path, text in quoted.pages().items():
+        assert path.read_text() == text, path
+
+
+def test_a_figure_that_is_not_in_the_results_is_seen():
+    page = (ROOT / "README.md").read_text()
+    table = quoted.readme((ROOT / "benchmarks" / "RESULTS.md").read_text())
+    figure = table.splitlines()[2].split(" | ")[1]
+    assert page.count(figure) == 1
+    assert quoted.updated(page.replace(figure, "0.001 / 0.002"), table) == page
 
 
 def test_equations_are_numbered_once():

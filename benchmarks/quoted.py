@@ -1,0 +1,79 @@
+"""Tables of other documents that quote RESULTS.md; `python -m benchmarks results` writes them too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ("1, 384, 384, 4, 32", "1, 768, 768, 4, 32", "1, 512, 384, 8, 32")
+COLUMNS = ("this op", "FlexAttention", "cuEquivariance", "cuDNN, no bias")
+CPU_SHAPE, CPU_COLUMNS = "1, 64, 384, 4, 32", ("this op", "SDPA with mask", "PyTorch eager")
+
+
+def readme(results: str) -> str:
+    """Forward / backward of training crops on a GPU."""
+    section = _section(results, "Training crops")
+    forward, backward = (_table(section, f"{name}, ") for name in ("Forward", "Backward"))
+    return _markdown(
+        ("B, N, L, H, D", *COLUMNS),
+        [
+            (shape, *(f"{forward[shape][name]} / {backward[shape][name]}" for name in COLUMNS))
+            for shape in SHAPES
+        ],
+    )
+
+
+def cpu(results: str) -> str:
+    section = _section(results, "CPU")
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        for direction in ("Forward", "Forward and backward"):
+            figures = _table(section, f"{direction}, {dtype}, ")[CPU_SHAPE]
+            what = f"{direction.lower()}, {dtype}"
+            rows.append((what, *(figures[name] for name in CPU_COLUMNS)))
+    return _markdown(("", *CPU_COLUMNS), rows)
+
+
+QUOTING: dict[str, Callable[[str], str]] = {"README.md": readme, "docs/kernels/cpu.md": cpu}
+
+
+def updated(page: str, table: str) -> str:
+    """The page with that table in the place of the one with the same head."""
+    head = table.partition("\n")[0]
+    before, found, rest = page.partition(f"\n{head}\n")
+    if not found:
+        raise ValueError(f"no table with the head {head}")
+    return f"{before}\n{table}\n{rest.partition(chr(10) * 2)[2]}"
+
+
+def pages() -> dict[Path, str]:
+    """Every page that quotes, as it should be."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    return {
+        ROOT / name: updated((ROOT / name).read_text(), table(results))
+        for name, table in QUOTING.items()
+    }
+
+
+def _section(results: str, title: str) -> str:
+    return results.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def _table(section: str, start: str) -> dict[str, dict[str, str]]:
+    """The table behind the first line that begins so: shape -> column -> milliseconds."""
+    text = section.partition(f"\n{start}")[2]
+    lines = re.match(r"[^\n]*\n\n((?:\|[^\n]*\n)+)", f"{text}\n")
+    if not lines:
+        raise ValueError(f"no table behind {start!r}")
+    head, _, *rows = [
+        [cell.strip() for cell in line[1:-1].split("|")] for line in lines[1].splitlines()
+    ]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, *rows]
+    text = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines]
+    return "\n".join([text[0], "|---" * len(head) + "|", *text[1:]]) + "\n"
