@@ -1,4 +1,4 @@
-"""Tables of other documents that quote RESULTS.md; `python -m benchmarks results` writes them too."""
+"""Tables of other documents that quote RESULTS.md; `python -m benchmarks results` writes them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_replayed():
-    """No test has what was prepared before it changed a part of the program."""
+    """Drops prepared calls: a test may replace parts of the program on which they depend."""
     if operators := sys.modules.get("deepspeed4science.operators"):
         operators.forget()
 

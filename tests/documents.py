@@ -19,7 +19,7 @@ def name(page: Path) -> str:
 
 
 def snippets(text: str, language: str = "python") -> list[str]:
-    """What stands between a fence of that language and the next fence."""
+    """The text of each block between a fence of that language and the next fence."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
 
 

@@ -1,7 +1,7 @@
-"""Make-believe tool folders for the finders' tests: scripts that answer as the real programs do,
-and empty headers.
+"""Fake tool folders for tests of searches: scripts that answer as the real programs do, and empty
+headers.
 
-They are fixtures for *finding* things; whatever compiles is tested with real compilers.
+They are fixtures for *finding* tools; compiling is tested with real compilers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def file(path: Path, text: str = "") -> Path:
 def toolkit(
     root: Path, version: str = "13.0.88", targets: tuple[str, ...] = DEFAULT_TARGETS
 ) -> Path:
-    """A whole CUDA toolkit as nvcc.py sees one; returns its nvcc."""
+    """A complete CUDA toolkit in the eyes of nvcc.py; returns its nvcc."""
     major, minor = version.split(".")[:2]
     file(root / "nvvm" / "bin" / "cicc")
     runtime = f"#define CUDART_VERSION  {int(major) * 1000 + int(minor) * 10}\n"
@@ -85,7 +85,7 @@ inline const char* cudaGetErrorString(cudaError_t) {{ return "an error of no GPU
 
 
 def host_toolkit(root: Path, compiler: str, targets: tuple[str, ...] = DEFAULT_TARGETS) -> Path:
-    """A toolkit that compiles units of host code, for whatever it is asked; returns its nvcc."""
+    """A toolkit that compiles host code only, for any target; returns its nvcc."""
     nvcc = toolkit(root, targets=targets)
     script = file(root / "host_nvcc.py", _HOST_NVCC.format(compiler=compiler, root=root))
     compile_it = f'*) exec {sys.executable} {script} "$@" ;;'
@@ -96,7 +96,7 @@ def host_toolkit(root: Path, compiler: str, targets: tuple[str, ...] = DEFAULT_T
 
 
 def changed_toolkit(real: Path, root: Path, part: str, script: str) -> Path:
-    """A real toolkit, of links, in which the program `part` is a shell script; returns its nvcc."""
+    """Links to a real toolkit, with a shell script for the program `part`; returns its nvcc."""
     inner = ("bin", "nvvm", "nvvm/bin")
     for folder in ("", *inner):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def import_path(site_packages: Path) -> list[str]:
 
 
 def cutlass(include: Path, version: str = "4.2.0") -> Path:
-    """The two files by which cutlass.py knows the headers; returns the include folder."""
+    """The two files by which cutlass.py recognises the headers; returns the include folder."""
     major, minor, patch = version.split(".")
     parts = {"MAJOR": major, "MINOR": minor, "PATCH": patch}
     text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in parts.items())

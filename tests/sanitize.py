@@ -1,10 +1,9 @@
 """Small calls of the CUDA op for compute-sanitizer: `compute-sanitizer --tool memcheck python
 tests/sanitize.py`.
 
-Every dtype that the family has, aligned and ragged, forward and backward, the backward in both its
-variants; without gradients too, since a forward for nobody's backward writes no lse; masks that
-leave tiles of keys and whole rows n out. Memory comes straight from CUDA so that a read past a
-tensor's end is seen.
+Every dtype of the family, aligned and ragged, forward and backward, the backward in both variants;
+also without gradients, since such a forward writes no lse; masks that hide tiles of keys and whole
+rows n. Memory is allocated by CUDA directly, so that a read past a tensor's end is seen.
 """
 
 import math
@@ -17,16 +16,16 @@ from op_builder.ops.instantiations import has_row
 
 # N, Lq, Lk, H, D
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))
-# Hopper's pipelines have up to eight places for keys, queries or an operand of one n, and are raced
-# for from the second time round; in bfloat16 only, of which float16 is a copy.
+# Hopper's pipelines have up to eight stages for keys, queries or an operand of one n; a race is
+# possible from the second use of a stage on. In bfloat16 only, since float16 has the same code.
 SM90_CALLS = (
     (3, 65, 200, 1, 128),  # wide tiles are made of several boxes
-    (2, 65, 330, 1, 32),  # keys come round
-    (2, 330, 65, 1, 32),  # queries come round
-    (18, 40, 72, 1, 32),  # rows n come round, in two slices that meet in dbias2
-    (9, 100, 72, 1, 32),  # clusters of two blocks bring each other K and V
-    (5, 200, 130, 1, 128),  # the same, with an odd number of places
-    (280, 9, 9, 2, 32),  # blocks come to a second tile
+    (2, 65, 330, 1, 32),  # stages of keys are used again
+    (2, 330, 65, 1, 32),  # stages of queries are used again
+    (18, 40, 72, 1, 32),  # stages of rows n are used again, in two slices that both add to dbias2
+    (9, 100, 72, 1, 32),  # clusters of two blocks load K and V for each other
+    (5, 200, 130, 1, 128),  # the same, with an odd number of stages
+    (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # one pass for dk, dv and dq, twice over the keys of a second head
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
     (132, 100, 200, 2, 48),  # both again for wider heads
@@ -36,8 +35,8 @@ SM90_CALLS = (
     (2, 60, 300, 60, 128),  # dbias2 by additions as well
     (1, 130, 130, 50, 32),  # blocks of several tiles for one n
 )
-# What is hidden: a padded pair map, by -inf; every row n other keys; all keys of some queries,
-# whose dO is NaN; all but a key in the middle.
+# The masks: a padded pair map, by -inf; other keys in every row n; all keys of some queries, whose
+# dO is NaN; all keys but one in the middle.
 MASKS = ("padded", "stairs", "queries", "one key")
 MASKED_CALLS = (
     (9, 70, 330, 1, 32),
@@ -63,7 +62,9 @@ def main():
 
 
 def hide(bias1, mask):
-    """Hides keys of `[1, N, 1, 1, Lk]`, and says which rows n are read: all, or not the first."""
+    """Hides keys of `[1, N, 1, 1, Lk]`; returns the rows n that are read: all, or all but the
+    first.
+    """
     N, Lk = bias1.shape[1], bias1.shape[-1]
     if mask == "padded":
         bias1[..., Lk // 2 :] = -math.inf

@@ -26,7 +26,7 @@ mask_kind = pytest.mark.parametrize("mask", ["none", "padded", "ragged"])
 
 def pair_mask(kind, device, rows=2):
     mask = torch.ones(rows, L, L, device=device)
-    if kind == "padded":  # as models build it of one mask of tokens
+    if kind == "padded":  # as models make it from one mask of tokens
         mask[0, L - 5 :] = 0
         mask[0, :, L - 5 :] = 0
     elif kind == "ragged":
@@ -36,7 +36,7 @@ def pair_mask(kind, device, rows=2):
 
 
 def randomised(module, std=0.3):
-    """Without parameters at 0, where a wrong result would not show."""
+    """The module with random parameters: where some are 0, a wrong result would not show."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return module
@@ -97,7 +97,7 @@ def check_same(ours, theirs, shapes, call_ours, call_theirs):
 
 
 def check_recipes(client, capsys):
-    """README's command line says what it switches and finds it; its Python does it."""
+    """README's command line finds the functions that it switches; its Python line switches them."""
     (line,) = re.findall(rf"python -m deepspeed4science run ({client} .*)", README)
     assert run_command.main(["--dry-run", *shlex.split(line)]) == 0
     said = capsys.readouterr().out

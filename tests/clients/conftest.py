@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-# With what their modules need that are imported here.
+# With the requirements of the modules that are imported here.
 PACKAGES = {
     "boltz": ("boltz==2.2.1", "einops==0.8.2"),
     "boltzgen": ("boltzgen==0.3.2", "einops==0.8.2"),
@@ -30,7 +30,9 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def client(request):
-    """The package that the module names as CLIENT, on sys.path; its modules are forgotten then."""
+    """The package that the test module names as CLIENT, on sys.path; its modules are unloaded at
+    the end.
+    """
     name = request.module.CLIENT
     torch = pytest.importorskip("torch")
     folder = installed(request.config.cache.mkdir("clients"), name)
@@ -72,8 +74,8 @@ def installed(cache, name):
 
 
 def stand_ins():
-    """For large packages that those modules import and of which nothing here depends: the initial
-    values that SciPy draws are overwritten, the types of structures are only compared with.
+    """Stand-ins for large packages that those modules import and that do not matter here: initial
+    values drawn by SciPy are overwritten, and types of structures are only compared with.
     """
     zeros = types.SimpleNamespace(std=lambda **_: 1.0, rvs=lambda size, **_: [0.0] * int(size))
     attributes = {

@@ -4,5 +4,5 @@ from . import layer_cases, ring_cases, rule_cases
 
 
 def of(size):
-    """Those for so many processes."""
+    """The cases for that many processes."""
     return rule_cases.of(size) | ring_cases.of(size) | layer_cases.of(size)

@@ -8,7 +8,7 @@ from .sharded import Case, distribute, run_sharded
 
 
 def rules(world):
-    """The last one goes before dk, dv and dbias1 are added up."""
+    """The last process ends before dk, dv and dbias1 are added up."""
     inputs = Case("", ()).inputs(world.device)
     _, result = run_sharded(inputs, world.mesh(), ("Lq",))
     leave(world)
@@ -17,7 +17,7 @@ def rules(world):
 
 
 def ring(world):
-    """The last one goes before its keys have gone round."""
+    """The last process ends before its keys have visited all others."""
     inputs = Case("", ()).inputs(world.device)
     mesh = world.mesh()
     q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))

@@ -35,8 +35,8 @@ def ring(q, k, v, biases, scale=None, mesh_dim=0):
 
 
 def rounding_of_lse(inputs):
-    """What comes on top of the law in float32: parts meet by their lse, one float32 each, and half
-    of its last place is a relative error of P; another half is that of the lse of all keys.
+    """The error allowed beyond the law in float32: parts are merged by their lse, one float32 each,
+    half of whose last place is a relative error of P; the lse of all keys adds another half.
     """
     if inputs.q.dtype != torch.float32:
         return 0.0
@@ -63,7 +63,7 @@ def run_case(case, world):
 
 
 def masks(world):
-    """All keys of a process hidden; all of a row n, by a finite number or by -inf."""
+    """Hides all keys of a process, or all keys of a row n, by a finite number or by -inf."""
     inputs = Case("", ()).inputs(world.device)
     part = -(-21 // world.size)
     inputs.bias1[0, 0, ..., :part] = -math.inf
@@ -77,7 +77,7 @@ def masks(world):
 
 
 def large_scores(world):
-    """lse far from 0, which a backward cannot take the scores' digits from: a finite bias2."""
+    """lse far from 0, by a finite bias2: it leaves a backward few digits of the scores."""
     inputs = Case("", ()).inputs(world.device)
     inputs.bias2[:, :, 1] += 300.0
     ours, _ = run_sharded(inputs, world.mesh(), ("ring",), ring)

@@ -76,7 +76,7 @@ def checkpointed(world):
 
 
 def placements(world):
-    """What stays where it is: no rule moves an input that fits one."""
+    """Placements are kept: no rule moves an input that fits one."""
     expected = {
         "B": [Shard(0)] * 6,
         "N": [*[Shard(1)] * 5, Partial()],
@@ -89,7 +89,7 @@ def placements(world):
 
 
 def rounded_once(world):
-    """A bias in 16 bits beside float32: its gradient's parts are added before they are rounded."""
+    """Partial gradients of a bias in 16 bits beside float32 are added before they are rounded."""
     case = Case("", ("N",), bias_dtype=BF16)
     inputs = case.inputs(world.device)
     ours, result = run_sharded(inputs, world.mesh(), ("N",))
@@ -101,7 +101,7 @@ def rounded_once(world):
 
 
 def lse(world):
-    """Also after a call without it, and the other way round: DTensor remembers what it chose."""
+    """return_lse after a call without it, and the reverse: DTensor remembers its choice."""
     inputs = Case("", (), Lq=19).inputs(world.device)  # of shapes that no other case has
     mesh = world.mesh()
     q, k, v = (distribute(x, mesh, [1]) for x in (inputs.q, inputs.k, inputs.v))

@@ -1,4 +1,4 @@
-"""One call on DTensors beside the same call in one process."""
+"""Compares one call on DTensors with the same call in one process."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.law import Inputs, run, ulps, violations
 
-# Where each axis of the problem lies in q, k, v, bias1, bias2, dO.
+# The dimension of each axis of the problem in q, k, v, bias1, bias2, dO.
 PLACEMENTS = {
     "B": (0, 0, 0, 0, 0, 0),
     "N": (1, 1, 1, 1, None, 1),
@@ -23,7 +23,7 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`axes` are those that the mesh's dimensions shard."""
+    """One case; `axes` are the axes that the mesh's dimensions shard."""
 
     id: str
     axes: tuple
@@ -59,7 +59,7 @@ class Case:
 
 
 def distribute(tensor, mesh, dims):
-    """Sharded where it has the dimension, on each dimension of the mesh."""
+    """The tensor as a DTensor, sharded on each dimension of the mesh whose axis it has."""
     if tensor is None:
         return None
     whole = [dim is None or tensor.shape[dim] == 1 for dim in dims]
@@ -68,7 +68,7 @@ def distribute(tensor, mesh, dims):
 
 
 def run_sharded(inputs, mesh, axes, function=None):
-    """(O, dq, dk, dv, dbias1, dbias2), whole; and the DTensors that they were."""
+    """(O, dq, dk, dv, dbias1, dbias2) as whole tensors, and as the DTensors that they were."""
     dims = list(zip(*(PLACEMENTS[axis] for axis in axes), strict=True))
     leaves = []
     for tensor, of, need in zip(inputs.tensors(), dims, inputs.needs, strict=False):

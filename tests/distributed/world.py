@@ -1,8 +1,8 @@
-"""Processes that run cases together and write down what each found.
+"""Processes that run cases together and record the outcome of each.
 
-A case is a function of the World, called in every process; its name is its id. What it raises in
-any process is its failure. All cases share the processes: starting them takes longer than all that
-they do.
+A case is a function of the World, called in every process; its name is its id. An exception in any
+process is its failure. All cases share the processes, since starting them takes longer than running
+all cases.
 """
 
 import os
@@ -22,7 +22,7 @@ PATIENCE = 60  # seconds that a process waits for another one
 
 @dataclass
 class World:
-    """What a process knows of its surroundings."""
+    """A process's rank, group and device."""
 
     rank: int
     size: int
@@ -31,7 +31,7 @@ class World:
     meshes: dict = field(default_factory=dict)
 
     def mesh(self, *shape, names=None):
-        """Over all processes; by default of one dimension."""
+        """A device mesh over all processes; by default of one dimension."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = shape or (self.size,)
@@ -41,8 +41,8 @@ class World:
 
 
 def launch(backend, size, seed, cases="tests.distributed.cases:of"):
-    """Start `size` processes; {case: what failed, None where nothing did}, and the processes'
-    output. `cases`: a module and its function that gives them.
+    """Start `size` processes; return {case: its failure, or None} and the processes' output.
+    `cases`: a module and its function that returns them.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.distributed.world", backend, str(size), folder]
@@ -73,7 +73,7 @@ def launch(backend, size, seed, cases="tests.distributed.cases:of"):
 
 
 def _read(path):
-    """Cases as far as a process came."""
+    """The outcomes of the cases that a process has reached."""
     found = {}
     if path.exists():
         with path.open("rb") as file:

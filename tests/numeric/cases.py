@@ -1,4 +1,4 @@
-"""The cases of the error law, as data with readable ids, and the devices there are."""
+"""The cases of the error law, as data with readable ids, and the devices to run them on."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ def cuda_family():
 
 
 def sm90_marks():
-    """For modules about Hopper's own kernels: skipped where they do not run."""
+    """Marks for modules about Hopper's own kernels, which are skipped where these do not run."""
     reason = _sm90_reason()
     return [
         pytest.mark.gpu,

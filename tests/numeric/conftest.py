@@ -1,4 +1,4 @@
-"""What the numeric tests share."""
+"""Fixtures of the numeric tests."""
 
 import pytest
 
@@ -12,7 +12,9 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture
 def one_thread():
-    """For many small calls: threads that wait for each other would take most of the time."""
+    """One thread, for many small calls: threads would spend most of the time waiting for each
+    other.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -23,7 +25,7 @@ def one_thread():
 
 @pytest.fixture
 def kernels_only(monkeypatch):
-    """Few scores are the kernels' too, on a GPU as well."""
+    """Kernels compute calls of few scores too, on a GPU as well."""
     from deepspeed4science import few_scores
 
     monkeypatch.setattr(few_scores, "MOST_SCORES", 0)
@@ -48,7 +50,7 @@ def ran(monkeypatch, kernels_only):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """What CUDA kernels said that they would run, in order: of each its choices by name."""
+    """The plans of the CUDA kernels that ran, in order, each as a mapping by name."""
     from deepspeed4science.backends.cuda import CudaBackend
 
     found, launch = [], CudaBackend.launch

@@ -3,10 +3,10 @@
     python -m tests.numeric.fuzz --seconds 60 --seed 1 [--device cuda]
     python -m tests.numeric.fuzz --call "seed=5 dtype=bf16 Lq=2 ..."
 
-A call that breaks the law is made as small as it goes on breaking it, and printed as a line that
+A call that breaks the law is made smaller as long as it still breaks it, and printed as a line that
 repeats it. The law compares one draw of roundings with another (docs/math.md): where few elements
-count, a right call is past it by some percent once in a thousand. What is past it by less than
-twice therefore counts only if it is so with more draws of the same call, one after another.
+count, a correct call exceeds it by some percent once in a thousand. An excess of less than a factor
+of two therefore counts only if further draws of the same call exceed the law too.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from tests.numeric.law import check
 from tests.numeric.poison import poison_memory
 from tests.numeric.random_calls import Call, draw, of_kind, smaller, within_limits
 
-# Tensors expanded over N are past the law in up to every second draw (docs/math.md).
+# Tensors expanded over N exceed the law in up to every second draw (docs/math.md).
 DRAWS = 8
 
 
 def failure(call, device, checked=check):
-    """What is wrong with a call; empty when it keeps the law. Any exception is wrong."""
+    """The failure of a call; empty where it keeps the law. Any exception is a failure."""
     try:
         checked(call.inputs(device))
     except Exception as error:
@@ -38,7 +38,7 @@ def failure(call, device, checked=check):
 
 
 def excess(wrong):
-    """How many times as much as the law allows; infinite where something else is wrong."""
+    """The error divided by what the law allows; infinite for other failures."""
     parts = wrong.removeprefix("AssertionError: ").split("; ")
     figures = [re.fullmatch(r"(?:O|d\w+): (\S+) > (\S+)", part) for part in parts]
     return max(float(found[1]) / float(found[2]) if found else math.inf for found in figures)
@@ -53,12 +53,14 @@ def is_broken(call, device, checked=check):
 
 
 def smallest(call, device, checked=check, seconds=60.0):
-    """The plainest call found that still breaks the law."""
+    """The simplest call found that still breaks the law."""
     end = time.monotonic() + seconds
     moved = True
     while moved:
         moved = False
-        steps = itertools.product(smaller(call), range(4))  # other sizes are other numbers as well
+        steps = itertools.product(
+            smaller(call), range(4)
+        )  # with other sizes the numbers differ, too
         for candidate in (replace(step, seed=step.seed + i) for step, i in steps):
             if time.monotonic() > end:
                 return call
@@ -109,7 +111,7 @@ def fuzz(seconds, seed, device="cpu", checked=check, kinds=()):
 
 
 def report(seed, call, device, checked=check):
-    """What to print of a failing call."""
+    """The lines to print for a failing call."""
     return (
         f"seed {seed}: {failure(call, device, checked)}\n"
         f'repeat: python -m tests.numeric.fuzz --device {device} --call "{call}"'

@@ -1,4 +1,4 @@
-"""CUDA graphs: a step captured, and replayed with other numbers."""
+"""CUDA graphs: captures a step and replays it with other numbers."""
 
 import torch
 

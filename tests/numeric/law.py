@@ -1,5 +1,5 @@
-"""The error law: every tensor of ours against float64, allowed little more than PyTorch eager in
-the same dtype.
+"""The error law, math.md (17): the error of every tensor against float64 may be little larger than
+that of PyTorch eager in the same dtype.
 
     err(ours) <= 1.25 * err(eager) + 1 ulp of the output,   err = ||x - ref|| / ||ref||
 
@@ -36,7 +36,7 @@ def same_non_finite(x, reference):
 
 
 def violations(ours, eager, reference, ulps, names=NAMES):
-    """The names of tensors that break the law, with their figures; empty when all is well."""
+    """The names of tensors that break the law, with their figures; empty where none does."""
     broken = []
     for name, x, e, ref, ulp in zip(names, ours, eager, reference, ulps, strict=True):
         if ref is None:
@@ -58,8 +58,8 @@ def violations(ours, eager, reference, ulps, names=NAMES):
 
 
 def is_rounding(reference):
-    """Whether a float64 gradient is 0 but for its rounding, as that of a bias which adds the same
-    to all scores of a query: relative errors say nothing there.
+    """Whether a float64 gradient is 0 but for rounding errors, as that of a bias that adds the same
+    number to all scores of a query: relative errors are meaningless there.
     """
     return bool(reference.detach().double().norm() < 1e-9)
 
@@ -68,9 +68,10 @@ MANY = 256  # elements, of which the root mean square of rounding errors varies 
 
 
 def check_stacked(draw, ulp):
-    """Raise unless the law holds for `draw()`, {name: (ours, eager, reference)} of fresh inputs
-    each time, stacked: of so many calls that each tensor has MANY elements. The error of a dozen
-    elements is a draw of roundings itself (docs/math.md, "Where the law is a draw").
+    """Raise unless the law holds for the stacked results of several `draw()`, each
+    {name: (ours, eager, reference)} of fresh inputs: of as many as give each tensor MANY elements.
+    The error of a dozen elements is itself a draw of roundings (docs/math.md, "Where the law is a
+    draw").
     """
     totals, least = {}, 0
     while least < MANY:
@@ -89,7 +90,7 @@ def check_stacked(draw, ulp):
 
 
 def ulps(results):
-    """1 ulp of each output's own dtype: a bias may have another one than Q."""
+    """1 ulp of each output's own dtype: a bias may have another dtype than Q."""
     return [0.0 if x is None else torch.finfo(x.dtype).eps for x in results]
 
 
@@ -112,11 +113,11 @@ class Inputs:
 
 
 def run(function, inputs, dtype=None):
-    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`, which gets row_mask and
-    scale too where there are any; None where no gradient is wanted.
+    """(O, dQ, dK, dV, dbias1, dbias2) of `function(q, k, v, bias1, bias2)`, which also gets
+    row_mask and scale where these are set; None where a gradient is not wanted.
 
-    With `dtype` all tensors but masks are cast first. Without it they keep their strides: only a
-    leaf is made of each.
+    With `dtype` all tensors but masks are cast first. Without it they keep their strides and become
+    leaves.
     """
     leaves = []
     for tensor, need in zip(inputs.tensors(), inputs.needs, strict=True):
@@ -143,7 +144,7 @@ def ours(q, k, v, bias1, bias2, row_mask=None, scale=None):
 
 
 def check(inputs, function=ours, eager=evoformer_attention):
-    """Raise unless `function` keeps the law on `inputs`; `eager` is what it is compared with."""
+    """Raise unless `function` keeps the law on `inputs`, in comparison with `eager`."""
     if inputs.do is None:
         inputs.do = torch.randn(
             *inputs.q.shape[:-1], inputs.v.shape[-1], device=inputs.q.device
@@ -159,14 +160,14 @@ def check(inputs, function=ours, eager=evoformer_attention):
 
 
 def check_each_query(inputs, function=ours):
-    """The law for dO of 1e-3 in one row and 1e3 in the next: what belongs to one query, dq and
-    dbias2, is divided by the size of its dO first, since a norm over all rows would see the large
-    ones only.
+    """The law for dO of 1e-3 in one row and 1e3 in the next. Gradients that belong to one query, dq
+    and dbias2, are divided by the size of its dO first: a norm over all rows would show only the
+    large ones.
     """
     dtype, (*_, Lq, H, _), Dv = inputs.q.dtype, inputs.q.shape, inputs.v.shape[-1]
     size = 10 ** (6 * torch.rand(Lq, 1, dtype=torch.float64, device=inputs.q.device) - 3)
     if dtype == torch.float16:
-        size = size / 10  # it ends at 65,504
+        size = size / 10  # float16 ends at 65,504
     do = torch.randn(*inputs.q.shape[:2], Lq, H, Dv, device=inputs.q.device) * size[..., None]
     inputs.do = do.to(dtype)
 
@@ -183,10 +184,10 @@ def check_each_query(inputs, function=ours):
 
 
 def check_weights(inputs, function=ours):
-    """The law, and what it hardly says of scores so large that their differences are rounded away:
-    whatever the weights are, they sum to 1, so that sum_j dV_j = sum_i dO_i. Each weight and each
-    result may be wrong by half an ulp: together by 1 ulp of the sum of absolute values. For 16-bit
-    dtypes, beside whose rounding that of the sums themselves is nothing.
+    """The law and, for scores so large that their differences are rounded away, a further check:
+    weights sum to 1, so sum_j dV_j = sum_i dO_i. Each weight and each result may be wrong by half
+    an ulp, together by 1 ulp of the sum of absolute values. For 16-bit dtypes, beside whose
+    rounding that of the sums is negligible.
     """
     _, _, _, dv, *_ = check(inputs, function)
     over_keys, do = dv.double().sum(2), inputs.do.double()

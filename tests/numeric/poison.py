@@ -1,12 +1,13 @@
-"""Uninitialised outputs are NaN, so that an element nobody writes is seen, and a workspace's bytes
-are all ones, which is NaN in every dtype: who reads before writing is seen too.
+"""Fills uninitialised memory: outputs with NaN, so that an element that is never written is seen,
+and workspaces with bytes of ones, which are NaN in every dtype, so that a read before a write is
+seen.
 """
 
 import torch
 
 
 def poison_memory(setattr=setattr):
-    """Whatever this package allocates with is filled from now on."""
+    """From now on, fill all memory that this package allocates."""
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(place, name, _poisoning(getattr(place, name)))
 

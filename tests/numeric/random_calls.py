@@ -1,4 +1,4 @@
-"""One random call of the op as a line of text: drawn, made into tensors, made smaller."""
+"""Random calls of the op as lines of text: drawn, made into tensors, made smaller."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -22,7 +22,7 @@ LAYOUTS = ("contiguous", "heads-first", "strided", "expanded")
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is made of; the first of several choices is the plainest."""
+    """The properties of a call; the first of several choices is the simplest."""
 
     seed: int
     dtype: str = "fp32"
@@ -120,7 +120,7 @@ class _Maker:
 
 
 def draw(generator):
-    """A call by a `random.Random`: often tiny, since that is where rounding is least averaged."""
+    """A call drawn by a `random.Random`; often tiny, where rounding errors average least."""
     choose = generator.choice
 
     def length():
@@ -133,7 +133,7 @@ def draw(generator):
     N = choose((1, 2, generator.randint(1, 9), generator.randint(1, 70)))
     bias1, bias2 = choose(tuple(MASKS)), choose(("none", "normal", "normal", "inf"))
     if MASKS[bias1] == -1e9 and bias2 == "inf":
-        bias2 = "normal"  # a query that sees nothing but keys of -1e9 has no digits, as in eager
+        bias2 = "normal"  # else a query with -1e9 on all its keys has no digits, as in eager
     return Call(
         seed=generator.randrange(2**31),
         dtype=choose(tuple(DTYPES)),
@@ -160,8 +160,8 @@ def draw(generator):
 
 
 def within_limits(call):
-    """A call as it is, or one that docs/math.md ("Where the law is a draw") does not except on a
-    GPU, where few scores are float64's.
+    """The call, changed where docs/math.md ("Where the law is a draw") makes an exception for it on
+    a GPU, which computes calls of few scores in float64.
     """
     if call.Lk == 1 or call.B * call.N * call.H * call.Lq * call.Lk <= 4096:
         return call
@@ -171,13 +171,13 @@ def within_limits(call):
 
 
 def of_kind(call, dtype, tier):
-    """A call in a dtype and with head dimensions for which the kernels are the same."""
+    """The call in a dtype and with head dimensions of one kernel."""
     D = tier - call.D % 8
     return replace(call, dtype=dtype, D=D, Dv=min(call.Dv, D))
 
 
 def smaller(call):
-    """Calls that are one step plainer, the boldest steps first."""
+    """Calls that are one step simpler, the largest steps first."""
     plain = Call(seed=call.seed)
     if call.Lq == call.Lk > 1:
         for length in (1, call.Lq // 2, call.Lq - 1):

@@ -10,7 +10,7 @@ from .toys import Workshop, kill_spawned
 
 @pytest.fixture
 def workshop(tmp_path, request):
-    """Of C++ toys, unless the test names a language."""
+    """A workshop of C++ toys, unless the test names another language."""
     yield Workshop.make(tmp_path / "workshop", getattr(request, "param", "C++"))
     kill_spawned()
 

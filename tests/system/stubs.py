@@ -8,9 +8,9 @@ from op_builder import paths
 
 
 def with_stubs(folder: Path, stubs: Path) -> Path:
-    """An include folder of links to all headers, those that `stubs` has at the same place instead
-    of ours: a header finds its neighbours from where it stands, whatever the order of folders.
-    It is one for -I, for GCC follows the links of -isystem.
+    """An include folder of links to all headers, in which those of `stubs` replace ours of the same
+    path. A header finds its neighbours relative to itself, so the order of include folders would
+    not suffice. Use it with -I: GCC resolves links below -isystem.
     """
     for source in (paths.csrc_root(), stubs):
         for header in source.rglob("*.h"):

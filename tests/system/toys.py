@@ -1,10 +1,10 @@
 """Toy kernels and the processes that load them, for the loader's tests.
 
-A toy has the five exports, compiles in a moment and answers `status + *(int*)params`, where status
-comes from a header. It is C++, or CUDA compiled by the real nvcc with the real flags: then it holds
-a kernel, which is launched on a stream only, and never where there is no GPU. Its compiler is a
-shell script in front of the real one: it writes a line for each compilation, which is how builds
-are counted, and can be made to stand still or to fail.
+A toy has the five exports, compiles quickly and returns `status + *(int*)params`, where status
+comes from a header. It is C++, or CUDA compiled by the real nvcc with the real flags; then it has a
+kernel, which is launched only where a stream is passed, and never without a GPU. Its compiler is a
+shell script in front of the real one, which writes a line for each compilation, so that builds can
+be counted, and can be made to stop or to fail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if (stream) {
   """
 CUDA_ARCH = "9.0"  # every nvcc that serves can compile for it
 
-# A child process: `toy`, `jit`, `report` are at hand; what it reports is its only word on stdout.
+# A child process: it can use `toy`, `jit`, `report`; its report is its only output on stdout.
 PRELUDE = """\
 import json, os, sys, threading
 from tests.system.toys import Workshop
@@ -203,7 +203,7 @@ def _real_compiler(language: str) -> str:
 
 
 def kill_spawned() -> None:
-    """What a failed test left waiting would wait for minutes."""
+    """Kills processes that a failed test left waiting; they would wait for minutes."""
     for process in _SPAWNED:
         if process.poll() is None:
             process.kill()
@@ -224,7 +224,7 @@ class Outcome:
 
 
 def finish(process: subprocess.Popen, timeout: float = 60) -> Outcome:
-    """What the process reported; it must have ended well and said nothing else on stdout."""
+    """The process's report; it must have exited with 0 and written nothing else to stdout."""
     stdout, stderr = process.communicate(timeout=timeout)
     assert process.returncode == 0, stderr
     lines = stdout.splitlines()
@@ -239,7 +239,7 @@ def gate(path: Path) -> str:
 
 
 def open_gate(path: Path, times: int = 1) -> None:
-    """Let so many pass, whether they wait already or come later."""
+    """Let that many processes pass, whether they wait already or come later."""
     handle = os.open(path, os.O_RDWR)  # does not wait for a reader
     os.write(handle, b"go\n" * times)
     _OPEN_GATES.append(handle)  # what is unread is lost when the last one closes the pipe
@@ -259,7 +259,7 @@ def read_until(stream, words: str) -> str:
 
 
 def until(condition):
-    """Turn until something another process does is done; a minute is a failure."""
+    """Wait until another process has made a condition true; after a minute, fail."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "did not happen within a minute"

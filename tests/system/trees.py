@@ -1,4 +1,4 @@
-"""Copies of the repository as a clone has it, and what build front ends do with them."""
+"""Copies of the repository as in a clone, and the calls that build front ends make on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .toys import REPOSITORY
 
 
 def tracked() -> list[str]:
-    """What git knows, and what it would be told of."""
+    """The files that git tracks, and new ones that it does not ignore."""
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
         cwd=REPOSITORY,
@@ -32,7 +32,7 @@ def clone(copy: Path, *, without: tuple[str, ...] = ()) -> Path:
 
 
 def environment(home: Path, **changes: str) -> dict[str, str]:
-    """This process's, without what others may have set for builds, and with a home of its own."""
+    """This process's environment without variables for builds, and with a home of its own."""
     ours = ("DS_", "DS4S_", "TORCH_", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"HOME": str(home), "DS4S_CPU_ISA": "portable"} | changes
@@ -50,7 +50,7 @@ def pip(*arguments: str, home: Path, **changes: str) -> subprocess.CompletedProc
 
 
 def backend(call: str, tree: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """What a build front end asks of setuptools, without the front end."""
+    """A build front end's call of setuptools, without the front end."""
     script = f"import sys; from setuptools import build_meta; print(build_meta.{call})"
     return subprocess.run(
         [sys.executable, "-c", script],
