@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..toolchain.cpu_isa import CPU_ISAS
+from .unit_texts import CPU_UNIT, CUDA_PLAN, CUDA_UNIT
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = ("fp32", "fp16", "bf16")
@@ -28,24 +29,6 @@ _CPU_ISA = {
     "avx2": "ds4s::cpu::Avx2",
     "portable": "ds4s::cpu::Portable",
 }
-
-# The five exports of params.h. CPU kernels allocate what they need themselves, so their workspace
-# is always 0 bytes.
-_CPU_UNIT = """\
-// {name}: written by op_builder/ops/instantiations.py.
-#include <cstring>
-
-#include "{header}"
-#include "params.h"
-
-DS4S_EXPORT int ds4s_abi_version() {{ return DS4S_ABI_VERSION; }}
-DS4S_EXPORT const char* ds4s_name() {{ return "{name}"; }}
-DS4S_EXPORT int64_t ds4s_workspace_bytes(const ds4s::{params}*) {{ return 0; }}
-DS4S_EXPORT int ds4s_run(const ds4s::{params}* params, void*) {{
-  return {function}<{scalar}, {isa}>(*params);
-}}
-DS4S_EXPORT const char* ds4s_status_string(int status) {{ return std::strerror(status); }}
-"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +49,7 @@ class CpuKernel:
 
     def source(self) -> str:
         """The whole translation unit; its includes are relative to `paths.csrc_root()`."""
-        return _CPU_UNIT.format(
+        return CPU_UNIT.format(
             name=self.name,
             header=_CPU_HEADER[self.direction],
             params=_PARAMS[self.direction],
@@ -232,30 +215,6 @@ _CUDA_HEADERS = {
     "bwd": ("common/rounded_dbias.h", "{folder}/backward/launch.h"),
 }
 
-_CUDA_UNIT = """\
-// {name}: written by op_builder/ops/instantiations.py.
-{includes}
-
-DS4S_EXPORT int ds4s_abi_version() {{ return DS4S_ABI_VERSION; }}
-DS4S_EXPORT const char* ds4s_name() {{ return "{name}"; }}
-DS4S_EXPORT int64_t ds4s_workspace_bytes(const ds4s::{params}* params) {{
-  return {workspace_bytes}(*params);
-}}
-DS4S_EXPORT int ds4s_run(const ds4s::{params}* params, void* stream) {{
-  return {run}(*params, static_cast<cudaStream_t>(stream));
-}}
-DS4S_EXPORT const char* ds4s_status_string(int status) {{
-  return cudaGetErrorString(static_cast<cudaError_t>(status));
-}}
-"""
-_CUDA_PLAN = """\
-DS4S_EXPORT int64_t ds4s_plan(const ds4s::{params}* params, char* text, int64_t size) {{
-  ds4s::PlanText plan(text, size);
-  {plan}(*params, plan);
-  return plan.length();
-}}
-"""
-
 
 @dataclass(frozen=True)
 class CudaKernel:
@@ -295,7 +254,7 @@ class CudaKernel:
         workspace_bytes, run = family.functions[self.direction]
         plan = family.plans.get(self.direction)
         headers = _CUDA_HEADERS[self.direction]
-        return (_CUDA_UNIT + (_CUDA_PLAN if plan else "")).format(
+        return (CUDA_UNIT + (CUDA_PLAN if plan else "")).format(
             name=self.name,
             includes="\n".join(f'#include "{one}"' for one in headers).format(folder=family.folder),
             params=_PARAMS[self.direction],
