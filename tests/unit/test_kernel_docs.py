@@ -43,12 +43,12 @@ def sources(folder: str) -> list[Path]:
 
 def test_tiles_of_the_cpu():
     page = (ROOT / "docs" / "kernels" / "cpu.md").read_text()
-    engine = (KERNELS / "cpu" / "engine.h").read_text()
-    fma = constant((KERNELS / "cpu" / "gemm_fma.h").read_text(), "kQueries")
-    pair = re.search(r"kPairQueries = kKeys == kForwardKeys \? (\d+) : (\d+);", engine)
+    sizes = (KERNELS / "cpu" / "tile_sizes.h").read_text()
+    fma = constant(sizes, "kFmaQueries")
+    pair = re.search(r"kPairQueries = kKeys == kForwardKeys \? (\d+) : (\d+);", sizes)
     assert pair
     for direction, rows in (("forward", int(pair[1])), ("backward", int(pair[2]))):
-        keys = constant(engine, f"k{direction.title()}Keys")
+        keys = constant(sizes, f"k{direction.title()}Keys")
         assert f"| {direction}, fma engine | {fma} | {keys} |" in page
         assert f"| {direction}, pair engine | {rows} | {keys} |" in page
 

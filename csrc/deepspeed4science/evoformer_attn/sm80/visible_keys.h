@@ -1,6 +1,6 @@
-// Which keys of a row n a kernel walks over, in tiles of kTileKeys that it loads together and groups of kGroupKeys that
-// it computes together: tiles without a visible key (common/key_mask.h) are not loaded, groups without one not
-// computed. A row n that sees nothing does not come here.
+// Iterates over the keys of a row n, in tiles of kTileKeys that are loaded together and groups of kGroupKeys that are
+// computed together. Tiles without a visible key (common/key_mask.h) are not loaded, groups without one not computed. A
+// row n that sees nothing is handled elsewhere.
 #pragma once
 
 #include "../common/key_mask.h"
@@ -11,7 +11,7 @@ template <int kTileKeys, int kGroupKeys, bool kSkips_>  // kSkips = false: all k
 struct VisibleKeys {
   static constexpr bool kSkips = kSkips_;
   static constexpr int kUnits = kTileKeys / KeyMask::kUnit, kGroupUnits = kGroupKeys / KeyMask::kUnit;
-  // Halves of a tile are not left out: at D = 48 and 128 the forward would spill 15 more registers, in its loop.
+  // Halves of a tile are not skipped: at D = 48 and 128 the forward would spill 15 more registers in its loop.
   static constexpr bool kSkipsGroups = kSkips && kTileKeys > 2 * kGroupKeys;
   static constexpr uint32_t kTile = kUnits < 32 ? (1u << kUnits % 32) - 1 : ~0u;
   static constexpr uint32_t kGroup = kGroupUnits < 32 ? (1u << kGroupUnits % 32) - 1 : ~0u;
@@ -34,7 +34,7 @@ struct VisibleKeys {
     return !kSkipsGroups || (units >> group * kGroupUnits & kGroup) != 0;
   }
 
-  // How many groups of a tile there are up to the last visible key, or more than there are.
+  // The number of groups of a tile up to the last visible key; it may exceed the number that exist.
   CUTLASS_DEVICE static int groups_in_use(uint32_t units) {
     return (32 - __clz(int(units)) + kGroupUnits - 1) / kGroupUnits;
   }

@@ -1,4 +1,4 @@
-// bias2 as the tensor memory accelerator reads it, in numbers: for plans, and for bias2_rows.h.
+// Sizes and strides of bias2 for TMA: for plans, and for bias2_rows.h.
 #pragma once
 
 #include "params.h"

@@ -1,4 +1,4 @@
-// Host side: what a kernel on Hopper is started with.
+// Host side: the launch configuration of a kernel on Hopper.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,9 +19,9 @@ class Launch {
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
 
-  // Beside the last blocks of the kernel before, for which the kernel must wait itself (ptx::wait_for_kernel_before):
-  // before it touches what that one writes or reads, and before it ends, so that whoever waits for this one has waited
-  // for all.
+  // Starts beside the last blocks of the previous kernel. The kernel itself must wait for that one
+  // (ptx::wait_for_kernel_before) before it touches memory that that one writes or reads, and before it ends, so that
+  // waiting for this kernel includes all earlier ones.
   void overlap() {
     add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
   }

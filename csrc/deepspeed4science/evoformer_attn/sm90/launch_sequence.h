@@ -1,5 +1,5 @@
-// Host side: the kernels of one call, one after another on a stream. Once something has gone wrong, nothing more is
-// started, and status() says what it was.
+// Host side: the kernels of one call, one after another on a stream. After an error no further kernel is started, and
+// status() returns the error.
 #pragma once
 
 #include "common/preprocess.h"

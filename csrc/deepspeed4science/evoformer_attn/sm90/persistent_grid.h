@@ -1,4 +1,4 @@
-// Host side: how many blocks of a persistent kernel the present device holds.
+// Host side: the number of blocks of a persistent kernel that are resident on the current device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace ds4s::sm90 {
 
 template <auto kKernel, int kNumThreads, int kSharedBytes, int kCluster = 1>  // blocks of a cluster
 struct PersistentGrid {
-  // Asks for the shared memory that they need, once on each device.
+  // Requests the shared memory that the blocks need, once on each device.
   static cudaError_t resident_blocks(int& blocks) {
     static std::atomic<int> known[64];
     int device = 0;

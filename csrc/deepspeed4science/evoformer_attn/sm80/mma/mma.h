@@ -7,10 +7,10 @@
 //   row_of_lane(lane) + kRowStep * slot       the lane's rows; slot_of(i) is value i's slot, kSlots of them
 //   reduce_max, reduce_sum(x)                 over the lanes that share a row
 //   column_of(lane, i)                        value i's column in its tile, for plain matrices (outputs)
-// Scores use their columns in another order: column c of tile j stands for index Permuted::at(j, c) of the stripe
-// of 32. The order is chosen so that a lane holds whole 16-byte vectors of neighbouring indices: a bias tile then comes
-// from global memory straight into the accumulator's layout, 128 bits at a time. Nothing else notices: K's and V's rows
-// are read from shared memory in the same order.
+// Scores permute their columns: column c of tile j stands for index Permuted::at(j, c) of the stripe of 32. The
+// permutation gives a lane whole 16-byte vectors of neighbouring indices, so a bias tile is loaded from global memory
+// directly in the accumulator's layout, 128 bits at a time. K's and V's rows are read from shared memory in the same
+// order, so products are not affected.
 //
 // Operands, for one step of kStepK contracted elements:
 //   FragA     32 x kStepK     load_a(tile rows m, contiguous k);
@@ -18,8 +18,8 @@
 //   FragBnk   16 x kStepK     load_b_nk(tile rows n, contiguous k), two accumulator tiles
 //   FragBkn   16 x kStepK     load_b_kn(tile rows k, contiguous n)
 //   mma(acc_tile0, acc_tile1, a, b)
-// The loads take a pointer that already contains the lane's part (lane_a, lane_b_nk, lane_b_kn: elements, computed
-// once) and compile-time offsets for the rest.
+// The loads take a pointer that already includes the lane's offset (lane_a, lane_b_nk, lane_b_kn: elements, computed
+// once), and compile-time offsets for the rest.
 #pragma once
 
 #include "smem_tile.h"
@@ -38,7 +38,7 @@ struct NaturalOrder {
   CUTLASS_HOST_DEVICE static constexpr int at(int tile, int c) { return 8 * tile + c; }
 };
 
-// What Sm75's, Sm80's and our FFMA accumulators have in common: lane = 4 * (row in 8) + (pair of columns).
+// The layout of Sm75's, Sm80's and our FFMA accumulators: lane = 4 * (row in 8) + (pair of columns).
 template <typename scalar_t>
 struct QuadLayout {
   static constexpr int kVec = 16 / int(sizeof(scalar_t));

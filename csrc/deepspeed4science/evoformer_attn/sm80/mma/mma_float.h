@@ -25,7 +25,7 @@ struct WarpMma<float, ArchTag, true, void> : QuadLayout<float> {
   CUTLASS_DEVICE static int lane_b_nk(int lane) {
     return TileT::offset(Order::at(lane >> 4, lane & 7), 4 * ((lane >> 3) & 1));
   }
-  // The instruction's k = t, t + 4 are the score columns 2 t, 2 t + 1: what a lane's accumulator holds.
+  // The instruction's k = t, t + 4 are the score columns 2 t, 2 t + 1, which a lane's accumulator holds.
   template <typename TileT, typename Order = Permuted>
   CUTLASS_DEVICE static int lane_b_kn(int lane) {
     return TileT::offset(Order::at(0, contracted<Order>(lane & 3, 0)), lane >> 2);
@@ -142,8 +142,9 @@ struct WarpMma<float, ArchTag, false, void> : QuadLayout<float> {
     }
   }
 
-  // Four products are summed before the accumulator takes them: a quarter of the roundings at its size. One chain over
-  // all channels that begins with the bias errs 1.7 times as much as PyTorch's product at D = 128, this 0.9 times.
+  // Four products are summed before they are added to the accumulator, which makes a quarter of the roundings at its
+  // size. At D = 128, one chain over all channels that begins with the bias has 1.7 times the error of PyTorch's
+  // product, this has 0.9 times.
   CUTLASS_DEVICE static void mma(float (&c0)[8], float (&c1)[8], const FragA& a, const FragBnk& b) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {

@@ -1,7 +1,7 @@
 // Sm70 with half_t: mma.m8n8k4. The four quad pairs (lanes 4q..4q+3 and 16+4q..) lie below one another: 32 rows.
 //
-// Its accumulator gives a lane two rows and half of their columns, its A operand wants one row and all of its columns:
-// one exchange with lane ^ 2 turns one into the other, so P needs no shared memory here either.
+// A lane of its accumulator has two rows and half of their columns, a lane of its A operand one row and all columns.
+// One exchange with lane ^ 2 converts the former into the latter, so P needs no shared memory here either.
 #pragma once
 
 namespace ds4s {
@@ -32,7 +32,7 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
   CUTLASS_HOST_DEVICE static constexpr int tile_of(int group, int e) { return 2 * group + (e >> 2); }
   CUTLASS_HOST_DEVICE static constexpr int value_of(int slot, int e) { return 2 * (e & 2) + 2 * slot + (e & 1); }
 
-  static constexpr int kStepK = 16;  // four instructions' worth
+  static constexpr int kStepK = 16;  // four instructions
   struct FragA {
     uint32_t r[4][2];
   };

@@ -23,7 +23,7 @@ struct WarpMma<
   using FragBnk = FragB;
   using FragBkn = FragB;
 
-  // Lane's part of the addresses: the row of the 8x8 matrix lane / 8 that it names to ldmatrix.
+  // A lane's offset: the row of the 8x8 matrix lane / 8 whose address it passes to ldmatrix.
   template <typename TileT>
   CUTLASS_DEVICE static int lane_a(int lane) {
     return TileT::offset(lane & 15, 8 * (lane >> 4));

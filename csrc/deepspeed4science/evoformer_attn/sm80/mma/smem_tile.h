@@ -1,9 +1,9 @@
-// A tile of rows in shared memory, and how a block fills it from global memory.
+// A tile of rows in shared memory, and the loader by which a block fills it from global memory.
 //
-// A row is cut into 16-byte chunks and padded to an odd number of them; every eighth row starts two chunks later. Then
-// the eight rows that one ldmatrix phase touches lie in different banks, both for eight neighbours and for the rows
-// {0, 1, 8, 9, 16, 17, 24, 25} + 2j of a permuted score tile (sm80/mma/mma.h). Unlike an XOR swizzle this serves
-// rows of any length (48 and 96 channels too), and an address is a lane's constant plus a compile-time constant.
+// A row consists of 16-byte chunks, padded to an odd number; every eighth row starts two chunks later. So the eight
+// rows of an ldmatrix phase lie in different banks, both for eight neighbours and for the rows {0, 1, 8, 9, 16, 17, 24,
+// 25} + 2j of a permuted score tile (sm80/mma/mma.h). Unlike an XOR swizzle, this works for rows of any length (48 and
+// 96 channels too), and an address is a lane's constant plus a compile-time constant.
 #pragma once
 
 #include <cutlass/array.h>
@@ -29,8 +29,8 @@ struct Tile {
   }
 };
 
-// Walks down a matrix in global memory and copies its rows, kRows at a time, into tiles; what lies outside the matrix
-// becomes zeros. Each thread keeps one column chunk and steps through the rows.
+// Copies the rows of a matrix in global memory into tiles, kRows at a time, with zeros outside the matrix. Each thread
+// keeps one column chunk and iterates over the rows.
 template <typename T, typename TileT, int kThreads, bool kAligned, bool kAsync>
 struct TileLoader {
   static constexpr int kVec = TileT::kVec;
@@ -41,9 +41,9 @@ struct TileLoader {
 
   const T* g;      // this thread's chunk of the next tile's first pass
   int64_t stride;  // elements between rows
-  int row;         // of the first pass; past the tile for threads left over
+  int row;         // of the first pass; past the tile for surplus threads
   int valid;       // elements of the chunk that exist: none when <= 0
-  int first;       // the row that must exist for the first pass to read; never, where the chunk does not
+  int first;       // the first pass reads if this row exists; never where the chunk does not exist
   int s;           // offset in the tile
 
   TileLoader() = default;
@@ -58,7 +58,7 @@ struct TileLoader {
     s = TileT::offset(row, col);
   }
 
-  // The next tile; rows: how many of its rows exist.
+  // Copies the next tile; rows: how many of its rows exist.
   CUTLASS_DEVICE void load(T* sTile, int rows) const {
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {

@@ -1,5 +1,5 @@
-// What every kernel here does alike: a block of consumer warpgroups and a last one that produces, stages
-// between them, tiles in and out by TMA.
+// Common parts of all kernels of this family: consumer warpgroups and a last warpgroup of producers in a block,
+// pipeline stages between them, and tiles loaded and stored by TMA.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -13,10 +13,10 @@
 
 namespace ds4s::sm90 {
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last byte of what it announced
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;  // completes with the last of the announced bytes
 using EmptyBarrier = cutlass::arch::ClusterBarrier;            // completes when every consuming thread has arrived
 
-// Where a thread is in a pipeline of kCount stages: a stage, and the phase that its barriers are in.
+// A thread's position in a pipeline of kCount stages: a stage, and the phase of its barriers.
 template <int kCount>
 struct PipelineState {
   int index = 0;
@@ -29,8 +29,8 @@ struct PipelineState {
   }
 };
 
-// Registers of a thread: at launch, and after the producers have given most of theirs away (setmaxnreg moves them
-// inside of what the block got at launch).
+// Registers of a thread: at launch, and after the producers have released most of theirs to the consumers (setmaxnreg,
+// within the block's allocation at launch).
 template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32>
 struct RegisterShares {
   static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * (kWarpgroups + 1)) / 8 * 8;
@@ -45,7 +45,7 @@ struct ConsumerCoord {
 
   template <int kTiles>
   CUTLASS_DEVICE static ConsumerCoord of_thread() {
-    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, and known to be
+    int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, which the compiler knows
     return {warpgroup, warpgroup / kTiles, warpgroup % kTiles, cutlass::canonical_warp_idx() % 4,
             int(threadIdx.x) % 32};
   }
@@ -53,8 +53,8 @@ struct ConsumerCoord {
   CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
 };
 
-// The store of the last tile, which still reads its buffer; finished when the next tile is well on its way. Then all
-// lanes release the buffer, each for what it has read of what belongs to it.
+// The TMA store of the last tile, which still reads its buffer. It is waited for during the next tile; then all lanes
+// release the buffer, each for its own reads.
 struct PendingStore {
   int buffer = -1;
   CUTLASS_DEVICE void finish(EmptyBarrier* empty, const ConsumerCoord& at) {
@@ -65,15 +65,15 @@ struct PendingStore {
   }
 };
 
-// Four values of an accumulator, two of each of its rows, for four neighbours of one row: lanes 2 i and 2 i + 1
-// exchange what they have, the odd one gets the later row.
+// Exchanges four values of an accumulator, two of each of a lane's rows, for four neighbours of one row: lanes 2 i and
+// 2 i + 1 exchange halves, and the odd one gets the later row.
 CUTLASS_DEVICE void four_of_a_row(float (&four)[4], const float* x, bool odd) {
   float got[2] = {ptx::shfl_xor(odd ? x[0] : x[2], 1), ptx::shfl_xor(odd ? x[1] : x[3], 1)};
   four[0] = odd ? got[0] : x[0], four[1] = odd ? got[1] : x[1];
   four[2] = odd ? x[2] : got[0], four[3] = odd ? x[3] : got[1];
 }
 
-// The first `valid` of them; aligned: all of such rows begin at 16 bytes.
+// Stores the first `valid` of them; aligned: all such rows are aligned to 16 bytes.
 CUTLASS_DEVICE void store_four(float* dst, const float (&x)[4], int valid, bool aligned) {
   if (valid >= 4 && aligned) {
     *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
@@ -96,7 +96,8 @@ CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint
   }
 }
 
-// The same to the same address in both blocks of a cluster; each one's barrier at this address announces it.
+// The same, to the same address in both blocks of a cluster; the barrier at this address in each block counts its
+// bytes.
 template <typename Tile>
 CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1,
                                        int x2, int x3, int x4) {
@@ -108,8 +109,8 @@ CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barr
   }
 }
 
-// Rows of accumulators times factor[i], rounded, into a tile that nothing reads any more; then out by TMA. x: as
-// wgmma.h has them; coordinates from the tile's row on.
+// Multiplies rows of accumulators by factor[i], rounds them, writes them to a tile that is no longer read, and stores
+// it by TMA. x: in the layout of wgmma.h; coordinates from the tile's row on.
 template <typename Element, typename Tile, int kCount>
 CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount],
                                const float (&factor)[2], const ConsumerCoord& at, int x1, int x2, int x3, int x4) {
@@ -129,7 +130,8 @@ CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const floa
   }
 }
 
-// The first `valid` of eight elements; dst on 16 bytes. Nothing here reads them again: they leave L2 first.
+// Stores the first `valid` of eight elements; dst is aligned to 16 bytes. This kernel never reads them again, so L2
+// evicts them first.
 template <typename Element>
 CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
   if (valid >= 8) {
@@ -143,8 +145,8 @@ CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
   }
 }
 
-// Eight neighbours of 32 columns, 8 (lane % 4) and following, for each of the four lanes of a row. mine: this lane's
-// pairs, one from each 8 columns.
+// Gives each of the four lanes of a row eight neighbours of 32 columns, from 8 (lane % 4) on. mine: this lane's pairs,
+// one of each 8 columns.
 CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
   const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
   uint32_t pairs[2][2];  // of columns 8 (lane % 2) and 16 more: of the even and the odd lane here
@@ -159,7 +161,7 @@ CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
                : make_uint4(pairs[0][0], pairs[0][1], got[0], got[1]);
 }
 
-// Rows of accumulators times `factor`, rounded, out to where a tensor map could be, without a buffer in shared memory.
+// Multiplies rows of accumulators by `factor`, rounds and stores them without a buffer in shared memory.
 template <typename Element, int kCount>
 CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor,
                                const ConsumerCoord& at, int x1, int x2, int x3, int x4) {

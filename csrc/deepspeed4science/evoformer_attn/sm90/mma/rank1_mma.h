@@ -1,6 +1,5 @@
-// Terms of rows and columns that enter a product by 16 more contracted columns: x[row] + y[column] is a matrix product
-// of (x, 1) and (1, y). Each term stands there as a sum of three bfloat16, which is exact, whatever type the operands
-// have.
+// Rank-1 updates: adds x[row] + y[column] to a product by 16 more contracted columns, as the matrix product of (x, 1)
+// and (1, y). Each term is a sum of three bfloat16, which is exact, whatever the type of the operands.
 #pragma once
 
 #include "sm90/mma/pipeline.h"
@@ -12,7 +11,7 @@ using Rank1Tile = SwizzledTile<64, 16>;
 
 struct Rank1Terms {
   using Element = cutlass::bfloat16_t;
-  // Rows 0 to 7 stand for all. Whoever checks memory takes them for 64, so something lies behind them.
+  // Rows 0 to 7 stand for all 64. The memory behind them must exist: sanitizers count 64 rows as read.
   static constexpr int kOnesBytes = 8 * Rank1Tile::kRowBytes;
 
   // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
@@ -45,7 +44,7 @@ struct Rank1Terms {
   CUTLASS_DEVICE static void store_ones(uint8_t* tile, int row) {
     store(tile, row, make_uint4(pack(kOne, kOne), pack(kOne, 0), 0, 0));
   }
-  // The upper 8 of the 16 columns are 0; once, before anything else.
+  // Clears the upper 8 of the 16 columns; once, before all else.
   CUTLASS_DEVICE static void clear(uint8_t* tile, int row) {
     *reinterpret_cast<uint4*>(tile + Rank1Tile::offset(row, 1)) = make_uint4(0, 0, 0, 0);
   }
@@ -55,7 +54,7 @@ struct Rank1Terms {
   CUTLASS_DEVICE static void start_sum(float (&x)[kN / 2], uint32_t rows, uint32_t columns) {
     wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
-  // One side's terms alone, the other side being ones.
+  // Terms of one side alone; the other side is ones.
   template <int kN>
   CUTLASS_DEVICE static void start_rows(float (&x)[kN / 2], uint32_t rows, uint32_t ones) {
     wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), same_rows(ones), ScaleOut::Zero);

@@ -1,5 +1,5 @@
-// A tile of rows in shared memory as the tensor memory accelerator writes it and wgmma reads it: boxes of up to 64
-// columns, 16-byte chunks of a row exchanged by the row's number (the hardware's 32, 64 and 128-byte swizzles).
+// A tile of rows in shared memory in the layout that TMA writes and wgmma reads: boxes of up to 64 columns, whose
+// 16-byte chunks are permuted by the row's number (the hardware's 32, 64 and 128-byte swizzles).
 #pragma once
 
 #include <cute/arch/mma_sm90_desc.hpp>
@@ -25,8 +25,8 @@ struct SwizzledTile {
     return box * kBoxBytes + row * kRowBytes + ((in_box ^ (row * kRowBytes / 128 % kChunks)) << 4);
   }
 
-  // Matrix descriptors (PTX ISA 9.7.15.5.1): the high word is the same for all, the low word has the address and is
-  // linear in it, so that one addition moves a descriptor on.
+  // Matrix descriptors (PTX ISA 9.7.15.5.1). The high word is constant; the low word is linear in the address, so that
+  // one addition advances a descriptor.
   static constexpr uint64_t kDescriptorHigh =
       uint64_t(uint32_t(8 * kRowBytes >> 4) | uint32_t(kRowBytes == 128  ? cute::SM90::GMMA::LayoutType::B128
                                                        : kRowBytes == 64 ? cute::SM90::GMMA::LayoutType::B64
@@ -40,11 +40,11 @@ struct SwizzledTile {
   CUTLASS_DEVICE static uint64_t descriptor(uint32_t start) {
     return kDescriptorHigh | uint64_t((uint32_t(kBoxBytes >> 4) << 16) + start);
   }
-  // To the columns 16 step .. 16 step + 15 as the contracted index; rows are N.
+  // Offset of columns 16 step .. 16 step + 15 as the contracted index; rows are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t columns_step(int step) {
     return uint32_t(32 * step / kRowBytes * kBoxBytes + 32 * step % kRowBytes) >> 4;
   }
-  // To the rows 16 step .. 16 step + 15 as the contracted index; columns are N.
+  // Offset of rows 16 step .. 16 step + 15 as the contracted index; columns are N.
   CUTLASS_HOST_DEVICE static constexpr uint32_t rows_step(int step) { return uint32_t(16 * step * kRowBytes) >> 4; }
 };
 
@@ -66,7 +66,7 @@ CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address));
 }
 
-// Back to where it came from: stmatrix (9.7.15.5.16), each matrix transposed.
+// The inverse of that: stmatrix (9.7.15.5.16), each matrix transposed.
 CUTLASS_DEVICE void stmatrix_trans(uint32_t address, const uint32_t* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])

@@ -1,4 +1,4 @@
-// Host side of the tensor memory accelerator: one map for each tensor, made at every call (a microsecond for all).
+// Host side of TMA: one tensor map for each tensor, made at every call (a microsecond for all).
 #pragma once
 
 #include <cuda.h>
@@ -27,8 +27,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of box0 x box1 elements and one in every further dimension, their rows swizzled over their whole width. What
-// lies outside of the tensor is read as 0 and not written.
+// Boxes of box0 x box1 elements, 1 in every further dimension, with rows swizzled over their whole width. Elements
+// outside the tensor are read as 0 and not written.
 template <int kRank>
 cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0,
                             int box1) {

@@ -1,4 +1,4 @@
-// A tensor as the tensor memory accelerator sees it, in numbers: for plans, and for tensor_map.h.
+// Sizes and strides of a tensor for TMA: for plans, and for tensor_map.h.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct TensorView {
   int64_t stride[kRank];
 };
 
-// What the accelerator asks of a tensor (PTX ISA 5.5.8): 16-byte base and strides, no repeated elements.
+// Whether TMA can read a tensor (PTX ISA 5.5.8): base and strides aligned to 16 bytes, no repeated elements.
 template <int kRank>
 bool has_tensor_map(const TensorView<kRank>& t) {
   bool ok = reinterpret_cast<uintptr_t>(t.ptr) % 16 == 0 && (t.stride[0] == 1 || t.size[0] == 1);

@@ -43,8 +43,8 @@ CUTLASS_DEVICE void wgmma_expanded(float* d, const uint32_t* a, uint64_t b, Scal
   Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
 }
 
-// d = a b (ScaleOut::Zero) or d += a b, a by its descriptor or in registers. Nothing may touch d or a before
-// wgmma_wait.
+// d = a b (ScaleOut::Zero) or d += a b, with a by its descriptor or in registers. Neither d nor a may be read or
+// written before wgmma_wait.
 //   a: value 2 i + e of the 16 columns: row lane / 4 + 8 (i & 1), column 8 (i >> 1) + 2 (lane & 3) + e, packed in a[i]
 //   d: value 4 c + 2 i + e: the same row, column 8 c + 2 (lane & 3) + e
 template <typename Element, int kN, Major kMajorB, Major kMajorA = Major::K>
@@ -58,10 +58,10 @@ CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t* a, uint64_t b, Sca
   wgmma_expanded<Atom>(d, a, b, scale, std::make_index_sequence<kN / 2>());
 }
 
-// Which of the thread's two rows (lane / 4, and 8 more) value `index` of an accumulator lies in.
+// In which of the thread's two rows (lane / 4, and 8 more) value `index` of an accumulator lies.
 CUTLASS_HOST_DEVICE constexpr int row_of(int index) { return index >> 1 & 1; }
 
-// Registers change behind the compiler's back while a product runs; this marks where they belong to it again.
+// A product changes registers without the compiler's knowledge while it runs; this marks where that ends.
 template <int kCount>
 CUTLASS_DEVICE void fence_registers(float (&d)[kCount]) {
   CUTLASS_PRAGMA_UNROLL
