@@ -1,5 +1,5 @@
-"""The op over many processes, on PyTorch's DTensor and process groups (docs/many-gpus.md). Nothing
-here is loaded unless it is used.
+"""The op over many processes, on PyTorch's DTensor and process groups (docs/many-gpus.md). It is
+imported on first use only.
 """
 
 from __future__ import annotations

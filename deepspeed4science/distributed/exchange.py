@@ -1,5 +1,5 @@
-"""Parts of keys on their way around the processes of a group: each sends to the next one and
-receives from the one before.
+"""Passes parts of the keys around the processes of a group: each process sends to the next one and
+receives from the previous one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ KEY_DIMS = (2, 2, 4)  # of k, v and bias1, and of their gradients
 
 
 def extents(length: int, size: int) -> list[int]:
-    """As DTensor shards: even parts, rounded up, and what is left."""
+    """The sizes of DTensor's shards: even parts, rounded up, and the remainder."""
     part = -(-length // size)
     return [max(0, min(part, length - i * part)) for i in range(size)]
 
 
 class Transfer:
-    """A part on its way to the next process, and one of `extent` keys from the one before."""
+    """Sends a part to the next process and receives one of `extent` keys from the previous one."""
 
     def __init__(self, group: dist.ProcessGroup, part: Part, extent: int) -> None:
         rank, size = group.rank(), group.size()
@@ -48,16 +48,18 @@ class Transfer:
 
 
 class Ring:
-    """Every part of the keys comes by once."""
+    """Brings every part of the keys to this process once."""
 
     def __init__(self, group: dist.ProcessGroup, num_keys: int) -> None:
         self._group = group
         self._extents = extents(num_keys, group.size())
-        self._origin = group.rank()  # whose part is at hand
+        self._origin = group.rank()  # the process to which the present part belongs
         self._sums: Transfer | None = None
 
     def parts(self, own: Part) -> Iterator[tuple[slice, Part]]:
-        """Which keys of all, and k, v and bias1 of them; the next ones come in meanwhile."""
+        """Yields the range of each part and its k, v and bias1; meanwhile the next part is
+        received.
+        """
         part, size = own, self._group.size()
         for step in range(size):
             self._origin = (self._group.rank() - step) % size
@@ -68,7 +70,7 @@ class Ring:
                 part = following.wait()
 
     def add(self, gradients: Part) -> None:
-        """Gradients of the part at hand, to those that other processes had for it."""
+        """Adds gradients of the present part to those that other processes computed for it."""
         if self._sums is not None:
             sums = self._sums.wait()
             pairs = zip(sums, gradients, strict=True)
@@ -76,10 +78,10 @@ class Ring:
         self._sums = self._pass_on(gradients)
 
     def own_sums(self) -> Part:
-        """Gradients of the own part, from all processes."""
+        """The gradients of the own part, summed over all processes."""
         assert self._sums is not None
         return self._sums.wait()
 
     def _pass_on(self, part: Part) -> Transfer:
-        """The next one to come is that of the process before the origin of this one."""
+        """Starts to send a part. The next one to arrive is that of the one before its origin."""
         return Transfer(self._group, part, self._extents[self._origin - 1])

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, put together."""
+"""Merges the results of attention over two sets of keys, math.md (18)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from deepspeed4science.problem import shape_of
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """(O, lse) over all keys, from those over two disjoint sets of them.
+    """(O, lse) over all keys, from the results over two disjoint sets of keys.
 
     O = exp(lse1 - lse) O1 + exp(lse2 - lse) O2 with lse = log(exp(lse1) + exp(lse2)), in float32.
-    Which set is first changes nothing, and more sets are merged one by one: with `o1` in float32
-    the result is, too, and is rounded once. It has no derivatives.
+    The order of the sets does not matter, and more sets are merged one by one: with `o1` in float32
+    the result is float32, too, and is rounded once at the end. It has no derivatives.
 
     Args:
         o1, o2: `[*, Lq, H, Dv]`, float32, bfloat16 or float16.
-        lse1, lse2: `[*, H, Lq]`, float32, as `return_lse=True` gives them: `-inf` where a query
-            sees none of the keys, and its O counts for nothing.
+        lse1, lse2: `[*, H, Lq]`, float32, as `return_lse=True` returns them: `-inf` where a query
+            sees none of the keys; its O is then ignored.
 
     Returns:
-        O in the dtype that PyTorch promotes those of o1 and o2 to, 0 where a query sees no key of
-        either set, and lse.
+        O in the promoted dtype of o1 and o2, 0 where a query sees no key of either set; and lse.
 
     Raises:
         InvalidInputError: shapes do not fit.

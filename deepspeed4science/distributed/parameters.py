@@ -1,6 +1,6 @@
-"""Gradients of parameters that every process has, of whose inputs each has a part."""
+"""Gradients of parameters that every process has, while each has a part of the inputs."""
 
-# No `from __future__ import annotations`: DDP looks at those of a hook.
+# No `from __future__ import annotations`: DDP reads the annotations of a hook.
 import torch
 import torch.distributed as dist
 
@@ -9,8 +9,9 @@ def sum_gradients(
     group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """For `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: parameters get the
-    sum over processes, where DDP's own gives the mean. (FSDP2: `set_gradient_divide_factor(1.0)`.)
+    """A hook for `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: parameters get
+    the sum over processes, while DDP's default is the mean. (FSDP2:
+    `set_gradient_divide_factor(1.0)`.)
     """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(

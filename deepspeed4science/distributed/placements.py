@@ -1,4 +1,4 @@
-"""Where the parts of tensors are, beside those of the tensor that they meet."""
+"""Placements of tensors that are combined with a sharded tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from deepspeed4science.errors import InvalidInputError
 
 
 def local_beside(tensor: DTensor, like: DTensor) -> Tensor:
-    """The local part. Where `like` is sharded along what `tensor` has not, each process finds a
-    part of its gradient's sum.
+    """The local part of `tensor`. Where `like` is sharded along a dimension that `tensor` does not
+    have, the gradient of each process is a partial sum.
     """
     pairs = zip(tensor.placements, like.placements, strict=True)
     gradients = [
@@ -32,8 +32,8 @@ def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
 
 
 def sharded_by(x: DTensor, dim: int) -> tuple[DTensor, int]:
-    """`x` sharded by its dimension `dim`, which is one of two that layers attend along, and the
-    mesh's dimension that shards it; moved there if it was sharded by the other one.
+    """`x` sharded by its dimension `dim`, and the mesh's dimension that shards it. `dim` is one of
+    the two dimensions that layers attend along; x is moved if it was sharded by the other one.
     """
     axes = (x.dim() - 3, x.dim() - 2)
     found = [i for i, one in enumerate(x.placements) if one in (Shard(axes[0]), Shard(axes[1]))]

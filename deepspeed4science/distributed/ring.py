@@ -1,9 +1,9 @@
-"""Ring attention: queries and keys sharded, keys and values passed on from process to process.
+"""Ring attention: queries and keys are sharded, keys and values are passed from process to process.
 
 Every process keeps its queries and their rows of bias2. In step s it has the keys of the process s
-places before it, sends them to the next one while it attends over them, and merges what it found
-(merge.py). The backward goes round once more with the lse and delta of all keys, and dk, dv and
-dbias1 travel beside the keys that they belong to. docs/many-gpus.md has bytes and times.
+places before it, sends them to the next one while it attends over them, and merges the results
+(merge.py). The backward passes the keys around once more, with the lse and delta of all keys; dk,
+dv and dbias1 travel with their keys. docs/many-gpus.md has bytes and times.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def ring_attention(
     scale: float | None = None,
 ) -> DTensor:
     """`DS4Sci_EvoformerAttention` of DTensors whose queries and keys are sharded over one dimension
-    of the mesh: no process holds all keys, nor more of bias2 than the rows of its queries.
+    of the mesh. No process holds all keys, nor more of bias2 than the rows of its queries.
 
     Args:
         q: `[B, N, Lq, H, D]`, sharded by Lq.
         k, v: `[B, N, Lk, H, D]`, sharded by Lk.
         bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; numbers.
         bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
-        mesh_dim: the mesh's dimension that shards them. Others may shard batches, rows or heads.
+        mesh_dim: the mesh's dimension that shards both. Others may shard batches, rows or heads.
         scale: positive. Default: 1 / sqrt(D).
 
     Returns:
@@ -129,7 +129,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _largest_of_all(bias1: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The shift (docs/math.md, 1a) over the keys of all processes, `[B|1, N|1, 1, 1, 1]`."""
+    """The shift, math.md (1a), over the keys of all processes, `[B|1, N|1, 1, 1, 1]`."""
     finite = bias1.float().masked_fill(~bias1.isfinite(), -math.inf)
     largest = finite.amax(-1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -137,8 +137,9 @@ def _largest_of_all(bias1: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _offset(bias1: Tensor | None, shift: Tensor | None) -> Tensor | float:
-    """From the lse of some keys, whose scores the operators shift by their own largest bias1, to
-    that of scores shifted by the largest of all: where -1e9 hides every key, both are exact.
+    """The difference between the lse of some keys, whose scores the operators shift by the largest
+    bias1 of these keys, and that of scores shifted by the largest of all keys. Where -1e9 hides
+    every key, both are exact.
     """
     if bias1 is None or shift is None:
         return 0.0

@@ -1,10 +1,10 @@
-"""How DTensor may shard the two operators (docs/many-gpus.md): by batch, by rows n, by heads, by
-queries, or on several mesh dimensions by several of them.
+"""DTensor's sharding rules of the two operators (docs/many-gpus.md): by batch, by rows n, by heads,
+by queries, or on several mesh dimensions by several of these.
 
-A rule names the dimension of each tensor along which one axis of the problem lies. A tensor that
-has the axis is sharded there, and so is its gradient. One that has it not, or is broadcast along
-it, is replicated, and its gradient is a partial sum. DTensor takes the rule for which the fewest
-bytes must move.
+A rule names, for one axis of the problem, the dimension of each tensor along which that axis lies.
+A tensor with the axis is sharded there, and so is its gradient. A tensor without it, or broadcast
+along it, is replicated, and its gradient is a partial sum. DTensor chooses the rule that moves the
+fewest bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def backward_rules(*arguments: Any, **named: Any) -> Sequence[Rule]:
 
 
 def _axes(call: Any) -> list[Mapping[str, int]]:
-    """Those along which this call may be sharded; by the empty one all is replicated."""
+    """The axes along which this call may be sharded; the empty one replicates all tensors."""
     shape = call.q.shape
     axes = [axis for axis in AXES.values() if shape[axis["q"]] > 1]
     if AXES["Lq"] in axes and not _gives_all_queries(call.q):
@@ -81,8 +81,8 @@ def _axes(call: Any) -> list[Mapping[str, int]]:
 
 
 def _gives_all_queries(q: Any) -> bool:
-    """Whether shards of queries are never empty: attention over no query has no value, and torch
-    chunks 5 queries for 4 processes as 2, 2, 1 and 0.
+    """Whether every process gets a query: attention of no query has no value, and torch chunks 5
+    queries for 4 processes as 2, 2, 1 and 0.
     """
     length = q.shape[2]
     for size in q.mesh.shape:
@@ -113,12 +113,12 @@ def _gradient(call: Any, name: str, axis: Mapping[str, int]) -> Any:
 
 
 def register() -> None:
-    """Tell DTensor, once in a process."""
+    """Register the rules with DTensor, once in a process."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     if forward_op in propagator.op_to_schema_info:
         return
     for operator, rules in ((forward_op, forward_rules), (backward_op, backward_rules)):
         register_sharding(operator)(rules)
-        # DTensor keeps what it chose, by default for tensors alone: results depend on which biases
-        # there are, on with_lse and on wanted, too.
+        # DTensor caches its choices, by default by tensors alone. Results also depend on which
+        # biases are given, on with_lse and on wanted.
         propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(0, needs_pytree=True)
