@@ -1,4 +1,4 @@
-// What belongs to the rows of a (b, n, h) and enters their exponents: bias1, lse.
+// Terms of exponents: bias1 of the keys and lse of the queries of a (b, n, h), math.md (8).
 #pragma once
 
 #include "common/backward_args.h"
@@ -6,7 +6,7 @@
 
 namespace ds4s {
 
-// bias1 of one (b, n), shifted. What is loaded early is used late: `load` does not wait, `value` does.
+// bias1 - shift of one (b, n). `load` only starts the load; `value` waits for it.
 template <typename scalar_t>
 struct Bias1Row {
   const scalar_t* ptr = nullptr;  // null without bias1
@@ -23,7 +23,7 @@ struct Bias1Row {
   CUTLASS_DEVICE float at(int k) const { return value(load(k)); }
 };
 
-// What the exponents of one (b, n, h) begin with: -lse, or in full precision -max and 1 / sum.
+// The initial values of the exponents of one (b, n, h): -lse, or in full precision -max and 1 / sum.
 template <typename QueryValue>
 struct NegativeLse {
   static constexpr bool kExact = sizeof(QueryValue) == sizeof(float2);

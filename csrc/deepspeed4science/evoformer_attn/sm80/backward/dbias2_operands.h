@@ -1,5 +1,5 @@
-// What kernel_dbias2.h reads of each row n, through a stage in shared memory: tiles of Q, dO, K and V, and the vectors
-// of their queries and keys.
+// The operands of kernel_dbias2.h for each row n, in a stage of shared memory: tiles of Q, dO, K and V, and the
+// statistics of their queries and keys.
 #pragma once
 
 #include "sm80/backward/score_tile.h"
@@ -10,7 +10,7 @@ namespace ds4s {
 template <typename Config>
 struct Dbias2Position {
   int64_t b, h, slice;
-  int query, key;  // first ones of the tile
+  int query, key;  // the tile's first ones
   int n_begin, n_end;
 
   CUTLASS_DEVICE explicit Dbias2Position(const BackwardArgs& args) {
@@ -39,7 +39,7 @@ struct Dbias2Operands {
   template <typename TileT>
   using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kAligned, Config::kAsync>;
 
-  // One half of the threads brings Q and K, the other dO and V; a small block brings both with all of them.
+  // One half of the threads loads Q and K, the other dO and V; in a small block all threads load both.
   static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
   static constexpr int kQueryElements = QueryTile::kBytes / int(sizeof(scalar_t));
   static constexpr int kKeyElements = KeyTile::kBytes / int(sizeof(scalar_t));
@@ -50,9 +50,9 @@ struct Dbias2Operands {
   static_assert(Config::kQueries <= Config::kThreads && Config::kKeys <= Config::kThreads,
                 "a thread brings at most one value of each vector");
 
-  // What a thread brings for one n: bias1 of a key, lse and -delta of a query.
+  // The statistics that a thread loads for one n: bias1 of a key, lse and -delta of a query.
   struct Vectors {
-    uint32_t bias1;  // bits, as they lie in memory
+    uint32_t bias1;  // the bits in memory, not converted
     float shift;
     QueryValue lse, dp;
   };
@@ -97,14 +97,14 @@ struct Dbias2Operands {
   CUTLASS_DEVICE float* key_vector(int stage) const {
     return reinterpret_cast<float*>(tiles(stage) + 2 * kQueryElements + 2 * kKeyElements);
   }
-  // dP's beginning, pairs; exponents after them.
+  // First the initial values of dP, in pairs; then the terms of exponents.
   CUTLASS_DEVICE float* query_vectors(int stage) const { return key_vector(stage) + 2 * Config::kKeys; }
 
   // Called once for each n, in order.
   CUTLASS_DEVICE void load(int stage) const {
     const BwdParams& p = args.p;
     int t = thread - half * Config::kLoadThreads;
-    ptx::keep(t);  // the loaders' registers are needed here only
+    ptx::keep(t);  // the loaders need registers here only
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) {
       const bool second = is_dov(x);
@@ -133,7 +133,7 @@ struct Dbias2Operands {
     }
     return x;
   }
-  // From one n to a later one; what load() and load_vectors() read.
+  // Advances the addresses of load() and load_vectors() to a later n.
   CUTLASS_DEVICE void advance(int num_rows) {
     const BwdParams& p = args.p;
     CUTLASS_PRAGMA_NO_UNROLL

@@ -1,8 +1,9 @@
-// dbias2 = sum over n of P * (dP - delta). A block owns kQueries x kKeys of one (b, h), keeps that tile of bias2 and of
-// dbias2 in registers and goes through the rows n (or a slice of them): S and dP are computed again, bias2 is read once
-// for all n, and nothing is added through memory until the end.
+// dbias2, math.md (16): the sum over n of dS = P (dP - delta), math.md (11). A block owns kQueries x kKeys of one (b,
+// h), keeps that tile of bias2 and of dbias2 in registers and iterates over the rows n (or a slice of them). S, math.md
+// (1), and dP, math.md (10), are computed again, bias2 is read once for all n, and nothing is added to memory before
+// the end.
 //
-// Rows n that see none of the keys are left out (visible_rows.h).
+// Rows n that see none of the keys are skipped (visible_rows.h).
 //
 // A warp owns 32 queries x 32 kStripes keys. Shared memory, for each stage: dbias2_operands.h.
 #pragma once
@@ -66,7 +67,7 @@ struct KernelDbias2 {
     Operands operands(args, at, shared, thread, kernel.probabilities.column_unit());
     kernel.load_bias2(args, at);
     kernel.add_rows(operands, args, at, stages);
-    kernel.store(args, Position(args));  // found again: kept, it takes registers all through the loop
+    kernel.store(args, Position(args));  // computed again: kept through the loop, it would take registers
   }
 
  private:
@@ -121,7 +122,7 @@ struct KernelDbias2 {
     }
   }
 
-  // One n.
+  // Adds dS of one n.
   CUTLASS_DEVICE void add_row(const Operands& operands, int stage) {
     const scalar_t* s = operands.tiles(stage);
     const float* sKeys = operands.key_vector(stage) + 2 * warp_key;
@@ -195,7 +196,7 @@ struct KernelDbias2 {
     }
   }
 
-  // Four neighbours, of which `valid` exist. vectors: rows begin at 16 bytes.
+  // Stores the first `valid` of four neighbours. vectors: rows are aligned to 16 bytes.
   CUTLASS_DEVICE static void put(float* dst, const float (&v)[4], int valid, bool vectors, bool adds) {
     if (valid >= 4 && adds) {
       atomic_add<4>(dst, v);

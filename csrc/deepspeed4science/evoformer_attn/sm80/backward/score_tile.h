@@ -1,11 +1,11 @@
-// A warp's 32 x 32 scores, and the steps that the passes of the backward have in common.
+// A warp's 32 x 32 scores, and the steps common to the passes of the backward: math.md (8), (10), (11).
 #pragma once
 
 #include "sm80/backward/config.h"
 
 namespace ds4s {
 
-// The 32 rows of the left operand: fragments that stay in registers, or a place in shared memory.
+// The 32 rows of the left operand: fragments in registers, or an address in shared memory.
 template <typename Mma, typename TileT, typename scalar_t, bool kResident>
 struct LeftOperand {
   using FragA = typename Mma::FragA;
@@ -17,7 +17,7 @@ struct LeftOperand {
   CUTLASS_DEVICE void attach(const scalar_t* sTile, int row0, int lane) {
     lane_ptr = sTile + TileT::offset(row0) + Mma::template lane_a<TileT>(lane);
   }
-  // Once the tile is in shared memory.
+  // To be called when the tile is in shared memory.
   CUTLASS_DEVICE void fetch() {
     if constexpr (kResident) {
       CUTLASS_PRAGMA_UNROLL
@@ -78,8 +78,8 @@ CUTLASS_DEVICE T one_part(float x) {
   }
 }
 
-// One value for each column in shared memory, every pair twice, (x, y, x, y): as the matrix instruction takes it where
-// an accumulator begins, for two rows at once.
+// One value for each column in shared memory, every pair twice, (x, y, x, y): the form of the matrix instruction's
+// initial accumulator, for two rows at once.
 constexpr int kColumnBytes = 8;
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float x) {
   float* pair = sColumns + column / 2 * 4 + column % 2;
@@ -99,7 +99,7 @@ CUTLASS_DEVICE float4 columns_of(const float* sColumns, int j, int half, int lan
   return *reinterpret_cast<const float4*>(sColumns + 2 * Mma::Permuted::at(0, Mma::column_of(lane, 0)) +
                                           2 * Mma::Permuted::at(j, Mma::column_of(0, 4 * half)));
 }
-// What an accumulator begins with.
+// The initial values of an accumulator.
 template <typename Mma>
 CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sColumns, int lane) {
   CUTLASS_PRAGMA_UNROLL
@@ -109,8 +109,8 @@ CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sCo
   }
 }
 
-// One value for each of a lane's rows, as an accumulator begins with them: registers of their own, or they would be
-// copied together for every tile.
+// One value for each of a lane's rows, as initial values of an accumulator, in registers of their own: otherwise they
+// would be copied together for every tile.
 template <typename Mma>
 struct RowBegin {
   float values[8];
@@ -131,13 +131,13 @@ struct RowBegin {
   }
 };
 
-// A lane's part of a 32 x 32 bias tile, as it lies in memory: 16-byte vectors of neighbouring columns.
+// A lane's part of a 32 x 32 bias tile, not converted: 16-byte vectors of neighbouring columns.
 template <typename Mma, typename scalar_t>
 struct BiasFragment {
   uint32_t words[Mma::kSlots][Mma::kGroups][4];
 
-  // From the lane's row of slot 0 and its first column on. What lies past the last row or the last vector repeats it:
-  // there P is 0 or goes nowhere.
+  // Loads from the lane's row of slot 0 and its first column on. Past the last row or vector, that one is repeated: P
+  // is 0 there, or not stored.
   CUTLASS_DEVICE void load(const scalar_t* g, int stride, int row, int last_row, int col, int last_col) {
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < Mma::kGroups; ++group) {
@@ -151,7 +151,7 @@ struct BiasFragment {
       }
     }
   }
-  // Keeps the compiler from unpacking it once and for all, which takes twice the registers.
+  // Stops the compiler from unpacking the tile once in front of the loop, which would take twice the registers.
   CUTLASS_DEVICE void keep_packed() {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < Mma::kSlots * Mma::kGroups * 4; ++x) {
@@ -168,13 +168,13 @@ struct BiasFragment {
   }
 };
 
-// Probabilities of kTiles tiles from `first` on. One of the two statistics, -lse and bias1, belongs to the rows and the
-// other to the columns (kLseInColumns says which); values of the columns are in units of column_unit, of the rows in
-// units of row_unit.
+// P, math.md (8), of kTiles tiles from `first` on. One of the two terms, -lse and bias1, belongs to the rows and the
+// other to the columns (kLseInColumns); terms of the columns are in units of column_unit, of the rows in units of
+// row_unit.
 //
-// Fast: 2^(to_log2 (rows x columns^T + column) + log2(e) bias2 + row), one FMA for each term but the column's, which
-// the accumulator begins with. Exact (float in full precision): exp(((scale S + bias1) + bias2) - max) / sum, the small
-// terms first, for in base 2, or with a statistic inside of the product's sums, roundings would be several times
+// Fast: 2^(to_log2 (rows x columns^T + column) + log2(e) bias2 + row), one FMA for each term but the column's, which is
+// the accumulator's initial value. Exact (float in full precision): exp(((scale S + bias1) + bias2) - max) / sum, with
+// the small terms first: in base 2, or with a term inside the product's sums, rounding errors would be several times
 // larger.
 template <typename Config, typename ColTile, int kTiles, bool kLseInColumns>
 struct Probabilities {
@@ -230,7 +230,7 @@ struct Probabilities {
     }
   }
 
-  // What exact() takes the exponential of, and statistics.h the maximum.
+  // The scores of which exact() takes the exponential, and statistics.h the maximum.
   CUTLASS_DEVICE float exact_score(float s, float bias1, float bias2) const { return fmaf(s, scale, bias1) + bias2; }
 
  private:
@@ -244,11 +244,11 @@ struct Probabilities {
   }
 };
 
-// dS / P in full precision; delta: its two parts, negative. Their difference with dP is taken one after the other, for
-// where one key holds nearly all of P the first is nearly exact.
+// dS / P in full precision. delta: its two parts, negated. They are subtracted from dP one after the other: where one
+// key holds nearly all of P, the first difference is nearly exact.
 CUTLASS_DEVICE float subtract_delta(float dp, float2 delta) { return (dp + delta.x) + delta.y; }
 
-// factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: what exists.
+// Stores factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: how many exist.
 template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
                                int cols, int lane) {

@@ -1,12 +1,12 @@
-// Full precision: what the passes know of each query, from scores that have the same bits as theirs,
+// Full precision: statistics of each query for the passes, from scores with the same bits as theirs, math.md (1), (9),
 //
 //   s = scale q k + bias1 + bias2       max = max over k of s       sum = sum over k of exp(s - max)
 //   center = rowsum(do * o)             rest = sum over k of exp(s - max) / sum * (dP - center)
 //
-// written as (-max, 1 / sum) and (-center, -rest): P = exp(s - max) / sum and dS = P ((dP - center) - rest). The
-// forward's lse in place of max and sum would add its own rounding, which is that of all of P in a row at once and
-// grows with |lse|, and delta = center alone would inherit the rounding of o: with both, errors of the gradients are
-// twice as large, and more where scores are (docs/kernels-sm80-backward.md).
+// stored as (-max, 1 / sum) and (-center, -rest): P = exp(s - max) / sum, math.md (4), and dS = P ((dP - center) -
+// rest), math.md (11). The forward's lse would add its own rounding error, which is common to all of P in a row and
+// grows with |lse|; delta = center alone would inherit the rounding of o. With both, the gradients' errors are twice as
+// large, and more for large scores (docs/kernels-sm80-backward.md).
 //
 // A block owns kOwned queries of one (b, n, h) and streams the keys, kStreamed at a time; warp w has queries 32 w ...
 // Shared memory: tiles of Q, dO, K and V, bias1 of the keys, center of the queries.
@@ -47,7 +47,7 @@ struct RowStatistics {
     int query0 = int(blockIdx.x - bnh * query_tiles) * Config::kOwned;
     int64_t h = bnh - bn * uint32_t(p.H), b = bn / uint32_t(p.N), n = bn - b * p.N;
     int queries_left = int(p.Lq) - query0;
-    if (args.mask.sees_nothing(bn)) {  // P = 0, and nothing is read
+    if (args.mask.sees_nothing(bn)) {  // P = 0; nothing is read
       if (thread >= queries_left) return;
       softmax[bnh * p.Lq + query0 + thread] = make_float2(-infinity(), 0.f);
       negative_delta[bnh * p.Lq + query0 + thread] = make_float2(0.f, 0.f);
@@ -119,14 +119,14 @@ struct RowStatistics {
   }
 
  private:
-  // What is subtracted in exponents: while nothing is visible 0, as exp(-inf - 0) is the right 0.
+  // The number subtracted in exponents; 0 as long as no key is visible, since exp(-inf - 0) = 0 is right.
   CUTLASS_DEVICE static float reference(float max) { return max == -infinity() ? 0.f : max; }
 
-  // A query's max, sum and rest over the keys that one lane has seen.
+  // A query's max, sum and rest over the keys of one lane so far.
   struct Share {
     float max = -infinity(), sum = 0.f, rest = 0.f;
 
-    // The scores of a slot. Sums of their own first: fewer roundings at the size of the whole.
+    // Adds the scores of a slot. They are summed by themselves first, which rounds less at the size of the whole sum.
     CUTLASS_DEVICE void take_in(const float (&s)[4][8], const float (&dp)[4][8], int slot, float center) {
       float largest = max;
       CUTLASS_PRAGMA_UNROLL
@@ -144,7 +144,7 @@ struct RowStatistics {
       sum = fmaf(sum, keep, part_sum), rest = fmaf(rest, keep, part_rest);
       max = largest;
     }
-    // The lanes of a query put theirs together. True for the one that stores, where the query sees nothing.
+    // Combines the lanes of a query. True for the storing lane, where the query sees no key.
     CUTLASS_DEVICE bool store(float2* softmax, float2* negative_delta, float center, bool stores) const {
       float largest = Mma::reduce_max(max);
       float keep = expf(max - reference(largest));
@@ -180,7 +180,7 @@ struct RowStatistics {
       const bool hidden = share[slot].store(softmax + index, negative_delta + index, sCenter[mine], stores);
       if (hidden) flag.raise();
       if (p.partial_keys == 0 || !stores) continue;
-      const float lse = p.lse[index];  // of more keys than are here
+      const float lse = p.lse[index];  // of more keys than these
       softmax[index] = make_float2(lse == -infinity() ? lse : -lse, 1.f);
       negative_delta[index] = make_float2(-sCenter[mine], 0.f);
     }

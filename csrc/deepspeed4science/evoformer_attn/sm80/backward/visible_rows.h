@@ -1,5 +1,5 @@
-// Which rows n a tile of keys is walked over for: those that see one of them, in order. A warp asks for 32 n at a time,
-// one a lane, so that hidden ones cost next to nothing.
+// Iterates, in order, over the rows n that see one of a tile's keys. A warp tests 32 n at a time, one in each lane, so
+// that skipped rows cost next to nothing.
 #pragma once
 
 #include "common/key_mask.h"
@@ -17,7 +17,8 @@ struct VisibleRows {
   CUTLASS_DEVICE VisibleRows(const KeyMask& mask_, Index first_bn_, int key_, int begin, int end_)
       : mask(mask_), first_bn(first_bn_), key(key_), end(end_), base(begin - 32) {}
 
-  // The first from n on, which is none before the one of the last call; `end` if there is none. All lanes together.
+  // The first such row from n on; `end` if there is none. n never decreases between calls. Called by all lanes
+  // together.
   CUTLASS_DEVICE int next(int n) {
     if (mask.visible == nullptr) return n;
     CUTLASS_PRAGMA_NO_UNROLL

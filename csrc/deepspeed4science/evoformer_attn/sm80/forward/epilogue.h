@@ -1,4 +1,5 @@
-// The end of a forward block: its warps' parts of O are merged, O and lse leave. K below is the AttentionKernel.
+// The epilogue of a forward block: merges its warps' parts of O, divides, math.md (5), and stores O and lse, math.md
+// (6). K below is the AttentionKernel.
 #pragma once
 
 #include "softmax.h"
@@ -16,7 +17,8 @@ struct ForwardEpilogue {
 
   const ForwardWarp<K>& warp;
 
-  // Warps with the same rows and other keys: warp_n = 0 takes in the others, one after another, always in this order.
+  // Merges warps with the same rows and different keys: warp_n = 0 adds the others, one after another, always in this
+  // order.
   CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
     constexpr int kValues = K::kTilesO * 8;
     float* s = reinterpret_cast<float*>(warp.shared) + warp.warp_m * 32 * (kValues + 2 * Mma::kSlots) + warp.lane;
@@ -49,7 +51,7 @@ struct ForwardEpilogue {
     }
   }
 
-  // O / l through shared memory, so that rows leave in 16-byte chunks; lse.
+  // Stores O / l through shared memory, so that rows are written in 16-byte chunks, and lse.
   struct Output {
     output_t* ptr;
     float* logsumexp;  // or null

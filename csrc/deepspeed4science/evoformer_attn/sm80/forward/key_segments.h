@@ -1,6 +1,6 @@
-// The keys of a row n that a forward block walks over: segments, one after another, in which the loop asks nothing.
-// Hidden keys inside a segment are computed as ever; those between two segments, kGapUnits units or more, are neither
-// loaded nor computed. To begin a segment takes about as long as 32 keys.
+// The keys of a row n that a forward block computes: segments, one after another, within which the loop reads no mask.
+// Hidden keys inside a segment are computed as usual; those between two segments, kGapUnits units or more, are neither
+// loaded nor computed. Beginning a segment takes about as long as 32 keys.
 //
 // The mask may come from a kernel that this one overlaps with: ptx::load_written.
 #pragma once
@@ -13,7 +13,7 @@ struct KeySegment {
   int begin, end;
 };
 
-// What a warp reads of a row n at once, so that it waits once.
+// The mask of a row n, loaded by a warp at once, so that it waits once.
 struct RowMask {
   KeyMask mask;       // from this row n on; null: nothing is hidden
   int2 range;         // as in KeyMask
@@ -37,13 +37,13 @@ struct RowMask {
   }
 };
 
-// Every lane of a warp asks the same.
+// Called by all lanes of a warp with the same arguments.
 struct KeySegments {
   static constexpr int kGapUnits = 4;
 
   const uint32_t* visible;  // of this row n, as in KeyMask; null: nothing is hidden
   int words, num_keys;
-  int begin, end;  // visible keys lie from here to below there
+  int begin, end;  // all visible keys are in [begin, end)
 
   CUTLASS_DEVICE KeySegments(const RowMask& row, int num_keys_)
       : visible(row.mask.visible),
@@ -52,7 +52,7 @@ struct KeySegments {
         begin(row.range.x),
         end(row.range.y < num_keys_ ? row.range.y : num_keys_) {}
 
-  // By a whole warp, of a row n that sees something.
+  // Called by a whole warp, for a row n that sees a key.
   CUTLASS_DEVICE KeySegment first(const RowMask& row) const {
     if (visible == nullptr) return {begin, end};
     const int lane = int(threadIdx.x % 32);
@@ -63,7 +63,7 @@ struct KeySegments {
   }
 
   CUTLASS_DEVICE bool has_more(const KeySegment& segment) const { return segment.end < end; }
-  // The first segment that begins at `key`, a multiple of 16, or later. There is one.
+  // The first segment that begins at `key`, a multiple of 16, or later. One exists.
   CUTLASS_DEVICE KeySegment from(int key) const {
     uint32_t bits = units(key);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -72,7 +72,7 @@ struct KeySegments {
     int stop = key;
     CUTLASS_PRAGMA_NO_UNROLL
     while (true) {
-      // Bit i: of the units i - 3 to i one is visible, or the window before has looked at them.
+      // Bit i: one of the units i - 3 to i is visible, or belongs to the previous window.
       bits = units(stop);
       bits |= bits << 1;
       bits |= bits << 2 | ((1u << (kGapUnits - 1)) - 1);
@@ -83,7 +83,7 @@ struct KeySegments {
   }
 
  private:
-  // Up to whole stripes of 32 keys where those exist: they need no bounds.
+  // Rounded up to whole stripes of 32 keys where these exist: they need no bounds checks.
   CUTLASS_DEVICE KeySegment whole_stripes(int first, int last) const {
     last = first + (last - first + 31) / 32 * 32;
     return {first, last < num_keys ? last : num_keys};

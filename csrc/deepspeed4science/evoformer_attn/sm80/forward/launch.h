@@ -76,7 +76,7 @@ struct Forward {
   }
   static bool needs_copy2(const FwdParams& p) { return kBias2 && !rows2(p).aligned(); }
 
-  // Workspace: what bias1 and row_mask hide, and its shift; bias1 in rows of neighbours; bias2 in aligned rows.
+  // Workspace: hidden keys and the shift of bias1; a contiguous copy of bias1; bias2 in aligned rows.
   static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
     if (workspace_bytes(p) > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     KeyMaskBuffers<FwdParams> key_mask(p);
@@ -108,7 +108,7 @@ struct Forward {
     k.group_log2 = group_log2(p);
     k.by_blocks = cutlass::FastDivmod(int((p.Lq + kTiles.queries - 1) / kTiles.queries));
     k.by_heads = cutlass::FastDivmod(int(p.H)), k.by_N = cutlass::FastDivmod(int(p.N));
-    // Our strides are B, N, L, H; the kernel steps over B * N by N's stride and adds the rest at each next B.
+    // Our strides are B, N, L, H; the kernel iterates over B * N by N's stride and adds the rest at each next B.
     auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {
       m = stride[2], h = stride[3], batch = stride[1], outer = stride[0] - p.N * stride[1];
     };
@@ -118,7 +118,7 @@ struct Forward {
     set(p.o_stride, k.o_strideM, k.o_strideH, k.o_strideB, k.o_strideOuter);
   }
 
-  // After find_visible_keys beside its last blocks, where the device can: the kernel itself waits for it.
+  // Starts beside the last blocks of find_visible_keys, where the device can; the kernel itself waits for that one.
   static cudaError_t start(const typename Kernel::Params& k, unsigned blocks, cudaStream_t stream) {
     cudaLaunchAttribute overlaps{};
     overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -131,7 +131,7 @@ struct Forward {
     return cudaLaunchKernelEx(&config, attention_forward<Kernel>, k);
   }
 
-  // More than 48 KiB of dynamic shared memory must be asked for, once on each device.
+  // More than 48 KiB of dynamic shared memory must be requested, once on each device.
   static cudaError_t allow_shared_memory() {
     if (Kernel::kSharedBytes <= 48 * 1024) return cudaSuccess;
     static std::atomic<uint64_t> done{0};

@@ -1,4 +1,4 @@
-// What a forward block loads: K, V and biases, of a stage or of what a segment of keys begins with. K below is the
+// The loads of a forward block: K, V and biases, of a stage or of the beginning of a segment of keys. K below is the
 // AttentionKernel.
 #pragma once
 
@@ -36,7 +36,7 @@ struct ForwardLoads : ForwardWarp<K> {
   }
 
  protected:
-  // This thread's element of a row bias: loaded early, converted and stored when it is there.
+  // This thread's element of a row bias: loaded early, converted and stored when it has arrived.
   struct RowElement {
     ElementBits<scalar_t> bias1, bias2;
   };
@@ -45,7 +45,7 @@ struct ForwardLoads : ForwardWarp<K> {
     const scalar_t *key, *value;
     scalar_t *bias1, *bias2;
   };
-  // What the loop asks for once a stage, and has no registers for.
+  // Values that the loop reads once a stage and has no registers for.
   struct Constants {
     Operands operands;
     output_t* output;
@@ -59,7 +59,7 @@ struct ForwardLoads : ForwardWarp<K> {
     return reinterpret_cast<Constants*>(shared + K::kSharedBytes - K::kConstantsBytes);
   }
 
-  // What a segment begins with: where its keys come from, and what has been sent for of the first ones.
+  // The state at the beginning of a segment: the addresses of its keys, and the loads of the first ones.
   struct SegmentStart {
     Loader<KTile> k;
     Loader<VTile> v;
@@ -75,7 +75,7 @@ struct ForwardLoads : ForwardWarp<K> {
     if constexpr (K::Bias1::kIsMatrix) bias1_ptr = from.bias1 + offset;
     if constexpr (K::Bias2::kIsMatrix) bias2_ptr = from.bias2 + offset;
   }
-  // kInRegisters: as start.k and start.v stand; else found again from what lies in shared memory.
+  // kInRegisters: from start.k and start.v; else the addresses are computed again from constants in shared memory.
   template <bool kInRegisters, bool kWhole>
   CUTLASS_DEVICE void send(SegmentStart& start, const KeySegment& segment, float shift) {
     start.shift = shift;
@@ -121,7 +121,7 @@ struct ForwardLoads : ForwardWarp<K> {
     if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->operands.bias2, key, extent, 0);
     return x;
   }
-  // In raw units, bias1 shifted; -inf past the last key, which masks the tail.
+  // bias1 - shift in raw units; -inf past the last key, which masks the tail.
   CUTLASS_DEVICE void store_row(const KeySegment& segment, int first, int stage, const RowElement& element,
                                 float shift) const {
     if constexpr (K::kHasRowBias) {
@@ -140,7 +140,7 @@ struct ForwardLoads : ForwardWarp<K> {
     }
   }
 
-  // Keys from `key` on, where the pointers stand. They and the extent contain the lane's part: the policy sees the
+  // Keys from `key` on, to which the pointers point. Pointers and extent include the lane's offset: the policy gets the
   // first thread of its map.
   CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, const KeySegment& segment, int key) {
     cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), segment.end - key - bias_start.column());

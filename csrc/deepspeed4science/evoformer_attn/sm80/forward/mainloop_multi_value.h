@@ -1,13 +1,14 @@
-// The forward's block with kSingleValueIteration = false: Q, K and V pass through shared memory in pieces of channels,
-// so that any D and Dv fit. A block of keys' biases are added up in shared memory by AttentionBiasEpilogue.
+// The forward's block with kSingleValueIteration = false, math.md (1) to (7): Q, K and V pass through shared memory in
+// pieces of channels, so that any D and Dv fit. AttentionBiasEpilogue adds up the biases of a block of keys in shared
+// memory.
 //
 // Without output_accum_ptr the columns of O are computed kHeadDimValue at a time, in registers, each in a pass over all
 // keys. With it there is one pass, and each block of keys' part of O goes through that buffer:
 //
 //   first block: P V     then: P V + m_prime * old     last block: (P V + m_prime * old) / s_prime
 //
-// which is MemoryEfficientAttentionNormalize. Shared memory for one block of keys, plain barriers: this form is for
-// head dimensions beyond the tiers.
+// by MemoryEfficientAttentionNormalize. There is shared memory for one block of keys only, with plain barriers: this
+// form serves head dimensions beyond the tiers.
 #pragma once
 
 #include "../visible_keys.h"
@@ -80,7 +81,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     float* logsumexp = column > 0 ? nullptr : p.logsumexp_ptr;
     epilogue.store({p.output_ptr + column, logsumexp, p.o_strideM, p.num_queries, p.head_dim_value - column}, o,
                    softmax);
-    __syncthreads();  // O leaves from where Q comes in
+    __syncthreads();  // O is stored through the buffer of Q
   }
 
   CUTLASS_DEVICE void run_through_buffer() {
@@ -93,7 +94,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       next = seek(block + 1);
       float s[4][8];
       compute_scores(s, block);
-      // The warps of a row share one buffer, hence one reference maximum.
+      // The warps of a row of warps share one buffer, hence one reference maximum.
       Row largest;
       softmax.must_move(largest, s);
       share_max(largest);
@@ -132,7 +133,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     for (int x = 0; x < K::kTilesO * 8; ++x) o[x / 8][x % 8] = 0.f;
   }
 
-  // Rows of a matrix from `column` on, to a tile; it arrives by Base::wait_for_loads().
+  // Loads rows of a matrix from `column` on into a tile; complete after Base::wait_for_loads().
   template <typename TileT>
   CUTLASS_DEVICE void load(const scalar_t* g, int64_t stride, int rows, int column, int columns, scalar_t* s) const {
     typename Base::template Loader<TileT>(g + column, stride, columns - column, thread).load(s, rows);
@@ -165,7 +166,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     this->mask_past_end(s, key);
   }
 
-  // One row of warps has room for its biases at a time.
+  // There is space for the biases of one row of warps at a time.
   CUTLASS_DEVICE void add_biases(float (&s)[4][8], int key) const {
     float* sBias = reinterpret_cast<float*>(shared + Shared::kBegin + warp_m * Shared::kBiasBytes);
     const int first = key + warp_n * 32, rows = p.num_queries - warp_m * 32;
@@ -245,7 +246,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     share(largest, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // The rows' sums, infinity where nothing was visible; writes lse.
+  // The rows' sums, infinity where no key is visible; writes lse, math.md (6).
   CUTLASS_DEVICE void finish(Softmax& softmax, Row& sums) const {
     softmax.finish();
     share(softmax.l, [](float a, float b) { return a + b; });
@@ -259,7 +260,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     }
   }
 
-  // Through the buffer, or to O.
+  // Adds to the buffer, or stores O.
   template <typename First, typename Last>
   CUTLASS_DEVICE void put(const float (&o)[K::kTilesO][8], const Row& sums, const Row& m_prime, int column) const {
     using result_t = typename cutlass::platform::conditional<Last::kValue, output_t, float>::type;
@@ -294,7 +295,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       }
     }
   }
-  // Element e of what Softmax::get returns.
+  // Element e of the result of Softmax::get.
   CUTLASS_DEVICE int column_of_element(int e) const { return Mma::column_of(lane, 4 * (e / 2)) + e % 2; }
 };
 

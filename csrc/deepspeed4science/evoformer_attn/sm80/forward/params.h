@@ -1,4 +1,4 @@
-// What a launch of AttentionKernel (kernel_forward.h) is given: tensors, sizes, strides.
+// The parameters of a launch of AttentionKernel (kernel_forward.h): tensors, sizes, strides.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -31,7 +31,7 @@ struct ForwardParams {
   int32_t group_log2 = 0;  // order of the blocks; the grid then counts num_batches rounded up to whole groups
   // For kIsComplete: division by the number of blocks of queries, by num_heads and by N.
   cutlass::FastDivmod by_blocks, by_heads, by_N;
-  KeyMask key_mask = {};  // [batch, ...]: what bias1 hides, and its shift; null: nothing, and 0
+  KeyMask key_mask = {};  // [batch, ...]: hidden keys, and the shift of bias1; null: none, and 0
 
   // Elements. M: next query or key; H: next head; B: next of the B * N batches; Outer: added for each next of the B.
   int64_t q_strideM = 0, k_strideM = 0, v_strideM = 0, o_strideM = 0;
@@ -41,8 +41,8 @@ struct ForwardParams {
   int64_t bias1_strideB = 0, bias1_strideN = 0;
   int64_t bias2_strideB = 0, bias2_strideH = 0, bias2_strideM = 0;
 
-  // Fills in what is zero: heads and batches are the grid's, Dv is D, O is contiguous, and so is a bias of which no
-  // stride is given.
+  // Fills in fields that are zero: heads and batches are the grid's, Dv is D, O is contiguous, and so is a bias without
+  // strides.
   CUTLASS_HOST_DEVICE void complete(int32_t grid_heads, int32_t grid_batches) {
     if (num_heads == 0) num_heads = grid_heads;
     if (num_batches == 0) num_batches = grid_batches;
@@ -58,7 +58,7 @@ struct ForwardParams {
     }
   }
 
-  // Moves the pointers to this block's rows; num_queries becomes what is left from there. False: nothing to do.
+  // Advances the pointers to this block's rows; num_queries becomes the number from there on. False: nothing to do.
   // The grid is (query blocks, heads, batches), or the product of the three on x (no limit of 65,535 then). With
   // group_log2 the 2^group_log2 neighbours of a batch come first, one after another: they read the same bias2 tile.
   CUTLASS_DEVICE bool advance_to_block() {
@@ -105,7 +105,7 @@ struct ForwardParams {
     if constexpr (K::kIsComplete) return uint32_t(by_y.div(int(x)));
     return x / y;
   }
-  // A policy uses bias1's strides when it is a row and bias2's when it is a matrix, in whichever slot it stands.
+  // A policy uses bias1's strides for a row and bias2's for a matrix, whichever slot it is in.
   template <typename BiasT>
   CUTLASS_DEVICE scalar_t* to_tile(scalar_t* ptr, int64_t b, int64_t n, int64_t head, int32_t row) const {
     if constexpr (BiasT::kIsRow) {

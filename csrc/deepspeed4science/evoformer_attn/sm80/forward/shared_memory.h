@@ -1,13 +1,13 @@
-// Shared memory of a forward block, before its types exist: which head dimensions fit, and how the pieces of
-// kSingleValueIteration = false lie in it.
+// Shared memory of a forward block, before its types are defined: the head dimensions that fit, and the layout with
+// kSingleValueIteration = false.
 #pragma once
 
 #include "../mma/smem_tile.h"
 
 namespace ds4s {
 
-// Of one block (CUDA C++ Programming Guide, Technical Specifications per Compute Capability). 8.6, 8.9 and 12.0, which
-// Sm80 serves too, have 101,376: asked where a kernel is launched.
+// The largest size for one block (CUDA C++ Programming Guide, Technical Specifications per Compute
+// Capability). 8.6, 8.9 and 12.0, which Sm80 serves too, have 101,376 bytes; the launch checks that.
 template <typename ArchTag>
 constexpr int max_shared_bytes() {
   return ArchTraits<ArchTag>::kCapability >= 80 ? 166912 : ArchTraits<ArchTag>::kCapability >= 75 ? 65536 : 98304;
@@ -23,8 +23,8 @@ struct FitsInSharedMemory {
 
 constexpr int kForwardConstantsBytes = 96;  // ForwardLoads::Constants
 
-// kSingleValueIteration = false, behind Q, K and V: for each row of warps the biases of 32 x 32 scores at a time, where
-// O's parts are added up afterwards; for each warp what it shares of its rows.
+// kSingleValueIteration = false: behind Q, K and V, for each row of warps the biases of 32 x 32 scores at a time, whose
+// memory later holds O's parts; then for each warp the statistics of its rows.
 template <int kNumWarps, int kWarpsM, int kBegin_, int kHeadDimValue>
 struct MultiValueShared {
   static constexpr int kBiasPitch = 32 + 4;

@@ -1,6 +1,6 @@
-// What a warp of a forward block does with its 32 queries and 32 keys of each key block: scores with their biases, and
-// O += P V. Operands are in shared memory, scores and O in registers. K below is the AttentionKernel: its types and
-// numbers. Members are a lane's constants.
+// A warp's part of a forward block, 32 queries and 32 keys of each key block: scores with their biases, math.md (1),
+// and O += P V, math.md (5). Operands are in shared memory, scores and O in registers. K below is the AttentionKernel,
+// for its types and numbers. Members are a lane's constants.
 #pragma once
 
 #include "../mma/mma.h"
@@ -43,7 +43,7 @@ struct ForwardWarp {
     ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
   }
 
-  // The scores' factor, which is positive: Q takes its sign.
+  // The factor of the scores, which is positive: Q is multiplied by its sign.
   CUTLASS_DEVICE static float scale_of(const Params& params) {
     if constexpr (K::kIsComplete) return params.scale;
     return params.scale == 0.f ? 1.f : fabsf(params.scale);
@@ -67,13 +67,13 @@ struct ForwardWarp {
     return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
   }
 
-  // Everything this thread loaded is there, and every warp is done with what it read before.
+  // Waits until this thread's loads are complete and all warps have finished their earlier reads.
   CUTLASS_DEVICE static void wait_for_loads() {
     if constexpr (K::kAsync) ptx::cp_async_wait<0>();
     __syncthreads();
   }
 
-  // Q, which has been sent for, times kQFactor, in registers or where it is.
+  // Waits for Q and multiplies it by kQFactor, in registers or in shared memory.
   template <int kCount>
   CUTLASS_DEVICE void prepare_q(FragA (&q)[kCount], bool is_first = true) const {
     if constexpr (K::kQInRegisters) {
@@ -89,7 +89,7 @@ struct ForwardWarp {
       __syncthreads();
     }
   }
-  // Words first, first + kStep, .. below kCount.
+  // Multiplies the words first, first + kStep, .. below kCount.
   template <int kCount, int kStep>
   CUTLASS_DEVICE void scale_q(uint32_t* words, int first) const {
     if constexpr (K::kScalesQ) {
@@ -118,9 +118,9 @@ struct ForwardWarp {
     }
   }
 
-  // The product's accumulator begins with the row bias, in raw units. In full precision it would be rounded at the size
-  // of the bias, which a finite mask makes large, in every step; there the finished product is scaled and biases are
-  // added.
+  // The initial value of the product's accumulator is the row bias, in raw units. In full precision every step would
+  // then be rounded at the size of the bias, which a finite mask makes large; there the finished product is scaled and
+  // the biases are added to it.
   CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
@@ -156,7 +156,7 @@ struct ForwardWarp {
     Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
   }
   CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
-    // FFMA's many short steps one by one: all in flight at once they do not fit in the registers.
+    // FFMA's many short steps are not unrolled: together they would not fit into the registers.
     constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
 #pragma unroll kUnroll
     for (int step = 0; step < K::kStepsD; ++step) {
@@ -186,7 +186,7 @@ struct ForwardWarp {
     }
   }
 
-  // Without a row bias nothing masks the keys past the end: only the last block has any.
+  // Without a row bias, keys past the end are masked here; only the last block has any.
   CUTLASS_DEVICE void mask_past_end(float (&s)[4][8], int key) const {
     int left = p.num_keys - key - warp_n * 32;
     if (left >= 32) return;
