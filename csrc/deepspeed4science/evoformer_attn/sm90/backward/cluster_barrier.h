@@ -8,7 +8,7 @@
 
 namespace ds4s::sm90 {
 
-// Relaxed: nothing was written for the other block to see.
+// Relaxed: there are no writes for the other block to see.
 CUTLASS_DEVICE void arrive_relaxed(EmptyBarrier& barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    cute::set_block_rank(shared_address(&barrier), rank))
@@ -32,7 +32,7 @@ CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_
 CUTLASS_DEVICE void wait_in_cluster(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
 #undef DS4S_TRY_WAIT
 
-// To the same address of the block `rank`, whose barrier at this address announces it.
+// Stores to the same address in the block `rank`, whose barrier at this address counts the bytes.
 CUTLASS_DEVICE void store_async(int* address, int value, FullBarrier& announces, uint32_t rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
                    cute::set_block_rank(shared_address(address), rank)),

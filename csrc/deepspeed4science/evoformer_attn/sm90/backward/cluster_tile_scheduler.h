@@ -1,10 +1,11 @@
-// The tiles of a persistent cluster, one after another: every cluster's own, or the next one that no cluster has taken
-// where tiles cost different amounts (hidden keys). The first block takes it from a counter in global memory and sends
-// its number to all blocks; each one's barrier counts the bytes.
+// The tiles of a persistent cluster, one after another: a fixed share or, where tiles differ in cost (hidden keys), the
+// next one from a counter in global memory. The first block takes it and sends its number to all blocks; each block's
+// barrier counts the bytes.
 //
-// Entries are filled again without asking. A tile has at least one step, of two stages; the producers of a cluster are
-// at most a round of stages apart, their consumers another one behind, and a warp that brings statistics is waited for
-// in one of three steps: nobody is 16 tiles behind for up to eight stages.
+// Invariant: a queue entry is reused without waiting for its readers, because no warp is 16 tiles behind the scheduler.
+// A tile has at least one step, of two stages. The producers of a cluster are at most all stages apart, their consumers
+// as far behind again, and a statistics warp is waited for in one of three steps; with up to eight stages that is less
+// than 16 tiles.
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
@@ -22,7 +23,7 @@ struct ClusterTileQueue {
   CUTLASS_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1);
   }
-  // By a warp, before anything else is read.
+  // Called by a warp before all other reads.
   CUTLASS_DEVICE void count_tiles(const BackwardArgs& args) {
     const int slices =
         args.num_slices > 0 ? args.num_slices : choose_visible_slices(args, int(cute::cluster_grid_dims().x));
@@ -55,8 +56,8 @@ class ClusterTileScheduler {
     tile = queue_.tiles[pipe_.index];
     pipe_.advance(), has_next_ = false;
   }
-  // The next one, if it is not there yet. Near the end of a tile: taken earlier, it is withheld from clusters that have
-  // nothing to do.
+  // Takes the next tile, if that has not been done. To be called near the end of a tile: a tile taken earlier is
+  // withheld from idle clusters.
   CUTLASS_DEVICE void take_next() {
     if (has_next_ || args_.next_dbias2_tile == nullptr) return;
     has_next_ = true;
@@ -75,7 +76,7 @@ class ClusterTileScheduler {
   }
 
  private:
-  // Tiles to which nothing is added are left out.
+  // Tiles to which nothing is added are skipped.
   CUTLASS_DEVICE int take() {
     int number;
     do {

@@ -1,10 +1,10 @@
-// dbias2 in the pass over keys of wide heads: dS of a step, in fp32, is added to it where it is computed, so that no
-// other pass needs it.
+// dbias2, math.md (16), in the pass over keys of wide heads: dS of a step is added to it in fp32, so that no other pass
+// computes dS again.
 //
-// dS^T lies in a warpgroup's accumulators as 8 queries by 64 keys for each four registers. Such a unit has eight rows
-// of 64 elements in dbias2, and until the pass is done it holds them in the accumulators' order, two rows for each
-// warp: a warp adds 2 x 256 bytes, exchanges nothing. `order_dbias2` then puts each element where it belongs. Units
-// that are not whole, at the last queries and keys, are added to in order from the beginning.
+// Four registers of a warpgroup's lanes hold 8 queries by 64 keys of dS^T. Such a unit has eight rows of 64 elements in
+// dbias2. Until the pass is done, these rows hold the elements in the accumulators' order, two rows for each warp: a
+// warp adds to 2 x 256 bytes without exchanging data. Afterwards `order_dbias2` moves each element to its place.
+// Incomplete units, at the last queries and keys, are in their final order from the beginning.
 #pragma once
 
 #include "common/atomic_add.h"
@@ -13,8 +13,7 @@
 
 namespace ds4s::sm90 {
 
-// Of a unit's row-major elements, the one where four registers of a lane lie, and the one where the e-th of them
-// belongs.
+// Row-major positions in a unit: of a lane's four registers before order_dbias2, and of the e-th of them afterwards.
 struct Dbias2Unit {
   static constexpr int kQueries = 8, kKeys = 64;
   int64_t pitch;
@@ -30,7 +29,7 @@ template <typename Config>
 struct Dbias2Global {
   static_assert(Config::kOwned == Dbias2Unit::kKeys, "a warpgroup's keys");
 
-  // A warpgroup's way through the steps of one tile.
+  // A warpgroup's state through the steps of one tile.
   struct Position {
     float* next;  // of the step's first unit, this lane's four elements; null where dbias2 is not wanted
     int queries_left, keys_left;

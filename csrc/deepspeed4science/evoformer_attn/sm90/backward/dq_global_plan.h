@@ -1,4 +1,4 @@
-// Whether dq comes by additions (dq_global.h), to how many accumulators, and where these are.
+// Whether dq comes by additions (dq_global.h), the number of its accumulators, and their memory.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@ struct DqGlobalPlan {
   int64_t num_accumulators = 0;  // 0: dq has a kernel of its own
   int64_t accumulator_size = 0;  // elements
   int64_t num_counters = 0;      // for each (b, n, h) two, and two more (BackwardArgs)
-  // dbias2 is added to by the same kernel, and accumulators have memory of their own. Else it is written afterwards,
-  // and they lie in it.
+  // True: the same kernel adds to dbias2, and accumulators have memory of their own. False: dbias2 is written
+  // afterwards, and accumulators lie in its memory.
   bool adds_dbias2 = false;
 
   explicit operator bool() const { return num_accumulators > 0; }
 
-  // For a grid of so many blocks.
+  // blocks: of the grid.
   template <typename Tiles, int kHeadDim>
   static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
@@ -29,10 +29,11 @@ struct DqGlobalPlan {
     const int64_t most = ceil_div(3 * blocks, key_blocks) + 4;
     plan.num_counters = 2 * pairs + 2;
     if (Tiles::kAddsDbias2 && p.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
-      // Accumulators, lse and delta are gone when dbias2 gets its 16-bit copy: of that size they do not raise peak
-      // memory.
+      // Accumulators, lse and delta are freed before dbias2 gets its 16-bit copy: up to the size of that they do not
+      // raise peak memory.
       const int64_t room = elements * 2 - 8 * pairs * p.Lq - 4 * plan.num_counters;
-      // Some blocks are at an earlier (b, n, h), or still write its dq: 1.25 times as many as are under way.
+      // Some blocks are at an earlier (b, n, h), or still write its dq: 1.25 times as many accumulators as (b, n, h)
+      // under way.
       plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, room / 4, pairs);
       if (plan.adds_dbias2) return plan;
     }
@@ -40,7 +41,7 @@ struct DqGlobalPlan {
   }
 
  private:
-  // As many as fit into so many elements, `most` at most; false if that is less than `least`.
+  // Takes as many as fit into that many elements, at most `most`; false if that is less than `least`.
   bool take(int64_t least, int64_t most, int64_t elements, int64_t pairs) {
     num_accumulators = std::min({most, elements / accumulator_size, pairs});
     return num_accumulators >= std::min(least, pairs);

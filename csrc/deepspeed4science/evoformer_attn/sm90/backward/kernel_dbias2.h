@@ -1,5 +1,6 @@
-// dbias2 on Hopper: a warpgroup owns 64 x 64 elements of one (b, h) and goes through the rows n that see its keys,
-// dbias2 += P (dP - delta) in its registers. Where that gives too few blocks, N is cut into slices.
+// dbias2, math.md (16), on Hopper: a warpgroup owns 64 x 64 elements of one (b, h) and iterates over the rows n that
+// see its keys, with dbias2 += P (dP - delta), math.md (11), in its registers. Where that gives too few blocks, the
+// rows n are cut into slices.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -28,7 +29,7 @@ struct Dbias2Consumer {
         Mainloop::load_bias2(bias2, args, block, at);
         Mainloop::run_steps(shared, args, pipe, block, bias2, dbias2, at);
         Mainloop::store(dbias2, args, block, at);
-      } else {  // nothing to compute, but stages go round
+      } else {  // nothing to compute, but stages must be released
         int left = 0;
         do {
           for (int product = 0; product < 2; ++product, pipe.advance()) {

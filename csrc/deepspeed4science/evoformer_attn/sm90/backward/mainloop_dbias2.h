@@ -1,5 +1,5 @@
-// What kernel_dbias2 computes of one tile: bias2 into registers (load_bias2), dbias2 += P (dP - delta) over the rows n
-// (the mainloop), dbias2 out (store).
+// The mainloop of kernel_dbias2 for one tile: loads bias2 into registers (load_bias2), computes dbias2 += P (dP -
+// delta) over the rows n, math.md (8), (10), (11), (16), and stores dbias2 (store).
 #pragma once
 
 #include "common/atomic_add.h"
@@ -52,7 +52,7 @@ struct Dbias2Mainloop {
         bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
       }
     }
-    // Kept as they are, not unpacked again for every row n.
+    // Keeps them unpacked: the compiler would unpack them again for every row n.
     if constexpr (!kPacked) fence_registers(bias2);
   }
   // s becomes P; bias2 from its element `part` on.

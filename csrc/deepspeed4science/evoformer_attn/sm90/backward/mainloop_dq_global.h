@@ -1,11 +1,11 @@
-// The mainloop of kernel_dq_dkdv where dq is added to accumulators (dq_global.h). As in
-// mainloop.h but for the order of products: those of a step's results come after both of the next step's
-// scores, and run beside all that is computed from these.
+// The mainloop of kernel_dq_dkdv where dq is added to accumulators (dq_global.h). It differs from mainloop.h in the
+// order of products: those of a step's results follow both score products of the next step, and run beside everything
+// that is computed from these scores.
 //
 //   step k:   s, dp of k          wgmma
 //             dv of k - 1         P from registers
 //             dk of k - 1         dS from shared memory, this warpgroup's
-//             dq of k - 2         dS of all keys; a step later, when the other warpgroup has it too
+//             dq of k - 2         dS of all keys; a step later, when the other warpgroup has stored its dS
 #pragma once
 
 #include "sm90/backward/dbias2_global.h"
@@ -25,14 +25,14 @@ struct DqGlobalMainloop {
   using Operands = typename Products::Operands;
   static constexpr int kColumns = Config::kColumns;
 
-  // A warpgroup's state: products that are under way, and what they read.
+  // A warpgroup's state: products in flight and their operands.
   struct State {
     Scores s, dp;
     Packed p;
     typename Dq::Sum sum;
     typename Dbias2::Position dbias2;
     bool adds = false;    // sum is of a step, not of nothing
-    int last_stage = -1;  // that the results under way read
+    int last_stage = -1;  // read by the results in flight
     CUTLASS_DEVICE explicit State(const typename Dbias2::Position& position) : dbias2(position) {}
   };
 
@@ -40,7 +40,8 @@ struct DqGlobalMainloop {
     Products::start_scores(state.s, operands.owned, operands.streamed + stage * Operands::kNextStage);
     Products::start_products(state.dp, operands, stage);
   }
-  // dv and dk of the last step, dq of the one before. All dS that they read must be there.
+  // Starts dv and dk, math.md (12), (14), of the last step and dq, math.md (13), of the one before. All dS that they
+  // read must have been stored.
   CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::State& dq,
                                            const Shared& shared, const Operands& operands, const ConsumerCoord& at) {
     uint32_t streamed = operands.streamed + state.last_stage * Operands::kNextStage;
@@ -49,7 +50,7 @@ struct DqGlobalMainloop {
     Dq::start(state.sum, dq, shared, operands.owned_tiles, at);
     wgmma_commit();
   }
-  // What they read is free, and dq is added.
+  // Releases their operands and adds dq.
   CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::State& dq,
                                             const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     wgmma_wait<0>();
@@ -61,7 +62,7 @@ struct DqGlobalMainloop {
     if (state.adds) Dq::add(state.sum, dq, args, shared, at);
   }
 
-  // From s and dp, which are under way: P, packed, and dS, stored.
+  // Waits for s and dp; computes P, math.md (8), and packs it; computes dS, math.md (11), and stores it.
   CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::State& dq,
                                            const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     Scores &s = state.s, &dp = state.dp;
@@ -87,8 +88,8 @@ struct DqGlobalMainloop {
     replace(state.p, p, args);
   }
 
-  // The compiler takes an operand's registers for free from its last use on, not from the end of the product on that
-  // reads them meanwhile. This is a use of both that it cannot see through: bytes of `next` only.
+  // The compiler considers an operand's registers free from its last use on, although the product still reads them.
+  // This is a later use of both, whose result it cannot know to be `next` alone.
   CUTLASS_DEVICE static void replace(Packed& p, const Packed& next, const BackwardArgs& args) {
     const uint32_t of_next = 0x3210 ^ uint32_t(args.Lq >> 31);
     CUTLASS_PRAGMA_UNROLL
@@ -107,7 +108,7 @@ struct DqGlobalMainloop {
     fence_registers(results.of_p);
     wgmma_begin();
     start_scores(state, operands, pipe.index);
-    wgmma_commit();  // of no results yet
+    wgmma_commit();  // an empty group: there are no results yet
     for (int step = 1;; ++step) {
       finish_scores(state, results, dq, args, shared, at);
       state.last_stage = pipe.index, state.adds = step > 1;

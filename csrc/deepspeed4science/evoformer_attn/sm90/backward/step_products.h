@@ -1,6 +1,6 @@
-// The products of one step of kernel_dq_dkdv, and what they read: for the mainloops of mainloop.h and
-// mainloop_dq_global.h. Of keys, all of it is the transpose of what the names say: rows of s are keys then, columns
-// queries.
+// The products of one step of kernel_dq_dkdv and their operands, for the mainloops of mainloop.h and
+// mainloop_dq_global.h. In the pass over keys all matrices are the transposes of their names: rows of s are keys,
+// columns queries.
 #pragma once
 
 #include "sm90/backward/config.h"
@@ -23,13 +23,13 @@ struct StepProducts {
   using Packed = uint32_t[kColumns / 4];
   using Result = float[kHeadDim / 2];
 
-  // What becomes of one owned tile, in registers.
+  // The results of one owned tile, in registers.
   struct Results {
-    float row[2];                          // the rows' part of the exponent
+    float row[2];                          // the rows' term of the exponent
     Result of_ds;                          // dk or dq
     float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
     float sums[2];                         // of dS over columns, this lane's share
-    float* dbias2;                         // where dS goes too: this lane's next four keys, or null
+    float* dbias2;                         // dS is added there too: this lane's next four keys; or null
     int keys_left;                         // from there on
   };
 
@@ -48,7 +48,7 @@ struct StepProducts {
           ones(start_address(shared.ones)) {}
   };
 
-  // Of the row of an 8x8 matrix that a lane names to ldmatrix.
+  // Offset of the row of an 8x8 matrix whose address a lane passes to ldmatrix.
   CUTLASS_DEVICE static uint32_t bias2_offset(const ConsumerCoord& at) {
     return kKeys ? BiasTile::offset(at.lane % 8 + at.lane / 16 * 8, 2 * at.warp + at.lane / 8 % 2)
                  : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
@@ -56,7 +56,7 @@ struct StepProducts {
   CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const ConsumerCoord& at) {
     return shared_address(shared.stages[stage].bias2[kBias2 || kDqInShared ? at.tile : 0]) + bias2_offset(at);
   }
-  // s before its product: biases, and what belongs to columns.
+  // The initial value of s, math.md (1), (8): biases and the columns' terms.
   CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const ConsumerCoord& at) {
     const float* columns = shared.scores[stage][at.row] + 2 * (at.lane % 4);
     uint32_t bias2 = bias2_address(shared, stage, at);
@@ -84,7 +84,7 @@ struct StepProducts {
     fence_registers(s);
   }
 
-  // dp = dO V^T - delta
+  // dp = dO V^T - delta, math.md (10), (11)
   CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage) {
     if constexpr (kKeys) {
       Rank1Terms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
@@ -103,7 +103,7 @@ struct StepProducts {
     }
     wgmma_commit();
   }
-  // result += x streamed
+  // result += x streamed: math.md (12), (13), (14)
   CUTLASS_DEVICE static void start_result(Result& result, const Packed& x, uint32_t streamed) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumnSteps; ++step) {
@@ -117,9 +117,8 @@ struct StepProducts {
     for (int i = 0; i < kColumns / 4; ++i) packed[i] = ptx::pack<Element>(x[2 * i], x[2 * i + 1]);
   }
 
-  // Operands in registers stay where they are until here, as far as nvcc's front end goes. What ptxas makes of it is
-  // read from the machine code (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-global.md, Registers of a
-  // product.
+  // Keeps operands in their registers until here, for nvcc's front end. ptxas's result is checked in the machine code
+  // (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-global.md, Registers of a product.
   CUTLASS_DEVICE static void keep(Packed& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");

@@ -1,5 +1,5 @@
-// common/slices.h on the device: into how many slices the rows n are cut for kernel_dbias2, when it is known what is
-// visible. With hidden keys tiles have different numbers of rows n, and some none: more slices share them out.
+// common/slices.h on the device: the number of slices of the rows n for kernel_dbias2, by what is visible. With hidden
+// keys, tiles have different numbers of rows n, some none: more slices distribute them evenly.
 #pragma once
 
 #include "common/slices.h"
@@ -7,7 +7,7 @@
 
 namespace ds4s::sm90 {
 
-// By a warp. Tiles count as if all visible rows n were those of tiles that have the most, `largest` each.
+// Called by a warp. All visible rows n count as if they belonged to tiles with the largest number, `largest`, each.
 CUTLASS_DEVICE int choose_visible_slices(const BackwardArgs& args, int num_clusters) {
   const RowLists& lists = args.row_lists;
   const int lane = int(threadIdx.x) % 32, num_lists = args.B * lists.tiles;
@@ -22,16 +22,16 @@ CUTLASS_DEVICE int choose_visible_slices(const BackwardArgs& args, int num_clust
   num_visible = int(__reduce_add_sync(0xffffffffu, uint32_t(num_visible)));
   const int tiles_of_list = args.num_tiles / num_lists;
   const float clusters = float(num_clusters), tiles = float(tiles_of_list) * float(total) / float(largest);
-  // Where tiles cost different amounts, at least four for each cluster.
+  // Where tiles differ in cost, at least four for each cluster.
   const bool differ = total < largest * num_visible;
   const int least = differ ? (4 * num_clusters - 1) / (tiles_of_list * num_visible) + 1 : 1;
 
-  // A lane for each number of slices. Waves that are missed by a rounding are none.
+  // A lane for each number of slices. A wave more by a rounding error does not count.
   const int slices = lane + 1, most = max(min(largest / 8, int(kMostSlices)), 1);
   const float waves = ceilf(tiles * float(slices) / clusters - 0.01f);
   const float cost = slices >= min(least, most) && slices <= most ? waves * (1.f / float(slices) + 0.02f) : infinity();
   const int best = int(__reduce_min_sync(0xffffffffu, (__float_as_uint(cost) & ~31u) | uint32_t(lane)) & 31u) + 1;
-  // Where blocks come to many tiles, slices of 96 n are faster (plan.h).
+  // Where blocks have many tiles, slices of 96 n are faster (plan.h).
   return tiles < 4.f * clusters ? best : max(best, min((largest + 95) / 96, int(kMostSlices)));
 }
 

@@ -1,5 +1,5 @@
-// What the rows n of a block's first tile see: found by all its consumers, who have nothing else to do yet, and at
-// once. One warp (RowScan) takes 2 us, a sixth of the forward of (1,1,768,16,24).
+// The visible keys of a block's first tile, found by all its consumers together, which are still idle. One warp
+// (RowScan) would take 2 us, a sixth of the forward of (1,1,768,16,24).
 #pragma once
 
 #include "sm90/forward/config.h"
@@ -46,7 +46,7 @@ class FirstMask {
       if (lane == 0) parts.end[row][step] = seen ? step * kStepKeys + end_of_votes(votes) : 0;
     }
     sync();
-    // All warps of a row n put its parts together: what only some of them did would cost the others uniform registers.
+    // All warps of a row n combine its parts: if only some did, the others would lose uniform registers.
     const int end = lane < kMostSteps ? parts.end[row][lane] : 0;
     const uint32_t steps = __ballot_sync(0xffffffffu, end != 0);
     const int last = __reduce_max_sync(0xffffffffu, end);

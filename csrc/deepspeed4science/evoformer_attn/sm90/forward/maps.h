@@ -1,4 +1,4 @@
-// What the tensor memory accelerator is told for the forward.
+// The forward's TMA tensor maps.
 #pragma once
 
 #include "sm90/mma/tensor_map.h"

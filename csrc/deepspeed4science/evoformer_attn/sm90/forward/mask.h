@@ -1,8 +1,9 @@
-// Which steps of 64 keys the rows n of a forward tile see (params.h). Two warps of the forward's own producers find it
-// a tile ahead: a kernel in front (common/key_mask.h) would take 5 us, a tenth of the forward of (1,256,256,4,32).
+// The steps of 64 keys that the rows n of a forward tile see, math.md (6a). Two warps of the forward's own producers
+// find them a tile ahead: a separate kernel (common/key_mask.h) would take 5 us, a tenth of the forward of
+// (1,256,256,4,32).
 //
-//   TileMask   what is known of a tile, in shared memory
-//   RowScan    one warp reads bias1 of one row n
+//   TileMask   the mask of a tile, in shared memory
+//   RowScan    a warp's scan of bias1 of one row n
 //   TileSteps  the steps in which a row n of the tile sees a key, one after another
 #pragma once
 
@@ -16,7 +17,7 @@ constexpr int kStepKeys = 64;
 template <int kRows>
 struct TileMask {
   static constexpr int kWordKeys = 32 * kStepKeys;  // of one word
-  static constexpr int kWords = 32;                 // keys past 65536 count as visible, which costs time alone
+  static constexpr int kWords = 32;                 // keys past 65536 count as visible, which only costs time
   static_assert(kWords == 32, "cleared by a warp");
 
   uint32_t steps[kRows][kWords];            // bit i of word w: the row sees a key of step 32 w + i
@@ -25,7 +26,7 @@ struct TileMask {
   float shift[kRows];                       // of bias1
 };
 
-// The first tile's, on the way (first_mask.h).
+// The first tile's mask while it is computed (first_mask.h).
 constexpr int kFirstMaskKeys = 1024;
 template <int kRows, int kWarps>
 struct FirstMaskParts {
@@ -33,18 +34,19 @@ struct FirstMaskParts {
   int end[kRows][kFirstMaskKeys / kStepKeys];  // behind the last visible key of each step; 0: there is none
 };
 
-// Floats as integers of the same order; NaN, positive as max.NaN makes it, above infinity.
+// Floats as integers in the same order; NaN, which max.NaN makes positive, is above infinity.
 CUTLASS_DEVICE int flip_ordered(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 CUTLASS_DEVICE int ordered(float x) { return flip_ordered(__float_as_int(x)); }
 CUTLASS_DEVICE float from_ordered(int x) { return __int_as_float(flip_ordered(x)); }
 CUTLASS_DEVICE float warp_max(float x) { return from_ordered(__reduce_max_sync(0xffffffffu, ordered(x))); }
 
-// Behind the last of 64 keys that is visible.
+// The end of the last visible one of 64 keys.
 CUTLASS_DEVICE int end_of_votes(const uint32_t (&votes)[2]) {
   return votes[1] != 0 ? 64 - __clz(int(votes[1])) : 32 - __clz(int(votes[0]));
 }
 
-// By one warp. Its instructions count: a tile of (1,384,384,4,32) takes each scheduler 16,000, and 800 more were 5 %.
+// Run by one warp. Its instructions matter: a tile of (1,384,384,4,32) takes 16,000 on each scheduler, and 800 more
+// were 5 %.
 template <typename Element, bool kBias1>
 class RowScan {
  public:
@@ -67,7 +69,7 @@ class RowScan {
       if (lane_ == 0) mask.end[row] = 0, mask.sees_first[row] = mask.sees_any[row] = false, mask.shift[row] = 0.f;
       return;
     }
-    // The largest of all words has to be known before the first is written; one word is read once.
+    // The largest bias1 of all words must be known before the first word is written; a single word is read only once.
     const int num_words = (Lk_ + Mask::kWordKeys - 1) / Mask::kWordKeys;
     float mine = -infinity(), largest = -infinity();
     bool sees_any = num_words > Mask::kWords;
@@ -113,8 +115,8 @@ class RowScan {
     return in_vectors_ ? read_vectors(key, largest) : read_elements(key, largest);
   }
 
-  // Four lanes read a step, eight steps at a time: what counts for a tile that sees nothing is how long it takes. Lk is
-  // a multiple of 8.
+  // Four lanes read a step, eight steps at a time: for a tile that sees nothing, latency decides. Lk is a multiple
+  // of 8.
   CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
     constexpr int kLanes = 4, kAtOnce = 32 / kLanes, kVectors = kStepKeys / kLanes / 8;
     const uint32_t nothing = ptx::pack<Element>(-infinity(), -infinity());
@@ -197,7 +199,7 @@ class TileSteps {
   CUTLASS_DEVICE int count() const { return count_; }
   // The first steps, which are among them.
   CUTLASS_DEVICE void skip(int num_steps) { bits_ &= ~0u << num_steps; }
-  // The first key of the next one; called at most count() times.
+  // The first key of the next step; called at most count() times.
   CUTLASS_DEVICE int next() {
     CUTLASS_PRAGMA_NO_UNROLL
     while (bits_ == 0) bits_ = load(++word_);

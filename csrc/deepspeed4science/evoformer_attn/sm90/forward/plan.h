@@ -1,5 +1,5 @@
-// Which kernel a forward on Hopper runs, and what it needs of the workspace: a value that follows from the call, the
-// device and the tier of D. No CUDA here: a host test plans for any device.
+// The plan of a forward on Hopper, its kernel and workspace: a value that follows from the call, the device and the
+// tier of D. No CUDA here: a host test plans for any device.
 #pragma once
 
 #include "common/device_facts.h"
@@ -35,7 +35,8 @@ int64_t num_forward_tiles(const FwdParams& p) {
   return ceil_div(p.Lq, 64 * Tiles::kQueryTiles) * ceil_div(p.N, Tiles::kRows) * p.H * p.B;
 }
 
-// One row n has no other to share bias2 with; tiles of 64 queries where larger ones leave multiprocessors idle.
+// A single row n has no other to share bias2 with. Tiles of 64 queries are chosen where larger ones leave
+// multiprocessors idle.
 template <int kHeadDim>
 ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
   const Bias2View bias2(p);
