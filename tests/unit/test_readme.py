@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from op_builder import env
+from op_builder.ops.instantiations import FAMILIES, device_head_dim
 from tests.documents import PAGES, ROOT, name, snippets
 
 README = (ROOT / "README.md").read_text()
@@ -38,6 +39,33 @@ def test_its_variables_are_rows_of_the_whole_table():
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(rows) == 6
     assert [row for row in rows if row not in env.table().splitlines()] == []
+
+
+def test_head_dimensions_are_those_of_the_list_of_kernels():
+    """ "What runs where", beside `FAMILIES`."""
+    rows = re.findall(r"^\| (.*) \|$", README.partition("\n## What runs where\n")[2], re.M)
+    said = {re.sub(r"^compute capability ", "", row).split(" | ")[0]: row for row in rows}
+
+    def widest(family, direction, dtype):
+        return FAMILIES[family].largest_head_dim(direction, dtype)
+
+    def dims(capability):
+        return said[capability].split(" | ")[-1]
+
+    sm70 = [widest("sm70", "bwd", dtype) for dtype in ("fp16", "bf16", "fp32")]
+    assert sm70 == [widest("sm75", "bwd", dtype) for dtype in ("fp16", "bf16", "fp32")]
+    assert len(set(sm70)) == 1
+    assert dims("7.0, 7.2") == f"1 to {sm70[0]}, forward to {widest('sm70', 'fwd', 'fp16')}"
+    full = device_head_dim((7, 5), "fp32")
+    assert full < sm70[0]
+    assert dims("7.5") == f"as above; float32 and bfloat16 to {full}"
+    sm80 = {(d, t): widest("sm80", d, t) for d in ("fwd", "bwd") for t in ("fp16", "bf16", "fp32")}
+    narrow = sm80.pop(("bwd", "fp32"))
+    (wide,) = set(sm80.values())
+    assert dims("8.0 and above") == f"1 to {wide}; float32's backward to {narrow}"
+    (hopper,) = {widest("sm90", d, t) for d in ("fwd", "bwd") for t in ("fp16", "bf16")}
+    assert FAMILIES["sm90"].dtype_for("fwd", "fp32") is None
+    assert dims("9.0") == f"multiples of 8 to {hopper}"
 
 
 def test_nothing_but_env_reads_the_environment():
