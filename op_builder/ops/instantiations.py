@@ -141,7 +141,10 @@ _SM80_TEMPLATES: dict[str, Any] = {
         "fwd": (f"{_SM80_FORWARD}::workspace_bytes", f"{_SM80_FORWARD}::run"),
         "bwd": (f"{_SM80_BACKWARD}::workspace_bytes", f"{_SM80_BACKWARD}::run"),
     },
-    "plans": {"bwd": f"{_SM80_BACKWARD}::print_plan"},
+    "plans": {
+        "fwd": f"{_SM80_FORWARD}::print_plan",
+        "bwd": f"{_SM80_BACKWARD}::print_plan",
+    },
     "usual_seconds": {"fwd": 6.0, "bwd": 9.0},
     "wide": {"fwd": CUDA_DTYPES},
 }

@@ -1,5 +1,5 @@
-// Host side of the forward: FwdParams -> AttentionKernel::Params -> launch. A generated unit names one Forward<...> and
-// exports its two functions.
+// Host side of the forward: FwdParams -> plan -> AttentionKernel::Params -> launch. A generated unit names one
+// Forward<...> and exports its functions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,9 +7,10 @@
 #include <atomic>
 
 #include "common/key_mask_buffers.h"
-#include "common/launch_repack.h"
+#include "common/repack.h"
 #include "kernel_forward.h"
 #include "params.h"
+#include "sm80/forward/plan.h"
 #include "sm80/forward/tile_sizes.h"
 
 namespace ds4s {
@@ -38,60 +39,61 @@ struct Forward {
                       kTiles.head_dim, kTiles.head_dim_value, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
                       /*kIsComplete=*/true>;
 
-  static int64_t workspace_bytes(const FwdParams& p) {
-    return KeyMaskBuffers<FwdParams>(p).bytes() + copy1_bytes(p) + (needs_copy2(p) ? rows2(p).bytes() : 0);
-  }
+  static int64_t workspace_bytes(const FwdParams& p) { return make_plan(p, kUnit).workspace_bytes; }
+  static void print_plan(const FwdParams& p, PlanText& text) { make_plan(p, kUnit).print(text, kUnit); }
 
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
-    int64_t group = int64_t(1) << group_log2(p);
-    int64_t batches = (p.B * p.N + group - 1) / group * group;
-    int64_t blocks = (p.Lq + kTiles.queries - 1) / kTiles.queries * p.H * batches;
+    const ForwardPlan plan = make_plan(p, kUnit);
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
-                blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+                plan.blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
     if (!fits) return cudaErrorInvalidValue;
-    if (blocks == 0) return cudaSuccess;
+    if (plan.blocks == 0) return cudaSuccess;
+    if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
 
     typename Kernel::Params k;
-    cudaError_t error = prepare(k, p, stream);
+    cudaError_t error = prepare(k, p, plan, stream);
     if (error != cudaSuccess) return error;
     set_tensors(k, p);
     error = allow_shared_memory();
     if (error != cudaSuccess) return error;
-    return start(k, unsigned(blocks), stream);
+    return start(k, unsigned(plan.blocks), stream);
   }
 
  private:
-  // 16 neighbouring n share a bias2 tile while it is in L2: 1.58 instead of 1.74 ms at (1,768,768,4,32) on an H200.
-  static int32_t group_log2(const FwdParams& p) { return kBias2 && p.B * p.N >= 64 ? 4 : 0; }
+  static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kBias1, kBias2};
 
-  static BiasRows<scalar_t> rows2(const FwdParams& p) {
-    return {
-        p.bias2, {p.B, p.H, p.Lq, p.Lk}, {p.bias2_stride[0], p.bias2_stride[1], p.bias2_stride[2], p.bias2_stride[3]}};
-  }
-  static bool needs_copy1(const FwdParams& p) {  // read element by element
-    return kBias1 && p.bias1_stride[2] != 1 && p.Lk != 1;
-  }
-  static int64_t copy1_bytes(const FwdParams& p) {
-    return needs_copy1(p) ? (p.B * p.N * p.Lk * int64_t(sizeof(scalar_t)) + 255) / 256 * 256 : 0;
-  }
-  static bool needs_copy2(const FwdParams& p) { return kBias2 && !rows2(p).aligned(); }
-
-  // Workspace: hidden keys and the shift of bias1; a contiguous copy of bias1; bias2 in aligned rows.
-  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, cudaStream_t stream) {
-    if (workspace_bytes(p) > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
+  // What bias1 and row_mask hide, and both biases as the kernel reads them.
+  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const ForwardPlan& plan,
+                             cudaStream_t stream) {
     KeyMaskBuffers<FwdParams> key_mask(p);
-    char* workspace = static_cast<char*>(p.workspace);
-    char* copy1 = workspace + key_mask.bytes();
-    bool copies1 = needs_copy1(p);
-    cudaError_t error = key_mask.template fill<scalar_t>(workspace, copies1 ? copy1 : nullptr, stream);
-    BiasRows<scalar_t> r2 = rows2(p);
-    if (error == cudaSuccess && needs_copy2(p)) error = r2.repack(copy1 + copy1_bytes(p), stream);
-    k.key_mask = key_mask.at(workspace);
-    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(copies1 ? copy1 : p.bias1));
-    k.bias1_strideB = copies1 ? p.N * p.Lk : p.bias1_stride[0], k.bias1_strideN = copies1 ? p.Lk : p.bias1_stride[1];
-    k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(r2.ptr));
-    k.bias2_strideB = r2.stride[0], k.bias2_strideH = r2.stride[1], k.bias2_strideM = r2.stride[2];
+    void* const mask = at<void>(p.workspace, plan.key_mask);
+    void* const bias1 = at<void>(p.workspace, plan.bias1);
+    cudaError_t error = key_mask.template fill<scalar_t>(mask, bias1, stream);
+    BiasRows bias2 = bias2_rows(p, kUnit);
+    if (error == cudaSuccess && plan.bias2 >= 0) error = copy(bias2, at<void>(p.workspace, plan.bias2), stream);
+    k.key_mask = key_mask.at(mask);
+    k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(bias1 != nullptr ? bias1 : p.bias1));
+    k.bias1_strideB = bias1 != nullptr ? p.N * p.Lk : p.bias1_stride[0];
+    k.bias1_strideN = bias1 != nullptr ? p.Lk : p.bias1_stride[1];
+    k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(bias2.ptr));
+    k.bias2_strideB = bias2.stride[0], k.bias2_strideH = bias2.stride[1], k.bias2_strideM = bias2.stride[2];
+    k.group_log2 = plan.group_log2;
     return error;
+  }
+  // From then on `rows` describes the copy.
+  static cudaError_t copy(BiasRows& rows, void* to, cudaStream_t stream) {
+    const RepackParams params{rows.ptr,
+                              to,
+                              {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
+                              rows.count(1),
+                              rows.count(2),
+                              rows.size[3],
+                              rows.pitch(),
+                              rows.num_elements() / rows.elements_of_chunk()};
+    const int64_t blocks = ceil_div(params.num_vectors, 256);
+    repack_rows<scalar_t><<<unsigned(blocks < 65536 ? blocks : 65536), 256, 0, stream>>>(params);
+    rows = rows.copy(to);
+    return cudaGetLastError();
   }
 
   static void set_tensors(typename Kernel::Params& k, const FwdParams& p) {
@@ -105,8 +107,7 @@ struct Forward {
     k.num_queries = int32_t(p.Lq), k.num_keys = int32_t(p.Lk);
     k.num_heads = int32_t(p.H), k.num_batches = int32_t(p.B * p.N);
     k.B = int32_t(p.B), k.N = int32_t(p.N);
-    k.group_log2 = group_log2(p);
-    k.by_blocks = cutlass::FastDivmod(int((p.Lq + kTiles.queries - 1) / kTiles.queries));
+    k.by_blocks = cutlass::FastDivmod(int(ceil_div(p.Lq, kTiles.queries)));
     k.by_heads = cutlass::FastDivmod(int(p.H)), k.by_N = cutlass::FastDivmod(int(p.N));
     // Our strides are B, N, L, H; the kernel iterates over B * N by N's stride and adds the rest at each next B.
     auto set = [&](const int64_t (&stride)[4], int64_t& m, int64_t& h, int64_t& batch, int64_t& outer) {

@@ -1,0 +1,70 @@
+"""What a forward of the Sm80 family runs with (sm80/forward/plan.h), on the host: no GPU needed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from op_builder import paths
+from op_builder.toolchain import host_compiler
+
+HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """plan(N=3, Lq=70, ...) -> {name: value}"""
+    host = host_compiler.find_host_compiler()
+    if not host.ok:
+        pytest.skip(f"{host.reason}; {host.remedy}")
+    path = tmp_path_factory.mktemp("host") / "sm80_forward_plan"
+    source = HOST / "sm80_forward_plan.cpp"
+    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", source, "-o", path]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(**call):
+        words = [f"{name}={value}" for name, value in call.items()]
+        text = subprocess.check_output([str(path), *words], text=True)
+        return dict(word.replace("@", "=").split("=") for word in text.split())
+
+    return run
+
+
+def test_neighbouring_rows_share_bias2(plan):
+    """Blocks of 16 n side by side: N is filled up to a multiple."""
+    many, few = plan(N=70, Lq=100, Lk=64), plan(N=63, Lq=100, Lk=64)
+    assert (many["rows_side_by_side"], many["blocks"]) == ("16", str(2 * 4 * 80))
+    assert (few["rows_side_by_side"], few["blocks"]) == ("1", str(2 * 4 * 63))
+    assert plan(N=70, Lq=100, Lk=64, bias2=0)["rows_side_by_side"] == "1"
+
+
+def test_what_needs_no_copy(plan):
+    assert plan(N=3, Lq=70, Lk=64, bias1=0) == {
+        "blocks": "24",
+        "tile": "64x32",
+        "rows_side_by_side": "1",
+        "workspace_bytes": "0",
+    }
+
+
+@pytest.mark.parametrize("call", [{"row": 90}, {"Lk": 90}, {"odd": 1}], ids=str)
+def test_bias2_is_copied_where_rows_are_off_16_bytes(call, plan):
+    """Rows of 96 elements, one slice of each head."""
+    of = plan(**{"N": 3, "Lq": 70, "Lk": 88, "bias1": 0} | call)
+    assert of["bias2"] == "0"
+    assert int(of["workspace_bytes"]) == -(-4 * 70 * 96 * 2 // 256) * 256
+
+
+def test_of_a_bias2_that_repeats_one_slice_is_copied(plan):
+    of = plan(N=3, Lq=70, Lk=90, bias1=0, repeats=1)
+    assert int(of["workspace_bytes"]) == -(-70 * 96 * 2 // 256) * 256
+
+
+def test_pieces_lie_one_behind_another(plan):
+    """What is hidden, bias1 in rows of neighbours, bias2; each on 256 bytes."""
+    of = plan(B=2, N=3, Lq=70, Lk=90, gap=2, row_mask=1)
+    mask, bias1, bias2 = (int(of[name]) for name in ("key_mask", "bias1", "bias2"))
+    assert mask == 0 < bias1 < bias2 < int(of["workspace_bytes"])
+    assert bias1 % 256 == bias2 % 256 == 0
+    assert bias2 - bias1 == -(-2 * 3 * 90 * 2 // 256) * 256
