@@ -38,7 +38,7 @@ def ring_attention(
     of the mesh. No process holds all keys, nor more of bias2 than the rows of its queries.
 
     Args:
-        q: `[B, N, Lq, H, D]`, sharded by Lq.
+        q: `[B, N, Lq, H, D]`, sharded by Lq; float32, bfloat16 or float16, as k and v.
         k, v: `[B, N, Lk, H, D]`, sharded by Lk.
         bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; numbers.
         bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
@@ -51,6 +51,8 @@ def ring_attention(
 
     Raises:
         InvalidInputError: placements or shapes do not fit, or a process would have no key or query.
+
+    Source: Liu, Zaharia and Abbeel, arXiv:2310.01889.
     """
     given = [("q", q, 2), ("k", k, 2), ("v", v, 2), ("bias1", bias1, 4), ("bias2", bias2, 3)]
     for name, tensor, dim in given:

@@ -1,4 +1,4 @@
-"""What other packages call the parameters of these layers: `load_state_dict` takes each of them.
+"""Other packages' names of the parameters of these layers; `load_state_dict` accepts each of them.
 
 OpenFold 2's and 3's attention (`Attention`) has the names of EvoformerAttention itself.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-# Their beginning of a name -> ours. Beginnings that are not here are equal.
+# Prefix of a name in the other package -> ours. Other prefixes are equal.
 TRIANGLE: Mapping[str, str] = {
     # OpenFold 2 (TriangleAttention), Boltz and Protenix (TriangleAttention); OpenFold 3 has ours.
     "linear.": "linear_z.",
@@ -31,7 +31,7 @@ PAIR_BIAS: Mapping[str, str] = {
 
 
 def accept(layer: nn.Module, names: Mapping[str, str]) -> None:
-    """Have `layer.load_state_dict`, and that of a model around it, take `names`, too."""
+    """Make `layer.load_state_dict`, and that of a model around it, accept `names`, too."""
     layer.register_load_state_dict_pre_hook(partial(_rename, names))
 
 

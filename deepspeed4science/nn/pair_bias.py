@@ -10,7 +10,7 @@ from deepspeed4science.nn.parameters import LayerNorm, Linear
 
 
 class AdaptiveLayerNorm(nn.Module):
-    """sigmoid(linear_g(s)) * norm(a) + linear_s(s), s normed, too (AlphaFold 3, algorithm 26)."""
+    """sigmoid(linear_g(s)) * norm(a) + linear_s(s), s normalised (AlphaFold 3, algorithm 26)."""
 
     def __init__(self, c_a: int, c_s: int) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class AdaptiveLayerNorm(nn.Module):
 
 
 class AttentionPairBias(nn.Module):
-    """Gated attention of tokens, with a bias from pairs of them (AlphaFold 3, algorithm 24), in the
-    dtype of its inputs or autocast's.
+    """Gated attention of tokens, with a bias from pairs of tokens (AlphaFold 3, algorithm 24), in
+    the dtype of its inputs or autocast's.
 
     Parameters: layer_norm_a, layer_norm_z, linear_z, mha (an EvoformerAttention); with c_s
     layer_norm_a is adaptive, and there is linear_ada_out.
@@ -37,9 +37,9 @@ class AttentionPairBias(nn.Module):
         c_z: channels of a pair.
         c_hidden: channels of a head.
         no_heads: number of heads.
-        c_s: channels of what adapts the norm and gates the result. Default: neither is done.
-        norm_a: norm tokens here; Boltz 2 does it before.
-        norm_z: norm pairs here; OpenFold 3's diffusion transformer does it before.
+        c_s: channels of s, which adapts the norm and gates the result. Default: neither is done.
+        norm_a: normalise tokens here; Boltz 2 does it before.
+        norm_z: normalise pairs here; OpenFold 3's diffusion transformer does it before.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AttentionPairBias(nn.Module):
         self.mha = EvoformerAttention(
             c_a, c_a, c_a, c_hidden, no_heads, bias=False, bias_q=True, init="default"
         )
-        if c_s is not None:  # where its result is gated, the last map does not begin at 0
+        if c_s is not None:  # with a gated result, the last map is not initialised with 0
             self.mha.linear_o = Linear(no_heads * c_hidden, c_a, "default")
         accept(self, PAIR_BIAS)
 
@@ -74,10 +74,10 @@ class AttentionPairBias(nn.Module):
         """
         Args:
             a: `[*, L, c_a]`.
-            z: `[*, L, L, c_z]`. Of size 1 in the last dimension of `*` it is shared by all of a's
-                there (samples of a diffusion), and is read once.
+            z: `[*, L, L, c_z]`. With size 1 in the last dimension of `*` it is shared by all of a
+                there (samples of a diffusion) and read once.
             s: `[*, L, c_s]`, for layers with c_s.
-            mask: `[*, L]`; tokens that are 0 or False are seen by nobody. Default: all are seen.
+            mask: `[*, L]`; 0 or False hides a token from all others. Default: all are seen.
 
         Returns:
             `[*, L, c_a]`.
@@ -90,7 +90,7 @@ class AttentionPairBias(nn.Module):
         seen = None if mask is None else (mask != 0)[..., None, None, :]
         if a.dim() > 3 and bias.shape[-4] == 1:
             o = self.mha(a, biases=(seen, bias))
-        else:  # each has pairs of its own, and is a batch
+        else:  # each sample has pairs of its own and is a batch
             seen = None if seen is None else seen.unsqueeze(-4)
             o = self.mha(a.unsqueeze(-3), biases=(seen, bias.unsqueeze(-4))).squeeze(-3)
         if self.linear_ada_out is not None:
