@@ -15,7 +15,7 @@ namespace ds4s {
 CUTLASS_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// The same in every lane, and the compiler knows it: such values live in uniform registers.
+// Makes a value that is equal in all lanes known as such to the compiler, which keeps it in a uniform register.
 CUTLASS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 CUTLASS_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 CUTLASS_DEVICE float uniform(float x) { return __uint_as_float(uniform(__float_as_uint(x))); }
@@ -78,7 +78,7 @@ CUTLASS_DEVICE float2 unpack(uint32_t d) {
   }
 }
 
-// Two 16-bit numbers, or a float, times a power of two or 0: of bfloat16 fma.rn.bf16x2 (9.7.4.4), with -0 added.
+// Multiplies two 16-bit numbers, or a float, by a power of two or 0: for bfloat16 fma.rn.bf16x2 (9.7.4.4), adding -0.
 template <typename T>
 CUTLASS_DEVICE uint32_t scale_word(uint32_t x, float factor) {
   if constexpr (cutlass::platform::is_same<T, cutlass::bfloat16_t>::value) {
@@ -100,8 +100,8 @@ CUTLASS_DEVICE float2 load_pair(const T* x) {
 }
 CUTLASS_DEVICE float2 load_pair(const float* x) { return make_float2(x[0], x[1]); }
 
-// One element as it stands, zero-extended to a whole register: ld.global.nc (9.7.9.8). A 16-bit variable would be
-// widened by an instruction of its own at once, which waits for the load; this waits where the value is used.
+// Loads the bits of one element, zero-extended to a whole register: ld.global.nc (9.7.9.8). A 16-bit variable would be
+// widened right behind the load, by an instruction that waits for it; this waits where the value is used.
 template <typename T>
 CUTLASS_DEVICE uint32_t load_bits(const T* gmem) {
   uint32_t x;
@@ -121,7 +121,8 @@ CUTLASS_DEVICE float bits_to_float(uint32_t x) {
   }
 }
 
-// Straight into its register: with a choice between this and another value, the compiler would wait here to move it.
+// Loads directly into its register: for a choice between this and another value, the compiler would wait here to move
+// it.
 CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
   asm volatile("ld.global.nc.s32 %0, [%1];" : "+r"(x) : "l"(gmem));
 }
@@ -134,7 +135,7 @@ CUTLASS_DEVICE void keep(T*& x) {
   asm volatile("" : "+l"(x));
 }
 
-// blockIdx.x, read anew at every call: what follows from it is computed again instead of being kept in registers.
+// blockIdx.x, read again at every call: values that depend on it are computed again instead of being kept in registers.
 CUTLASS_DEVICE uint32_t block_x() {
   uint32_t x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
@@ -147,8 +148,8 @@ CUTLASS_DEVICE uint32_t thread_x() {
   return x;
 }
 
-// Between blocks: ld.acquire and st.release (9.7.9.8, 9.7.9.11) at the scope of the GPU; fences before 7.0's model of
-// memory are not needed.
+// Between blocks: ld.acquire and st.release (9.7.9.8, 9.7.9.11) at the scope of the GPU, as 7.0's memory model has
+// them.
 CUTLASS_DEVICE int load_acquire(const int* flag) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
@@ -158,22 +159,21 @@ CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Between kernels of a stream that were started so that they may overlap (9.7.13.13, griddepcontrol; nothing
-// before 9.0). The next kernel's blocks may start where there is room, once all blocks of this one have said so or
-// ended.
+// Between kernels of a stream with programmatic dependent launch (griddepcontrol, 9.7.13.13; nothing before 9.0). The
+// next kernel's blocks may start where there is room, once all blocks of this one have called this or ended.
 CUTLASS_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until the kernel before has ended and all that it wrote can be seen.
+// Waits until the previous kernel has ended and all its writes are visible.
 CUTLASS_DEVICE void wait_for_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// What that kernel wrote: ld.global (9.7.9.8). Those of __ldg may move before the wait.
+// Loads values that the previous kernel wrote: ld.global (9.7.9.8). Loads by __ldg might be moved before the wait.
 CUTLASS_DEVICE uint32_t load_written(const uint32_t* gmem) {
   uint32_t x;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(gmem) : "memory");
