@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from deepspeed4science import autocast
+from deepspeed4science import autocast, below_autograd
 from deepspeed4science.arguments import (
     canonicalise,
     canonicalise_row_mask,
@@ -21,12 +21,7 @@ from deepspeed4science.arguments import (
 )
 from deepspeed4science.call import ForwardCall
 from deepspeed4science.dtensor import require_sharding_rules
-from deepspeed4science.operators import (
-    below_autograd,
-    forward_op,
-    recorded_attention,
-    replayed,
-)
+from deepspeed4science.operators import forward_op, recorded_attention, replayed
 from op_builder.system import process_exit
 
 
@@ -158,7 +153,7 @@ def _first_of_its_kind(
     else:  # autograd has nothing to record
         q, k, v = autocast.heard(q, k, v)
         call = ForwardCall(q, k, v, bias1, bias2, return_lse, row_mask, scale)
-        o, lse = below_autograd(call, differentiable=False)
+        o, lse = below_autograd.forward(call, differentiable=False)
     return o, lse, bias1
 
 

@@ -14,8 +14,7 @@ operators. Forward mode raises an error; without one, PyTorch would take tangent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from deepspeed4science import autocast, flops, implementation, registration
-from deepspeed4science.call import BackwardCall, ForwardCall, Gradients, schema
+from deepspeed4science import autocast, below_autograd, flops, implementation, registration
+from deepspeed4science.call import BackwardCall, ForwardCall, schema
 from deepspeed4science.dtensor import Placements, placements_of, summed
 from deepspeed4science.errors import DoubleBackwardError, ForwardModeError
-from deepspeed4science.replay import Replay, tensors_of
+from deepspeed4science.replay import tensors_of
 from deepspeed4science.vmap import map_backward, map_forward
 
 _NUM_ARGUMENTS = len(ForwardCall._fields)
@@ -41,7 +40,9 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         call, replayed = ForwardCall(*arguments[:_NUM_ARGUMENTS]), arguments[_NUM_ARGUMENTS:]
-        o, lse = replayed[0](call) if replayed else below_autograd(call, differentiable=True)
+        o, lse = (
+            replayed[0](call) if replayed else below_autograd.forward(call, differentiable=True)
+        )
         return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
     @staticmethod
@@ -53,7 +54,7 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do_: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do_: Tensor | None, _dlse: Tensor | None = None) -> Any:
         needed = ctx.needs_input_grad
         if do_ is None:
             return (None,) * len(needed)
@@ -71,7 +72,7 @@ class Attention(torch.autograd.Function):
         elif compiled or torch.is_grad_enabled():
             gradients = backward_op(*call)
         else:  # nothing to record
-            gradients = _backward_below_autograd(call)
+            gradients = below_autograd.backward(call)
             # Saved tensors are freed before bias gradients are copied to their own dtype, which
             # lowers peak memory. Compiled autograd frees them itself.
             del q, k, v, o, lse, bias1, bias2, inputs, call
@@ -90,6 +91,31 @@ class Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
         call, dims = arguments[:_NUM_ARGUMENTS], in_dims[:_NUM_ARGUMENTS]
         return map_forward(Attention.apply, info.batch_size, dims, *call)
+
+
+class ReplayedAttention(torch.autograd.Function):
+    """`Attention` where the function that computes the call is known and nobody wants lse: autograd
+    has a result and two arguments less to handle.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        row_mask: Tensor | None,
+        scale: float | None,
+        compute: Callable[[ForwardCall], tuple[Tensor, Tensor | None]],
+    ) -> Tensor:
+        o, lse = compute(ForwardCall(q, k, v, bias1, bias2, True, row_mask, scale))
+        ctx.save_for_backward(q, k, v, o, lse, bias1, bias2, row_mask)
+        ctx.with_lse, ctx.scale = True, scale
+        return o
+
+    backward = Attention.backward
 
 
 def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
@@ -112,55 +138,15 @@ def replayed(call: ForwardCall) -> tuple[Tensor, Tensor | None] | None:
             return None
         differentiable |= grad and tensor.requires_grad
     if not differentiable:
-        compute = _other_forwards.known(q, tensors, given, with_lse, scale)
+        compute = below_autograd.other_forwards.known(q, tensors, given, with_lse, scale)
         return None if compute is None else compute(call)
-    compute = _differentiable_forwards.known(q, tensors, given, True, scale)
+    compute = below_autograd.differentiable_forwards.known(q, tensors, given, True, scale)
     if compute is None:
         return None
+    if not with_lse:
+        return _record_replayed(q, k, v, bias1, bias2, row_mask, scale, compute), None
     o, lse = _record(q, k, v, bias1, bias2, True, row_mask, scale, compute)
     return o, lse
-
-
-def below_autograd(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """The forward operator, not recorded by autograd. Q, K and V have autocast's dtype already; lse
-    may be None where it is not wanted.
-
-    differentiable   the backward may be wanted: it is compiled beside the forward
-    """
-    replay = _differentiable_forwards if differentiable else _other_forwards
-    tensors, given = tensors_of(call)
-    compute = replay.find(call, tensors, given, call.with_lse, call.scale)
-    if compute is not None:
-        return compute(call)
-    with torch._C._AutoDispatchBelowAutograd():
-        o, lse = forward_op(*call)
-    return o, lse
-
-
-def _backward_below_autograd(call: BackwardCall) -> Gradients:
-    """The backward operator, not recorded; a kernel may have rounded the gradients of biases."""
-    tensors, given = tensors_of(call)
-    tensors += call.do_, call.o, call.lse
-    kind = given, tuple(call.wanted), call.scale, call.partial_keys
-    compute = _backwards.find(call, tensors, *kind)
-    if compute is not None:
-        return compute(call)
-    with torch._C._AutoDispatchBelowAutograd():
-        dq, dk, dv, dbias1, dbias2 = (
-            one if want else None for one, want in zip(backward_op(*call), call.wanted, strict=True)
-        )
-    return dq, dk, dv, dbias1, dbias2
-
-
-_differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
-_other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
-_backwards = Replay(partial(implementation.prepare_backward, rounds=True))
-
-
-def forget() -> None:
-    """Drops all kept calls: for code that changes the program while it runs."""
-    for replay in (_differentiable_forwards, _other_forwards, _backwards):
-        replay.forget()
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -232,6 +218,7 @@ def recorded_attention(
 # Attention.apply, but without inspecting the signature of `forward` for defaults, of which there
 # are none: that takes 20 us.
 _record = super(torch.autograd.Function, Attention).apply
+_record_replayed = super(torch.autograd.Function, ReplayedAttention).apply
 
 
 def _is_functionalized() -> bool:

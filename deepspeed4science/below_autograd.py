@@ -1,0 +1,64 @@
+"""The operators where autograd has nothing to record. Calls like one that was made before go
+straight to the function that computes them, others through PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed4science import implementation
+from deepspeed4science.call import BackwardCall, ForwardCall, Gradients
+from deepspeed4science.replay import Replay, tensors_of
+
+differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
+other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
+backwards = Replay(partial(implementation.prepare_backward, rounds=True))
+
+
+def forward(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
+    """The forward operator, not recorded by autograd. Q, K and V have autocast's dtype already; lse
+    may be None where it is not wanted.
+
+    differentiable   the backward may be wanted: it is compiled beside the forward
+    """
+    replay = differentiable_forwards if differentiable else other_forwards
+    tensors, given = tensors_of(call)
+    compute = replay.find(call, tensors, given, call.with_lse, call.scale)
+    if compute is not None:
+        return compute(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        o, lse = _operators().evoformer_attn.default(*call)
+    return o, lse
+
+
+def backward(call: BackwardCall) -> Gradients:
+    """The backward operator, not recorded; a kernel may have rounded the gradients of biases."""
+    tensors, given = tensors_of(call)
+    tensors += call.do_, call.o, call.lse
+    kind = given, tuple(call.wanted), call.scale, call.partial_keys
+    compute = backwards.find(call, tensors, *kind)
+    if compute is not None:
+        return compute(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        dq, dk, dv, dbias1, dbias2 = (
+            one if want else None
+            for one, want in zip(
+                _operators().evoformer_attn_backward.default(*call), call.wanted, strict=True
+            )
+        )
+    return dq, dk, dv, dbias1, dbias2
+
+
+def _operators() -> Any:
+    """Registered by operators.py, which imports this module."""
+    return torch.ops.deepspeed4science
+
+
+def forget() -> None:
+    """Drops all kept calls: for code that changes the program while it runs."""
+    for replay in (differentiable_forwards, other_forwards, backwards):
+        replay.forget()
