@@ -38,7 +38,17 @@ def main(argv: Sequence[str]) -> int:
         )
         print(usage, file=sys.stdout if wanted else sys.stderr)
         return 0 if wanted else 2
-    module = importlib.import_module(COMMANDS[name].module)
+    try:
+        module = importlib.import_module(COMMANDS[name].module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(
+            f"{name}: expected PyTorch; {sys.executable} has none. pip install 'torch>=2.10', or "
+            "name the Python that has it.",
+            file=sys.stderr,
+        )
+        return 1
     return int(module.main(list(argv[1:])) or 0)
 
 

@@ -502,3 +502,15 @@ def test_commands_of_the_module() -> None:
     for command in (("--version",), ("report", "--version")):
         said = run(*command)
         assert (said.returncode, said.stdout) == (0, f"deepspeed4science {__version__}\n")
+
+
+def test_a_command_without_torch_says_so_in_one_line() -> None:
+    """As from a shell in which the environment with PyTorch is not active."""
+    script = (
+        "import sys; sys.modules['torch'] = None; "
+        "from deepspeed4science.__main__ import main; sys.exit(main(['demo']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(f"demo: expected PyTorch; {sys.executable} has none.")
+    assert ran.stderr.count("\n") == 1
