@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 from benchmarks.shapes import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WORKLOAD_OF = {w.shape: w.id for w in reversed(WORKLOADS) if w.bias2}
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One call of one implementation. `extra_bytes` is the peak on top of the inputs, of forward
-    and backward together where the direction is `bwd`; `error` that of O against the reference.
+    and backward together where the direction is `bwd`; `errors` by "O", "dq".
     """
 
     file: str
@@ -34,7 +36,7 @@ class Measurement:
     peer: str
     ms: float
     extra_bytes: int | None = None
-    error: float | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
 
 
 def load(folder: Path = RESULTS) -> list[Measurement]:
@@ -59,6 +61,47 @@ def latest(kind: str, folder: Path = RESULTS, *, device: str) -> tuple[str, dict
     return max(there, key=lambda entry: entry[1]["environment"]["date"], default=None)
 
 
+def environment(file: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """What a file says about the machine it was measured on."""
+    content: dict[str, Any] = json.loads((folder / file).read_text())
+    return content["environment"]  # type: ignore[no-any-return]
+
+
+def skipped(file: str, folder: Path = RESULTS) -> dict[str, list[str]]:
+    """The reasons of the peers that could not run, each once, as a file has them."""
+    content = json.loads((folder / file).read_text())
+    reasons: dict[str, list[str]] = {}
+    for entry in content.get("skipped", ()):
+        known = reasons.setdefault(entry["peer"], [])
+        if entry["reason"] not in known:
+            known.append(entry["reason"])
+    return reasons
+
+
+def command(file: str, folder: Path = RESULTS) -> str:
+    """What was run: as the file has it, or put together again from its settings and rows, with the
+    workloads that gave rows.
+    """
+    content = json.loads((folder / file).read_text())
+    if "command" in content:
+        return str(content["command"])
+    kind, words = content["kind"], ["python", "-m", "benchmarks"]
+    words.append({"graph-replay": "replay"}.get(kind, kind))
+    if content["environment"]["gpu"] and kind != "graph-replay":
+        words += ["--device", "cuda"]
+    settings, rows = content.get("settings", {}), content.get("results", [])
+    if kind == "run":
+        words += ["--shapes", ",".join(dict.fromkeys(row["workload"] for row in rows))]
+        words += ["--dtype", ",".join(dict.fromkeys(_SHORT[row["dtype"]] for row in rows))]
+        words += ["--direction", ",".join(settings["directions"])]
+        words += ["--peers", ",".join(settings["peers"])]
+    elif kind == "graph-replay":
+        shapes = dict.fromkeys(tuple(row["shape"]) for row in rows)
+        words += ["--shapes", ",".join(_WORKLOAD_OF.get(shape, "...") for shape in shapes)]
+        words += ["--masks", ",".join(dict.fromkeys(row["mask"] for row in rows))]
+    return shlex.join(words)
+
+
 def _run(file: str, content: dict[str, Any]) -> Iterator[Measurement]:
     environment = content["environment"]
     for row in content["results"]:
@@ -77,7 +120,7 @@ def _run(file: str, content: dict[str, Any]) -> Iterator[Measurement]:
             peer=row["peer"],
             ms=row["timing"]["median_ms"],
             extra_bytes=row["peak_extra_bytes"],
-            error=row["errors"].get("O"),
+            errors=row["errors"],
         )
 
 

@@ -1,4 +1,6 @@
-"""`python -m benchmarks run | replay | layers | blocks | host | startup | show | plot | results`"""
+"""`python -m benchmarks run | replay | layers | blocks | ceilings | host | startup | show | plot |
+results`
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    arguments.words = sys.argv[1:] if argv is None else argv
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         print("--device cuda: PyTorch finds no CUDA GPU here")
         return 2
@@ -54,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--runs", type=int, default=MAX_RUNS, help="at most this many of each call")
     run.add_argument("--bias1-grad", action="store_true", help="ask for the mask's gradient too")
     run.add_argument(
-        "--check", action="store_true", help="also the error of every output against float32"
+        "--check",
+        action="store_true",
+        help="also the errors of O and of the gradients against float64",
     )
     run.add_argument("--seed", type=int, default=0)
     run.set_defaults(command=_run)

@@ -40,7 +40,9 @@ class Autograd(Peer):
     """What autograd itself costs: an autograd.Function that computes nothing."""
 
     name = "autograd"
-    exact = False
+
+    def computes(self, workload: Workload) -> bool:
+        return False
 
     def not_available(self, setting: Setting) -> str | None:
         return None

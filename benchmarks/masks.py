@@ -56,6 +56,8 @@ MASKS: tuple[Mask, ...] = (
     *_hiding("keys-14", "the last 14 % of the keys", (0.14,), rows=False),
     *_hiding("half", "the last half of the keys", (0.5,), rows=False),
     *_hiding("pair-1/9", "pair mask, a ninth is padding", (1 / 9,), rows=True),
+    *_hiding("pair-1/8", "pair mask, an eighth is padding", (1 / 8,), rows=True),
+    *_hiding("pair-1/4", "pair mask, a quarter is padding", (1 / 4,), rows=True),
     *_hiding("pair-1/2", "pair mask, half is padding", (1 / 2,), rows=True),
     *_hiding(
         "ragged",

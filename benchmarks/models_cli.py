@@ -1,4 +1,4 @@
-"""`python -m benchmarks layers | blocks`."""
+"""`python -m benchmarks layers | blocks | ceilings`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     blocks.add_argument("--seconds", type=float, default=10.0, help="for each crop")
     blocks.add_argument("--runs", type=int, default=20, help="at most so many of each")
     blocks.set_defaults(command=_blocks)
-    return [layers, blocks]
+
+    ceilings = commands.add_parser("ceilings", help="what bounds a kernel on this GPU")
+    ceilings.set_defaults(command=_ceilings)
+    return [layers, blocks, ceilings]
 
 
 # The layers are imported where they are measured: other commands time versions without them.
@@ -82,4 +85,16 @@ def _blocks(arguments: argparse.Namespace) -> int:
         print(row)
     for name, why in skipped.items():
         print(f"       {name:<52} left out: {why}")
+    return 0
+
+
+def _ceilings(arguments: argparse.Namespace) -> int:
+    from benchmarks.ceilings import measure_ceilings
+
+    device = torch.device("cuda")
+    environment = describe(device, commit=arguments.commit)
+    ceilings = asdict(measure_ceilings(device))
+    save(arguments, environment, make_result(environment, "ceilings", per_second=ceilings))
+    for name, value in ceilings.items():
+        print(f"{name:<14} {value / 1e12:10.3f} T/s")
     return 0

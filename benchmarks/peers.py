@@ -36,7 +36,6 @@ class Peer(ABC):
     """One implementation of biased attention."""
 
     name: str
-    exact = True  # computes the whole formula, so that its result can be compared
 
     @abstractmethod
     def not_available(self, setting: Setting) -> str | None:
@@ -49,6 +48,10 @@ class Peer(ABC):
     @abstractmethod
     def forward(self, leaves: Leaves) -> torch.Tensor:
         """The timed call."""
+
+    def computes(self, workload: Workload) -> bool:
+        """Whether it computes the whole formula, so that its results can be compared."""
+        return True
 
     def mode(self) -> AbstractContextManager[None]:
         """PyTorch's settings during every call of this peer, forward and backward."""
@@ -193,8 +196,12 @@ PEER_GROUPS: dict[str, tuple[str, ...]] = {
         "ours-deterministic",
         "flex",
         "cudnn",
+        "cudnn-biased",
         "cuequivariance",
         "trifast",
+        "miniworld-engine",
+        "turbopairformer",
+        "openfold3-triton",
         "deepspeed",
     ),
 }
@@ -208,7 +215,7 @@ def peer_names(text: str) -> list[str]:
 
 def all_peers() -> dict[str, type[Peer]]:
     """Every peer by name."""
-    from benchmarks import peers_cuda  # which builds on this module
+    from benchmarks import peers_cuda, peers_cudnn, peers_packages  # which build on this module
 
     classes: tuple[type[Peer], ...] = (
         Ours,
@@ -217,5 +224,7 @@ def all_peers() -> dict[str, type[Peer]]:
         Eager,
         Sdpa,
         *peers_cuda.PEERS,
+        *peers_cudnn.PEERS,
+        *peers_packages.PEERS,
     )
     return {cls.name: cls for cls in classes}

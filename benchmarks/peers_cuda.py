@@ -90,7 +90,9 @@ class CudnnFloor(Peer):
     """cuDNN's attention with no bias at all: not the same work, a floor for it."""
 
     name = "cudnn"
-    exact = False
+
+    def computes(self, workload: Workload) -> bool:
+        return not workload.bias1 and not workload.bias2
 
     def not_available(self, setting: Setting) -> str | None:
         if setting.dtype not in HALF:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,4 +28,16 @@ def save(
         what = arguments.what or result["kind"]
         path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    whole = {**result, "command": command_line(arguments.words)}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def command_line(words: Sequence[str]) -> str:
+    """As it is to be repeated, without the place of its file."""
+    kept, skip = ["python", "-m", "benchmarks"], False
+    for word in words:
+        place = word in ("--json", "--what", "--commit")
+        if not (place or skip):
+            kept.append(word)
+        skip = place
+    return shlex.join(kept)

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.errors import errors_of, reference
 from benchmarks.inputs import Inputs, make_inputs
-from benchmarks.peers import Eager, Leaves, Peer, Setting
+from benchmarks.peers import Leaves, Peer, Setting
 from benchmarks.shapes import Workload
 from benchmarks.timing import MAX_RUNS, measure
-from deepspeed4science.demo.checks import relative_error
 from deepspeed4science.demo.measure import Timing, peak_extra_bytes
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
-# The reference of --check is eager in float32: this many bytes of scores at most.
-MAX_CHECK_BYTES = 24 * 2**30
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class Row:
     timing: Timing
     tflops: float
     peak_extra_bytes: int | None  # of the forward, or of forward and backward together
-    errors: dict[str, float] = field(
-        default_factory=dict
-    )  # "O": relative error against eager in float32
+    errors: dict[str, float] = field(default_factory=dict)  # "O", "dq": relative, against float64
 
 
 @dataclass(frozen=True)
@@ -210,30 +206,22 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _errors(
-    workload: Workload,
-    inputs: Inputs,
-    ready: dict[str, _Ready],
-    options: Options,
+    workload: Workload, inputs: Inputs, ready: dict[str, _Ready], options: Options
 ) -> dict[str, dict[str, float]]:
-    """Relative error of every peer's O against eager in float32 on the same inputs: they do compute
-    the same thing.
-    """
-    if 4 * 4 * workload.num_scores > MAX_CHECK_BYTES:
+    """Errors of every peer that computes the whole formula, against float64 on the same inputs."""
+    compared = {name: entry for name, entry in ready.items() if entry.peer.computes(workload)}
+    if not compared:
         return {}
-    names = ("q", "k", "v", "bias1", "bias2")
-    wide: Leaves = {
-        n: None if getattr(inputs, n) is None else getattr(inputs, n).float() for n in names
+    trained = list(dict.fromkeys(name for entry in compared.values() for name in entry.trained))
+    wanted = reference(inputs, trained)
+    return {
+        name: errors_of(
+            entry.peer,
+            entry.leaves,
+            {} if entry.backward_failure else entry.trained,
+            inputs=inputs,
+            workload=workload,
+            wanted=wanted,
+        )
+        for name, entry in compared.items()
     }
-    # Rows that nobody reads are left out: peers that know no row_mask compute them.
-    read = slice(None) if inputs.row_mask is None else inputs.row_mask
-    with torch.no_grad():
-        reference = Eager().forward(wide)[read]
-        return {
-            name: {
-                "O": relative_error(
-                    entry.peer.restore(entry.peer.forward(entry.leaves), workload)[read], reference
-                )
-            }
-            for name, entry in ready.items()
-            if entry.peer.exact
-        }

@@ -123,7 +123,7 @@ def _describe(kernel: LoadedKernelInfo) -> str:
     return f"{kernel.name:<24} {words.get(kernel.origin, kernel.origin)}"
 
 
-HEAD = f"{'':<24}{'B, N, L, H, D':<18}{'time, ms':>10}{'eager':>8}{'memory, MiB':>14}{'eager':>8}"
+HEAD = f"{'':<30}{'B, N, L, H, D':<18}{'time, ms':>10}{'eager':>8}{'memory, MiB':>14}{'eager':>8}"
 HEAD += "   error beside what the law allows"
 
 
@@ -152,7 +152,7 @@ def _row(name: str, case: AttentionCase, verdicts: list[Verdict], device: torch.
     worst = max(verdicts, key=lambda v: v.ours / v.allowed)
     shape = ", ".join(str(size) for size in case.q.shape)
     return (
-        f"{name:<24}{shape:<18}"
+        f"{name:<30}{shape:<18}"
         f"{times['ours'].median_ms:>10.2f}{times['eager'].median_ms:>8.2f}"
         f"{_mib(memory['ours']):>14}{_mib(memory['eager']):>8}"
         f"   {worst.ours:.1e} of {worst.allowed:.1e} ({worst.tensor})"

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import archive, cli, masks, replay, results_page, table  # noqa: E402
+from benchmarks import archive, cli, limits, masks, replay, results_page, table  # noqa: E402
 from benchmarks.inputs import make_inputs  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     PEER_GROUPS,
@@ -43,6 +43,36 @@ class TwiceEager(Eager):
 
     def forward(self, leaves):
         return 2 * super().forward(leaves)
+
+
+class HalfGradients(Eager):
+    """O is right."""
+
+    name = "half-gradients"
+
+    def forward(self, leaves):
+        o = super().forward(leaves)
+        return o.detach() + 0.5 * (o - o.detach())
+
+
+class HeadsFirst(Eager):
+    """Heads before queries in memory, and back."""
+
+    name = "heads-first"
+
+    def adapt(self, inputs):
+        leaves = super().adapt(inputs)
+        return {
+            name: x.transpose(2, 3).contiguous() if name in ("q", "k", "v") else x
+            for name, x in leaves.items()
+        }
+
+    def forward(self, leaves):
+        q, k, v = (leaves[name].transpose(2, 3) for name in ("q", "k", "v"))
+        return super().forward({**leaves, "q": q, "k": k, "v": v}).transpose(2, 3)
+
+    def restore(self, o, workload):
+        return o.transpose(2, 3)
 
 
 class Broken(Eager):
@@ -174,12 +204,40 @@ def test_peers_compute_the_same_thing(workload, seed):
     rows, skipped = run([Eager(), Sdpa()], workload, with_errors=True, seed=seed)
     assert not skipped
     assert {row.peer for row in rows} == {"eager", "sdpa"}
-    assert all(row.errors["O"] < 1e-6 for row in rows)
+    wanted = {"O", "dq", "dk", "dv"} | ({"dbias2"} if workload.bias2 else set())
+    for row in rows:
+        assert set(row.errors) == wanted
+        assert max(row.errors.values()) < 3e-6
+
+
+def test_errors_are_in_the_contracts_layout_whatever_the_peers_is(seed):
+    """Rows n in several parts, a batch of two, and gradients asked for in another order."""
+    for peer in (Sdpa(), HeadsFirst()):
+        workload = Workload("two", 2, 5, 24, 2, 16, "a test")
+        rows, skipped = run([peer], workload, with_errors=True, with_bias1_gradient=True, seed=seed)
+        assert not skipped
+        assert set(rows[0].errors) == {"O", "dq", "dk", "dv", "dbias1", "dbias2"}
+        assert max(rows[0].errors.values()) < 3e-6
 
 
 def test_a_wrong_peer_is_seen(seed):
     rows, _ = run([TwiceEager()], with_errors=True, seed=seed)
     assert rows[0].errors["O"] == pytest.approx(1.0, rel=1e-3)
+    rows, _ = run([HalfGradients()], with_errors=True, seed=seed)
+    assert rows[0].errors["O"] < 3e-6
+    for name in ("dq", "dk", "dv", "dbias2"):
+        assert rows[0].errors[name] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_peer_that_computes_less_has_no_errors(seed):
+    class Less(Eager):
+        name = "less"
+
+        def computes(self, workload):
+            return False
+
+    rows, _ = run([Less(), Eager()], with_errors=True, seed=seed)
+    assert {row.peer: bool(row.errors) for row in rows} == {"less": False, "eager": True}
 
 
 def test_a_peer_that_fails_is_recorded_and_the_others_run():
@@ -339,12 +397,59 @@ def is_there(link):
     return (ROOT / "benchmarks" / link).exists()
 
 
-def test_results_page_takes_each_row_from_the_newest_run_that_compares():
+def test_peers_that_need_a_gpu_or_a_package_say_so():
+    """On a CPU every one of them has a reason, and none is imported."""
+    setting = Setting(select(["tri256"])[0], torch.bfloat16, CPU, 2**40)
+    on_cpu = {"ours", "ours-heads-first", "ours-deterministic", "eager", "sdpa"}
+    for name, peer in all_peers().items():
+        assert (peer().not_available(setting) is None) == (name in on_cpu)
+
+
+def test_miniworld_computes_what_its_layers_can_say():
+    """bias2, and keys that are hidden in every row n."""
+    peer = all_peers()["miniworld-engine"]()
+    mine = [mask.id for mask in masks.MASKS if peer.computes(PAIR.with_mask(mask))]
+    assert mine == ["none", "keys-14", "keys-14-inf", "half", "half-inf", "permuted"]
+    assert not peer.computes(PAIR)
+    hidden = peer.adapt(masked("half"))["scaled"].isinf()
+    assert torch.equal(hidden, ~masked("half").visible[:, :1, None].expand_as(hidden))
+    assert not peer.adapt(masked("random"))["scaled"].isinf().any()
+
+
+def test_shares_of_limits_are_those_of_the_work():
+    per_second = {"exponentials": 4e12, "tensor_flop": 8e14, "l2_read_bytes": 6e12}
+    per_second["dram_bytes"] = 4e12
+    shape = (1, 768, 768, 4, 32)
+    share = limits.shares(shape, "fwd", 1.0, per_second)
+    assert share["exponentials"] == pytest.approx(768**3 * 4 / 4e9)
+    assert share["tensor_flop"] == pytest.approx(4 * 768**3 * 4 * 32 / 8e11)
+    back = limits.shares(shape, "bwd", 2.0, per_second)
+    assert back["exponentials"] == pytest.approx(share["exponentials"])
+    assert back["tensor_flop"] == pytest.approx(3.5 / 2 * share["tensor_flop"])
+
+
+def test_a_file_tells_the_command_that_gave_it(tmp_path):
+    path = tmp_path / "m.json"
+    words = "run --peers eager --dtype fp32 --direction fwd --runs 1 --seconds 0 --shapes small"
+    with pytest.raises(ValueError, match="small"):
+        cli.main([*words.split(), "--json", str(path)])
+    words = words.replace("small", "trunk384")
+    assert cli.main([*words.split(), "--commit", "x", "--json", str(path)]) == 0
+    assert archive.command("m.json", tmp_path) == f"python -m benchmarks {words}"
+    old = json.loads(path.read_text())
+    del old["command"]
+    path.write_text(json.dumps(old))
+    told = "python -m benchmarks run --shapes trunk384 --dtype fp32 --direction fwd --peers eager"
+    assert archive.command("m.json", tmp_path) == told
+
+
+def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypatch):
     def measured(file, date, peer, ms):
         return archive.Measurement(
             file, date, "GPU", "sm90", "c", "tri384", "random", (1,), "bfloat16", "fwd", peer, ms
         )
 
+    monkeypatch.setattr(results_page, "_files", lambda text: "")
     old = [measured("old.json", "2026-01-01", p, ms) for p, ms in (("ours", 9), ("flex", 8))]
     new = [measured("new.json", "2026-01-02", p, ms) for p, ms in (("ours", 7), ("flex", 6))]
     alone = [measured("alone.json", "2026-01-03", "ours", 5)]
@@ -357,10 +462,12 @@ def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
     pictures = pytest.importorskip("benchmarks.pictures", exc_type=ImportError)
     for folder in ("a", "b"):
         pictures.draw(archive.load(), tmp_path / folder)
-    for name in results_page.PICTURES:
+    shown = re.findall(r"\]\(pictures/([^)]+)\.svg\)", results_page.page(archive.load()))
+    assert {path.stem for path in (tmp_path / "a").iterdir()} == set(shown)
+    for name in shown:
         drawn = (tmp_path / "a" / f"{name}.svg").read_bytes()
         assert drawn == (tmp_path / "b" / f"{name}.svg").read_bytes()
-        assert b"this op" in drawn and b"FlexAttention" in drawn
+        assert (b"exponentials" if "limits" in name else b"this op") in drawn
 
 
 def test_replays_of_several_processes_join():
