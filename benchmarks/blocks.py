@@ -43,7 +43,7 @@ _CUEQ = "use_cueq_triangle_kernels"
 
 @dataclass(frozen=True)
 class Path:
-    """One way through the block."""
+    """One choice of kernels for the block."""
 
     name: str
     flag: str = ""  # of its forward
@@ -80,7 +80,7 @@ class BlockRow:
     p20_ms: float
     p80_ms: float
     num_runs: int
-    difference: float  # of the block's part in the gradient of pairs from the first path's
+    difference: float  # of the pairs' gradient, less the residual's, from the first path's
 
     def __str__(self) -> str:
         spread = f"p20 {self.p20_ms:.2f}, p80 {self.p80_ms:.2f}"
@@ -91,7 +91,7 @@ class BlockRow:
 
 
 def missing(path: Path, device: torch.device) -> str:
-    """Why a path cannot be taken here; empty when it can."""
+    """Why a path cannot be measured here; empty where it can."""
     if path.needs and importlib.util.find_spec(path.needs) is None:
         return f"{path.needs} is not installed"
     if path.needs and device.type != "cuda":
@@ -107,8 +107,8 @@ def measure_block(
     budget_s: float,
     max_runs: int,
 ) -> list[BlockRow]:
-    """Every path in one run."""
-    torch._dynamo.reset()  # or this crop's layers would be compiled for crops of any size
+    """Measures every path in one run."""
+    torch._dynamo.reset()  # else this crop's layers would be compiled for dynamic sizes
     block = _block(device)
     s = torch.randn(1, crop, SINGLE, device=device, requires_grad=True)
     z = torch.randn(1, crop, crop, PAIR, device=device, requires_grad=True)
@@ -141,7 +141,7 @@ def _block(device: torch.device) -> torch.nn.Module:
 
 
 class _Transposed(torch.nn.Module):
-    """The block transposes pairs around its ending node by itself."""
+    """An ending node for a block that transposes pairs around it by itself."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Called(torch.nn.Module):
 
 
 def _with_layers(block: torch.nn.Module, mode: str) -> torch.nn.Module:
-    """The block, or a copy of it with our layers, which have its parameters."""
+    """The block, or a copy of it with our layers and its parameters."""
     if not mode:
         return block
     block = copy.deepcopy(block)
@@ -211,7 +211,9 @@ def _step(
 
 
 def _of_the_switch(module: Any) -> dict[str, Any]:
-    """What `drop_in.switch` changes in a module: paths with and without it take turns."""
+    """The attributes of a module that `drop_in.switch` changes: paths with and without it
+    alternate.
+    """
     before = dict(vars(module))
     with drop_in.switch("openfold3"):
         return {name: value for name, value in vars(module).items() if before[name] is not value}

@@ -1,6 +1,4 @@
-"""What a result has to say about the machine it was measured on. Every probe may fail; a failure is
-None.
-"""
+"""The description of a machine in a result file. Every probe may fail; a failure is None."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ class Environment:
     gpu_driver: str | None
     cuda: str | None
     cudnn: int | None
-    cuda_family: str | None  # whose kernels the op takes on that GPU, or is forced to take
+    cuda_family: str | None  # the template family that serves that GPU, or is forced
 
 
 def describe(device: torch.device, *, commit: str | None = None) -> Environment:
-    """Look at this machine; `commit` is for a copy of the tree that has no .git."""
+    """Describe this machine; `commit` is for a copy of the tree without .git."""
     on_gpu = device.type == "cuda"
     cpu, features, cores = _cpu()
     return Environment(

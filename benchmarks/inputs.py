@@ -16,7 +16,7 @@ class Inputs:
     q: torch.Tensor  # [B, N, L, H, D]
     k: torch.Tensor
     v: torch.Tensor
-    bias1: torch.Tensor | None  # [B, N, 1, 1, L], 0 or what the mask hides by
+    bias1: torch.Tensor | None  # [B, N, 1, 1, L], 0 or the mask's number for hidden keys
     bias2: torch.Tensor | None  # [B, 1, H, L, L]
     grad_output: torch.Tensor  # [B, N, L, H, D]
     visible: (

@@ -37,11 +37,11 @@ class ReplayRow:
 
     @property
     def key(self) -> RowKey:
-        """What was measured, without the figures."""
+        """Identifies the measurement, without its figures."""
         return (self.family, self.commit, self.shape, self.direction, self.mask)
 
     def joined(self, earlier: ReplayRow | None) -> ReplayRow:
-        """With the figures of earlier processes before this one's."""
+        """The row with the figures of earlier processes before this one's."""
         return replace(self, median_us=(*(earlier.median_us if earlier else ()), *self.median_us))
 
 

@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def backward_flop(self) -> int:
-        """Five matrix products where the forward has two (math.md)."""
+        """Five matrix products; the forward has two (docs/math.md, "Cost")."""
         return 10 * self.num_scores * self.D
 
 
@@ -168,7 +168,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def select(names: Iterable[str]) -> tuple[Workload, ...]:
-    """Workloads by id, id/mask or group name, each once, in the order asked for.
+    """Workloads by id, id/mask or group name, each once, in the given order.
 
     Raises:
         ValueError: a name is none of them.

@@ -1,4 +1,4 @@
-"""What a first call costs: compiled, and loaded from the cache."""
+"""The time of a first call: compiled, and loaded from the cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Interleaved timing with cold caches: every peer once, then every peer again, and the median of
-each. Each round begins with another peer, so that none always follows the same one: a long call
+each. Each round begins with another peer, so that no peer always follows the same one: a long call
 leaves the device warmer and its clocks lower.
 """
 
