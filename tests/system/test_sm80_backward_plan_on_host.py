@@ -14,7 +14,7 @@ from op_builder.toolchain import host_compiler
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 TURING = {"fused": 0, "stages": 1, "multiprocessors": 40, "block_bytes": 65536}
-SIDE_BY_SIDE = 16
+SIDE_BY_SIDE = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,37 +49,37 @@ def shape(B, N, L, H, D=32, Lk=None):
         # 95 accumulators of 96 KiB are as much as delta of the separate kernels.
         (
             shape(1, 768, 768, 4),
-            {"fused": "768x768", "accumulators": "95", "in_dk": "0", "in_dv": "0"},
+            {"fused": "768x768", "accumulators": "95", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators"],
         ),
-        # Delta's room is 47 of 48 KiB; 16 rows n of dk and of dv hold 32 each.
+        # Delta's room is 47 of 48 KiB. Eight rows n of dk and of dv hold 16 each.
         (
             shape(1, 384, 384, 4),
-            {"fused": "384x384", "accumulators": "111", "in_dk": "32", "in_dv": "32"},
+            {"fused": "384x384", "accumulators": "140", "in_dkdv": "93", "hosts": "3x360"},
             ["key_mask", "progress", "own_accumulators"],
         ),
         # No mask: as many as are under way when nothing is hidden.
         (
             shape(1, 768, 768, 4) | {"bias1": 0},
-            {"fused": "768x768", "accumulators": "60", "in_dk": "0", "in_dv": "0"},
+            {"fused": "768x768", "accumulators": "52", "in_dkdv": "0"},
             ["progress", "own_accumulators"],
         ),
         # dk is a view with gaps: all are in the workspace. Rows of dbias2 are not whole tiles.
         (
             shape(1, 384, 392, 4) | {"gap": 8},
-            {"fused": "448x512", "accumulators": "82", "in_dk": "0", "in_dv": "0"},
+            {"fused": "448x512", "accumulators": "74", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators", "padded_dbias2"],
         ),
-        # The last 16 rows n would be a quarter of all.
+        # The workspace has too few for eight rows n.
         (
             shape(1, 64, 512, 9, Lk=1024) | {"multiprocessors": 14},
-            {"fused": "512x1024", "accumulators": "20", "in_dk": "0", "in_dv": "0"},
+            {"fused": "512x1024", "accumulators": "15", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators"],
         ),
         # The wider kernel reads the transpose of bias2, and adds to dbias2 from the start.
         (
             shape(1, 256, 1024, 4, 64),
-            {"fused": "1024x1024", "accumulators": "65", "in_dk": "0", "in_dv": "0"},
+            {"fused": "1024x1024", "accumulators": "65", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators", "bias2_t"],
         ),
         (
@@ -163,17 +163,18 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
         assert call["dq"] and not call["deterministic"], where
         padded, key_blocks = -(-Lq // 64) * 64, -(-Lk // 128)
         size = padded * call["D"] * 4
-        accumulators, in_dk, in_dv = (int(values[x]) for x in ("accumulators", "in_dk", "in_dv"))
+        accumulators, in_dkdv = int(values["accumulators"]), int(values["in_dkdv"])
         under_way = -(-2 * call["multiprocessors"] // key_blocks)
         assert accumulators >= min(pairs, under_way + SIDE_BY_SIDE), where
         assert accumulators <= pairs, where
-        own = accumulators - in_dk - in_dv
+        own = accumulators - in_dkdv
         assert sizes["own_accumulators"] >= own * size, where
-        if in_dk:  # then all pairs before the last eighth or less have as many as they need
+        if in_dkdv:  # in an eighth of the rows n or less; a group of them has the workspace's
             hosted += 1
-            assert own >= SIDE_BY_SIDE and 5 * own >= 2 * accumulators, where
-            row_bytes = Lk * H * call["D"] * 2
-            rows = -(-max(in_dk, in_dv) * size // row_bytes)
-            assert rows <= B * N / 8, where
+            groups, first_row = map(int, values["hosts"].split("x"))
+            assert own >= SIDE_BY_SIDE * H and 8 * (B * N - first_row) <= B * N, where
+            assert groups == -(-B * N // SIDE_BY_SIDE) - first_row // SIDE_BY_SIDE <= 4, where
+            room = 2 * (B * N - first_row) * Lk * H * call["D"] * 2
+            assert in_dkdv * size <= room, where
             assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
     assert hosted > 5, seed

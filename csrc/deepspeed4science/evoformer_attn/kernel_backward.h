@@ -23,6 +23,7 @@
 #include "common/preprocess.h"
 #include "sm80/backward/kernel_dbias2.h"
 #include "sm80/backward/kernel_dq_dkdv.h"
+#include "sm80/backward/prepare_fused.h"
 #include "sm80/backward/statistics.h"
 
 template <typename scalar_t_,           // half_t; bfloat16_t (Sm80); float

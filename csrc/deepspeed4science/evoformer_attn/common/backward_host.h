@@ -23,15 +23,33 @@ class BackwardHost {
   void check(cudaError_t status) {
     if (status_ == cudaSuccess) status_ = status;
   }
+  // Whether the kernel may be started with that much shared memory.
+  template <typename Kernel>
+  bool allow_shared(Kernel* kernel, int shared) {
+    if (status_ == cudaSuccess && shared > 48 * 1024) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    }
+    return status_ == cudaSuccess;
+  }
   template <typename Kernel, typename... Args>
   void start(Kernel* kernel, int64_t blocks, int threads, int shared, Args... args) {
-    if (status_ != cudaSuccess) return;
-    if (shared > 48 * 1024) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-      if (status_ != cudaSuccess) return;
-    }
+    if (!allow_shared(kernel, shared)) return;
     kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
     check(cudaGetLastError());
+  }
+  // From 9.0 up: beside the last blocks of the kernel before, for which the kernel must wait itself
+  // (ptx::wait_for_kernel_before).
+  template <typename Kernel, typename... Args>
+  void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
+    if (!allow_shared(kernel, shared)) return;
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(uint32_t(blocks)), config.blockDim = dim3(uint32_t(threads));
+    config.dynamicSmemBytes = size_t(shared), config.stream = stream_;
+    config.attrs = &overlap, config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, args...));
   }
   void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
   // Parts that lie one after another in the workspace, in a fixed order.

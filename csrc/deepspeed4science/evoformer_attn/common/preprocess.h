@@ -84,7 +84,7 @@ struct PrepareRows {
     int lane = threadIdx.x % kGroup;
     Row row(first, H);
     const Row step(kRowsAtOnce, H);
-    bool unseen = !kLooks && args.mask.sees_nothing(bn);
+    bool unseen = !kLooks && args.mask.sees_nothing_now(bn);
 
     Share o[kRowsPerGroup], do_[kRowsPerGroup];
     CUTLASS_PRAGMA_UNROLL

@@ -220,6 +220,13 @@ CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), r[0], r[1], r[2], r[3]);
 }
 
+// The transpose of an 8x8 matrix of 16-bit elements, two of row lane / 4 in each lane: movmatrix (9.7.14.5.17).
+CUTLASS_DEVICE uint32_t transpose_8x8(uint32_t x) {
+  uint32_t d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+  return d;
+}
+
 // 16 bytes global -> shared past L1; zeros when the predicate is false (the address is then not read).
 CUTLASS_DEVICE void cp_async_16(void* smem, const void* gmem, bool pred) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(gmem),

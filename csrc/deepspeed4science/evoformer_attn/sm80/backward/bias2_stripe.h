@@ -53,8 +53,8 @@ struct TransposedBias2 {
   const scalar_t* g;  // this lane's chunk in the next 32 queries
   int64_t stride;     // of eight queries
   int queries;        // how many exist from there on; none where the keys do not
-  scalar_t* s;        // this warp's part
-  int lane;
+  scalar_t* s;
+  int stored, fetched;  // this lane's offsets there
 
   // g_: query 0, key 0.
   CUTLASS_DEVICE TransposedBias2(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed,
@@ -62,20 +62,24 @@ struct TransposedBias2 {
       : g(g_ + first + warp_first + (lane_ >> 2) * pitch + (lane_ & 3) * kVec),
         stride(8 * pitch),
         queries((lane_ & 3) * kVec < num_owned - first - warp_first ? num_streamed - (lane_ >> 2) : 0),
-        s(reinterpret_cast<scalar_t*>(shared) + warp_first / 32 * kWarpElements),
-        lane(lane_) {}
+        s(reinterpret_cast<scalar_t*>(shared)),
+        stored(warp_first / 32 * kWarpElements + ((lane_ >> 2) * 4 + (lane_ & 3)) * kVec),
+        fetched(warp_first / 32 * kWarpElements + offset(8 * ((lane_ & 7) >> 1) + 2 * (lane_ >> 3) + (lane_ & 1))) {
+    if constexpr (Config::kKeepsAddresses) ptx::keep(stored), ptx::keep(fetched);
+  }
 
   // The next 32 queries; called for one stripe after the other.
   CUTLASS_DEVICE void load(int stripe) {
-    scalar_t* chunk = s + stripe * offset(32) + ((lane >> 2) * 4 + (lane & 3)) * kVec;
+    scalar_t* chunk = s + stored + stripe * offset(32);
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < 4; ++group) {
-      ptx::cp_async_16(chunk + offset(8 * group), g + group * stride, 8 * group < queries);
+      ptx::cp_async_16(chunk + offset(8 * group), g, 8 * group < queries);
+      g += stride;
     }
-    g += 4 * stride, queries -= 32;
+    queries -= 32;
   }
   CUTLASS_DEVICE void fetch(int stripe) {
-    const scalar_t* row = s + stripe * offset(32) + offset(8 * ((lane & 7) >> 1) + 2 * (lane >> 3) + (lane & 1));
+    const scalar_t* row = s + fetched + stripe * offset(32);
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) ptx::ldmatrix_trans(fragment.words[slot][0], row + slot * kVec);
   }

@@ -67,6 +67,7 @@ struct OwnedTileConfig : Config {
   // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
   static constexpr bool kWantsDbias1 = kWantsDbias1_;
   static constexpr bool kFusesDq = false;
+  static constexpr bool kKeepsAddresses = false;
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
@@ -87,6 +88,8 @@ struct OwnedTileConfig : Config {
 template <typename Config, bool kWantsDbias1_>
 struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
+  // A lane's part of addresses stays in registers; wider heads have none left, and it is computed for each tile.
+  static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
   // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;

@@ -9,14 +9,26 @@
 
 namespace ds4s {
 
+// Rows n, and which accumulators their (b, n, h) may have: those below `count` (dq_accumulator_pool.h).
+struct DqAccumulatorGroup {
+  uint32_t first_row;
+  uint32_t first_pair;  // first_row H
+  uint32_t count;
+  uint32_t first;  // the first pair's accumulator; from there they go down, and round
+  uint32_t in_dk;  // of the accumulators in this group's own rows; the others are in dv
+};
+
 struct DqAccumulatorPlan {
+  static constexpr int kMaxGroups = 5;
+
   int64_t accumulator_bytes = 0;  // of one (b, n, h)
   int64_t num_own = 0;            // in the workspace
-  int64_t num_in_dk = 0;          // in dk of the last rows n
-  int64_t num_in_dv = 0;
-  int64_t first_host_row = 0;  // the first of B N whose dk and dv hold accumulators; B N: none do
+  // First the rows n that hold none in their dk and dv, then the groups that do.
+  int num_groups = 1;
+  DqAccumulatorGroup groups[kMaxGroups]{};
 
-  int64_t count() const { return num_own + num_in_dk + num_in_dv; }
+  int64_t count() const { return groups[0].count; }
+  int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
 
   // key_blocks: of a (b, n, h); resident_blocks: under way at a time; more: accumulators beyond those.
   static DqAccumulatorPlan of(const BwdParams& p, int element_bytes, int64_t accumulator_bytes, int64_t key_blocks,
@@ -24,7 +36,6 @@ struct DqAccumulatorPlan {
     DqAccumulatorPlan plan;
     plan.accumulator_bytes = accumulator_bytes;
     const int64_t pairs = p.B * p.N * p.H;
-    plan.first_host_row = p.B * p.N;
     const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + more, pairs);
     // Where half of the keys are hidden twice as many (b, n, h) are under way.
     const bool has_mask = p.bias1 != nullptr || p.row_mask != nullptr;
@@ -32,28 +43,44 @@ struct DqAccumulatorPlan {
     const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + more, pairs);
     // What takes no more than delta of the three passes and a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
-    plan.num_own = std::min(wanted, std::max(least, fitting));
+    plan.set_own(std::min(wanted, std::max(least, fitting)));
     if (fitting < least) plan.host_in_dkdv(p, element_bytes, least, wanted, fitting);
+    plan.order(pairs);
     return plan;
   }
 
  private:
-  // Some of them in the last rows n of dk and dv, kSideBySide rows or as many times that as `least` takes: where those
-  // rows, which wait and have the workspace's accumulators only, are few and have enough. Else all stay there.
+  void set_own(int64_t count) { num_own = count, groups[0].count = uint32_t(count); }
+
+  // Some of them in the last rows n of dk and dv: where those rows are few, and the workspace has enough for a group of
+  // them. Else all stay there.
   void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t least, int64_t wanted, int64_t fitting) {
-    if (fitting < kSideBySide || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
+    if (fitting < kFusedSideBySide * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
     const int64_t rows = p.B * p.N;
-    for (int64_t first = (rows - 1) / kSideBySide * kSideBySide; first > 0 && 8 * (rows - first) <= rows;
-         first -= kSideBySide) {
-      const int64_t in_dk = (rows - first) * p.dk_stride[1] * element_bytes / accumulator_bytes;
-      const int64_t in_dv = (rows - first) * p.dv_stride[1] * element_bytes / accumulator_bytes;
-      const int64_t all = std::min(wanted, fitting + in_dk + in_dv);
-      if (all < least) continue;
-      if (first * p.H < all || 5 * fitting < 2 * all) return;
-      num_own = fitting, num_in_dk = std::min(in_dk, all - fitting), num_in_dv = all - fitting - num_in_dk;
-      first_host_row = first;
-      return;
+    DqAccumulatorPlan plan = *this;
+    plan.set_own(fitting);
+    for (int64_t end = rows; plan.num_groups < kMaxGroups && plan.count() < wanted;) {
+      const int64_t first = (end - 1) / kFusedSideBySide * kFusedSideBySide, missing = wanted - plan.count();
+      if (8 * (rows - first) > rows || first * p.H < plan.count()) break;
+      auto holds = [&](int64_t row_stride) { return (end - first) * row_stride * element_bytes / accumulator_bytes; };
+      const int64_t in_dk = std::min(missing, holds(p.dk_stride[1]));
+      plan.add_host(first, first * p.H, in_dk, std::min(missing - in_dk, holds(p.dv_stride[1])));
+      end = first;
     }
+    if (plan.count() >= least) *this = plan;
+  }
+  // In front of those that there are.
+  void add_host(int64_t first_row, int64_t first_pair, int64_t in_dk, int64_t in_dv) {
+    for (int group = num_groups++; group > 1; --group) groups[group] = groups[group - 1];
+    groups[1] = {uint32_t(first_row), uint32_t(first_pair), groups[0].count, /*first=*/0, uint32_t(in_dk)};
+    groups[0].count += uint32_t(in_dk + in_dv);
+  }
+  // Each group begins with what lies in the group behind, which nobody may have later; the first one ends with the
+  // workspace's, so that whoever had an accumulator before began long ago everywhere.
+  void order(int64_t pairs) {
+    for (int group = 1; group < num_groups; ++group) groups[group].first = groups[group].count - 1;
+    const int64_t end = num_groups > 1 ? groups[1].first_pair : pairs;
+    if (end > 0) groups[0].first = uint32_t((end - 1) % groups[0].count);
   }
   // One row n after the other, with nothing between.
   static bool is_dense(const BwdParams& p, const int64_t (&s)[4], int64_t channels) {

@@ -88,10 +88,6 @@ struct KernelDqDkdv {
       load_owned([&](int slot, int q) { owned[slot] = loop.vectors.negative_lse.load(q); });
       load_owned([&](int slot, int q) { loop.warp.negative_delta[slot] = loop.vectors.negative_delta[q]; });
     }
-    if constexpr (Config::kFusesDq) {
-      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at);
-    }
-
     OwnedLoader owned_qk(operands.owned_qk.g, operands.owned_qk.stride, operands.owned_qk.channels, thread);
     OwnedLoader owned_dov(operands.owned_dov.g, operands.owned_dov.stride, operands.owned_dov.channels, thread);
     scalar_t* sQk = loop.owned_tile();
@@ -102,6 +98,9 @@ struct KernelDqDkdv {
     if constexpr (Config::kTransposesBias2) {
       CUTLASS_PRAGMA_UNROLL
       for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
+    }
+    if constexpr (Config::kFusesDq) {
+      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at);
     }
 
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
@@ -137,8 +136,12 @@ struct KernelDqDkdv {
     const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
     constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
     const int hidden_units = __clz(int(args.mask.units(at.bn, at.first, kUnits) << (32 - kUnits)));
-    return {loop.dq_add.accumulator(), pool.dbias2 ? pool.dbias2 + queries * pool.padded_keys + at.first : nullptr,
-            pool.padded_keys, Config::kOwned - hidden_units * KeyMask::kUnit};
+    return {pool.accumulator(at.pair),
+            pool.dbias2 + queries * pool.padded_keys + at.first,
+            pool.padded_keys * int(sizeof(float)),
+            pool.dbias2 ? Config::kOwned - hidden_units * KeyMask::kUnit : 0,
+            pool.before(at.pair),
+            args.mask.template num_visible<Config::kOwned>(at.bn, int(args.p.Lk))};
   }
 
   // Epilogue: the gradients leave.
@@ -148,7 +151,11 @@ struct KernelDqDkdv {
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
       const int channel = at.part * Config::kPartChannels;
       scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + channel;
-      store_rows<Mma, Config::kAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
+      if constexpr (Config::kFusesDq) {
+        store_transposed(g, stride[2], acc, factor, owned_left, channels, loop.warp.lane);
+      } else {
+        store_rows<Mma, Config::kAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
+      }
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
     if constexpr (Config::kFusesDq) loop.dq_add.wait_for_hosted();
@@ -162,8 +169,8 @@ struct KernelDqDkdv {
       if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));
     }
     if constexpr (Config::kFusesDq) {
-      loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.shared,
-                         [&] { return args.mask.template num_visible<Config::kOwned>(at.bn, int(p.Lk)); });
+      loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
+                         loop.shared, loop.outputs()->num_blocks);
     }
   }
   // dbias1 is also summed over heads: each head's part, or atomically.

@@ -130,8 +130,7 @@ class Backward : BackwardHost {
 
   // What the kernels read of bias1, bias2, o and dO, in the form that costs them least.
   void prepare() {
-    check(KeyMaskBuffers<BwdParams>(p_).template fill<scalar_t>(at<void>(plan_.key_mask), at<void>(plan_.bias1),
-                                                                stream_, flag_));
+    if (plan_.runs_fused && p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     if constexpr (kHasBias2) {
       int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * plan_.bias2_copies_b * plan_.bias2_copies_h;
       if (plan_.copies_bias2 || plan_.transposes_bias2) {
@@ -139,15 +138,17 @@ class Backward : BackwardHost {
               plan_.bias2_pitch, transpose(), plan_.bias2_t_pitch);
       }
     }
+    check(KeyMaskBuffers<BwdParams>(p_).template fill<scalar_t>(at<void>(plan_.key_mask), at<void>(plan_.bias1),
+                                                                stream_, flag_));
     if constexpr (Config::kExact) {
       int64_t blocks = ceil_div(p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N;
       start(row_statistics<Config>, blocks, Config::kThreads, RowStatistics<Config>::kSharedBytes, args_,
             at<float2>(plan_.softmax), at<float2>(plan_.delta), flag_);
-    } else {
-      int64_t blocks = ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * p_.B * p_.N;
-      start(prepare_rows<Config>, blocks, kPrepareThreads, 0, args_, at<float>(plan_.delta), flag_);
+    } else if (!plan_.runs_fused) {
+      start(prepare_rows<Config>, num_delta_blocks(), kPrepareThreads, 0, args_, at<float>(plan_.delta), flag_);
     }
   }
+  int64_t num_delta_blocks() const { return ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * p_.B * p_.N; }
 
   void finish() {
     PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
@@ -185,13 +186,7 @@ class Backward : BackwardHost {
   void fused() {
     if constexpr (Config::kCanFuse) {
       const DqAccumulatorPool pool = accumulator_pool();
-      const DqAccumulatorPlan& plan = plan_.accumulators;
-      const int64_t size = plan.accumulator_bytes / 4;
-      zero(at<float>(plan_.progress), (plan_.own_accumulators - plan_.progress) / 4 + plan.num_own * size);
-      if (plan.num_in_dk > 0) zero(pool.in_dk, plan.num_in_dk * size);
-      if (plan.num_in_dv > 0) zero(pool.in_dv, plan.num_in_dv * size);
-      if (p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
-      if (p_.dbias2) zero(pool.dbias2, p_.B * p_.H * plan_.padded_queries * plan_.padded_keys);
+      prepare_fused_rows(pool);
       p_.dbias1 ? start_fused<Fused</*kWantsDbias1=*/true>>(pool) : start_fused<Fused<false>>(pool);
       if (plan_.padded_dbias2 < 0) return;
       int64_t queries = p_.B * p_.H * p_.Lq;
@@ -199,21 +194,37 @@ class Backward : BackwardHost {
             p_.Lk, plan_.padded_queries, plan_.padded_keys);
     }
   }
+  // delta, in dq, and zeros. The kernel before is find_visible_keys, which touches none of it, or nobody's.
+  void prepare_fused_rows(const DqAccumulatorPool& pool) {
+    const DqAccumulatorPlan& plan = plan_.accumulators;
+    const int64_t first = plan.first_host_row(p_.B * p_.N), rows = p_.B * p_.N - first;
+    const int64_t dbias2 = pool.dbias2 ? p_.B * p_.H * plan_.padded_queries * plan_.padded_keys : 0;
+    auto pieces = [](float* ptr, int64_t count) { return ZeroPieces{reinterpret_cast<uint4*>(ptr), count / 4}; };
+    const FusedZeros zeros{{pieces(at<float>(plan_.progress), (plan_.own_accumulators - plan_.progress) / 4 +
+                                                                  plan.num_own * plan.accumulator_bytes / 4),
+                            pieces(pool.in_dk + first * pool.dk_row, rows * pool.dk_row),
+                            pieces(pool.in_dv + first * pool.dv_row, rows * pool.dv_row), pieces(pool.dbias2, dbias2)}};
+    if (plan_.key_mask >= 0) {
+      start_overlapping(prepare_fused<Config>, num_delta_blocks(), kPrepareThreads, 0, args_, zeros, flag_);
+    } else {
+      start(prepare_fused<Config>, num_delta_blocks(), kPrepareThreads, 0, args_, zeros, flag_);
+    }
+  }
   DqAccumulatorPool accumulator_pool() const {
     const DqAccumulatorPlan& plan = plan_.accumulators;
-    auto from_first_host = [&](void* ptr, int64_t row_stride) {
-      return reinterpret_cast<float*>(static_cast<scalar_t*>(ptr) + plan.first_host_row * row_stride);
-    };
     DqAccumulatorPool pool{};
     pool.own = at<float>(plan_.own_accumulators);
-    pool.in_dk = from_first_host(p_.dk, p_.dk_stride[1]), pool.in_dv = from_first_host(p_.dv, p_.dv_stride[1]);
+    pool.in_dk = static_cast<float*>(p_.dk), pool.in_dv = static_cast<float*>(p_.dv);
+    pool.dk_row = floats(p_.dk_stride[1]), pool.dv_row = floats(p_.dv_stride[1]);
+    pool.size = plan.accumulator_bytes / 4;
+    std::copy(plan.groups, plan.groups + plan.num_groups, pool.groups);
+    pool.num_groups = plan.num_groups;
     pool.ticket = at<uint32_t>(plan_.progress), pool.progress = at<int32_t>(plan_.progress) + 1;
-    pool.num_own = uint32_t(plan.num_own), pool.num_in_dk = uint32_t(plan.num_in_dk);
-    pool.num_accumulators = uint32_t(plan.count()), pool.first_host = uint32_t(plan.first_host_row * p_.H);
     pool.padded_queries = int32_t(plan_.padded_queries), pool.padded_keys = int32_t(plan_.padded_keys);
     pool.dbias2 = plan_.padded_dbias2 < 0 ? p_.dbias2 : at<float>(plan_.padded_dbias2);
     return pool;
   }
+  static int64_t floats(int64_t elements) { return elements * int64_t(sizeof(scalar_t)) / 4; }
   template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
     int64_t blocks = ceil_div(p_.Lk, FusedTile::kOwned) * p_.H * p_.B * p_.N;

@@ -4,6 +4,7 @@
 // there, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, which gives dq and dbias2 then.
 #pragma once
 
+#include "sm80/backward/dq_accumulator.h"
 #include "sm80/backward/warp_gradients.h"
 
 namespace ds4s {
@@ -34,6 +35,10 @@ struct SharedLayout {
   }
 };
 
+struct Nothing {
+  CUTLASS_DEVICE explicit Nothing(int) {}
+};
+
 template <typename Config>
 struct Mainloop {
   using scalar_t = typename Config::scalar_t;
@@ -41,7 +46,8 @@ struct Mainloop {
   using Shared = SharedLayout<Config>;
   using Streamed = StreamedTiles<Config>;
   using StreamedTile = typename Streamed::TileT;
-  using Vectors = StreamedVectors<Config>;
+  using Vectors =
+      typename cutlass::platform::conditional<Config::kFusesDq, QueryVectors<Config>, StreamedVectors<Config>>::type;
   using Warp = WarpGradients<Config>;
   using Bias2 = typename Warp::Bias2;
   static constexpr int kStreamed = Config::kStreamed;
@@ -52,6 +58,7 @@ struct Mainloop {
   char* shared;
   const int thread;
   OrderedDqAdd<Config> dq_add;
+  typename cutlass::platform::conditional<Config::kFusesDq, DqProduct<Config>, Nothing>::type dq_product;
   bool skips = false;  // this warp's keys are hidden
   Streamed streamed;
   Warp warp;
@@ -65,6 +72,7 @@ struct Mainloop {
         shared(shared_),
         thread(thread_),
         dq_add{pool, at.pair},
+        dq_product(thread_),
         streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
         warp(args.p.scale, thread_, at.part),
         vectors(args, at, warp.probabilities.column_unit()),
@@ -83,7 +91,7 @@ struct Mainloop {
     while (tile < num_tiles) {
       // This tile arrives; the next one sets out.
       const int next_tile = streamed.seek(tile + 1);
-      if (Config::kFusesDq && tile == 1 && thread == 0) dq_add.wait();
+      if (Config::kFusesDq && tile == 1 && thread == 0) dq_add.wait(outputs()->before);
       arrive();
       const bool more = next_tile < num_tiles;
       const int next_stage = stages == 2 ? stage ^ 1 : 0;
@@ -100,7 +108,7 @@ struct Mainloop {
       tile = next_tile, stage = next_stage;
     }
     if constexpr (Config::kFusesDq) {
-      if (num_tiles == 1 && thread == 0) dq_add.wait();
+      if (num_tiles == 1 && thread == 0) dq_add.wait(outputs()->before);
       __syncthreads();
       add_dq(num_tiles - 1);
     }
@@ -139,7 +147,7 @@ struct Mainloop {
   // through the loop.
   CUTLASS_DEVICE void add_dq(int tile) const {
     if constexpr (Config::kFusesDq) {
-      DqProduct<Config>::run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
+      dq_product.run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {

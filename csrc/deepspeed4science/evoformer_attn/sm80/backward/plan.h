@@ -115,7 +115,7 @@ class BackwardPlanner {
     plan_.progress = layout_.reserve(true, (p_.B * p_.N * p_.H + 1) * 4);
     plan_.accumulators = DqAccumulatorPlan::of(p_, unit_.element_bytes, plan_.padded_queries * unit_.head_dim * 4,
                                                key_blocks, int64_t(device_.num_multiprocessors) * unit_.fused_blocks,
-                                               (unit_.fused_reads_bias2 ? 1 : 2) * kSideBySide);
+                                               unit_.fused_reads_bias2 ? kFusedSideBySide : 4 * kFusedSideBySide);
     plan_.own_accumulators = layout_.reserve(true, plan_.accumulators.num_own * plan_.accumulators.accumulator_bytes);
     const bool is_whole = plan_.padded_queries == p_.Lq && plan_.padded_keys == p_.Lk && is_on_16_bytes(p_.dbias2);
     plan_.padded_dbias2 =
@@ -173,7 +173,10 @@ inline void BackwardPlan::print(PlanText& text) const {
   if (runs_fused) {
     text.add("fused", padded_queries, padded_keys);
     text.add("accumulators", accumulators.count());
-    text.add("in_dk", accumulators.num_in_dk), text.add("in_dv", accumulators.num_in_dv);
+    text.add("in_dkdv", accumulators.count() - accumulators.num_own);
+    if (accumulators.num_groups > 1) {
+      text.add("hosts", accumulators.num_groups - 1, accumulators.groups[1].first_row);
+    }
   }
   kernel(runs_dkdv, "dkdv_stages", dk_stages), kernel(runs_dk, "dk_stages", dk_stages);
   kernel(runs_dv, "dv_stages", dv_stages), kernel(runs_dbias2, "dbias2_stages", dbias2_stages);

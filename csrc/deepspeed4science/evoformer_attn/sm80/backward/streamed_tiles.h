@@ -23,11 +23,16 @@ struct StreamedTiles {
   // Each half of the threads brings one of the two tiles; a small block brings both with all of them.
   static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
 
+  static constexpr bool kKeepsLoader =
+      Config::kKeepsAddresses && kSources == 1 && Loader::kEven && Loader::kRowsPerPass % 8 == 0;
+
   Keys keys;
   int64_t qk_stride, dov_stride;
   int qk_channels, dov_channels;
   int num, thread, half;
   const scalar_t* g[kSources];
+  int64_t step = 0;  // kKeepsLoader: from pass to pass, and this thread's part of the addresses
+  int first_row = 0, lane_offset = 0;
   char* shared;
 
   CUTLASS_DEVICE StreamedTiles(const Operands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
@@ -43,6 +48,13 @@ struct StreamedTiles {
         shared(shared_) {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g[x] = is_dov(x) ? operands.streamed_dov.g : operands.streamed_qk.g;
+    if constexpr (kKeepsLoader) {
+      const Loader loader(g[0], is_dov(0) ? dov_stride : qk_stride, is_dov(0) ? dov_channels : qk_channels,
+                          thread - half * Config::kLoadThreads);
+      g[0] = loader.g, step = Loader::kRowsPerPass * loader.stride;
+      first_row = loader.first, lane_offset = loader.s + half * kElements;
+      ptx::keep(step), ptx::keep(first_row), ptx::keep(lane_offset);
+    }
   }
 
   CUTLASS_DEVICE bool is_dov(int source) const { return source + half == 1; }
@@ -64,6 +76,17 @@ struct StreamedTiles {
   // Called once for each tile that is not passed over, in order.
   CUTLASS_DEVICE void load(int tile, int stage) {
     scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
+    if constexpr (kKeepsLoader) {
+      int row = first_row;
+      ptx::keep(row);  // or its sums would be kept, too
+      CUTLASS_PRAGMA_UNROLL
+      for (int pass = 0; pass < Loader::kPasses; ++pass, g[0] += step) {
+        ptx::cp_async_16(s + lane_offset + TileT::offset(pass * Loader::kRowsPerPass), g[0],
+                         row + pass * Loader::kRowsPerPass < num - tile * Config::kStreamed);
+      }
+      ptx::cp_async_commit();
+      return;
+    }
     int t = thread - half * Config::kLoadThreads;
     ptx::keep(t);  // the loaders' registers are needed here only, not all through the loop
     CUTLASS_PRAGMA_UNROLL
@@ -95,7 +118,7 @@ struct StreamedVectors {
   Bias1Row<scalar_t> bias1;
   const QueryValue* negative_delta;
   float unit;
-  int count, delta_stride;
+  int count;
 
   // unit: what values of scores are multiplied by (Probabilities::column_unit).
   CUTLASS_DEVICE StreamedVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
@@ -103,13 +126,7 @@ struct StreamedVectors {
         bias1(args, at.b, at.n),
         negative_delta(static_cast<const QueryValue*>(args.negative_delta) + (at.bn * args.p.H + at.h) * args.p.Lq),
         unit(unit_),
-        count(at.num_streamed(args.p)),
-        delta_stride(1) {
-    if constexpr (Config::kFusesDq) {
-      DeltaInDq<scalar_t> delta(args.p, at.b, at.n, at.h);
-      negative_delta = delta.ptr, delta_stride = delta.stride;
-    }
-  }
+        count(at.num_streamed(args.p)) {}
 
   // first: of the tile.
   CUTLASS_DEVICE Loaded load(int first) const {
@@ -119,7 +136,7 @@ struct StreamedVectors {
     if constexpr (kOwnsKeys) {
       x.score = negative_lse.load(mine);
       if constexpr (Config::kWantsDs) {
-        x.dp = negative_delta[Config::kFusesDq ? int64_t(mine) * delta_stride : mine];
+        x.dp = negative_delta[mine];
       }
     } else {
       x.score = bias1.load(mine);
@@ -138,6 +155,46 @@ struct StreamedVectors {
     if (first + int(threadIdx.x) >= count) score = one_part<Score>(-infinity());
     store_column(s, int(threadIdx.x), score);
     if constexpr (kOwnsKeys && Config::kWantsDs) store_column(s + 2 * Config::kStreamed, int(threadIdx.x), x.dp);
+  }
+};
+
+// The same for the one kernel for all gradients, one value a thread: -lse of a query, or -delta, which is in dq.
+template <typename Config>
+struct QueryVectors {
+  using scalar_t = typename Config::scalar_t;
+  using Loaded = float;
+  static constexpr int kStreamed = Config::kStreamed;
+
+  Bias1Row<scalar_t> bias1;
+  const float* ptr;  // of the next tile
+  int64_t step;
+  float unit;
+  int query, count;
+  bool is_delta;
+
+  CUTLASS_DEVICE QueryVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
+      : bias1(args, at.b, at.n),
+        unit(unit_),
+        query(int(threadIdx.x) % kStreamed),
+        count(at.num_streamed(args.p)),
+        is_delta(uniform(uint32_t(threadIdx.x / kStreamed)) != 0) {
+    static_assert(Config::kThreads == 2 * kStreamed, "a thread for each value");
+    const DeltaInDq<scalar_t> delta(args.p, at.b, at.n, at.h);
+    const int stride = is_delta ? delta.stride : 1;
+    ptr = (is_delta ? delta.ptr : NegativeLse<float>(args, at.b, at.n, at.h).ptr) + int64_t(query) * stride;
+    step = int64_t(kStreamed) * stride;
+  }
+
+  // first: of the tile; called for one tile after the other.
+  CUTLASS_DEVICE Loaded load(int first) {
+    float x = 0.f;
+    if (first + query < count) x = *ptr;
+    ptr += step;
+    return x;
+  }
+  CUTLASS_DEVICE void store(float* s, float x, int first) const {
+    if (!is_delta) x = first + query < count ? NegativeLse<float>::value(x) * unit : -infinity();
+    store_column(s + (is_delta ? 2 * kStreamed : 0), query, x);
   }
 };
 

@@ -5,7 +5,7 @@
 
 namespace ds4s {
 
-// Among kSideBySide neighbouring n the n runs fastest, then tiles, then heads: those blocks read the same part of
+// Among kRows neighbouring n the n runs fastest, then tiles, then heads: those blocks read the same part of
 // bias2, and what they stream stays in L2.
 template <typename Config>
 struct TilePosition {
@@ -15,11 +15,13 @@ struct TilePosition {
   uint32_t pair;  // (b, n, h), in the order of the blocks
   int part = 0;   // of the channels of its gradients
 
+  static constexpr int kRows = Config::kFusesDq ? kFusedSideBySide : kSideBySide;
+
   CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
     if constexpr (Config::kParts > 1) part = int(number % Config::kParts), number /= Config::kParts;
     uint32_t tiles = uint32_t(num_owned(p) + Config::kOwned - 1) / Config::kOwned;
     uint32_t batches = uint32_t(p.B * p.N), per_batch = tiles * uint32_t(p.H);
-    uint32_t group = min(batches, uint32_t(kSideBySide));
+    uint32_t group = min(batches, uint32_t(kRows));
     uint32_t first_bn = number / (per_batch * group) * group, id = number - first_bn * per_batch;
     group = min(batches - first_bn, group);
     uint32_t rest = uniform(id / group);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sm80/backward/bias2_stripe.h"
-#include "sm80/backward/dq_accumulator.h"
+#include "sm80/backward/dq_product.h"
 #include "sm80/backward/streamed_tiles.h"
 
 namespace ds4s {
@@ -26,6 +26,7 @@ struct WarpGradients {
   const int lane, first;  // first: of the warp's, in the owned tile
   Exponent probabilities;
   int lane_nk, lane_kn;  // this lane's place in a streamed tile
+  int lane_ds = 0;       // and in a tile of dS
   Left left_qk, left_dov;
   typename Exponent::Row exponent[Mma::kSlots];
   QueryValue negative_delta[Mma::kSlots] = {};  // queries
@@ -38,7 +39,12 @@ struct WarpGradients {
         first(thread / 32 * 32),
         probabilities(scale),
         lane_nk(Mma::template lane_b_nk<StreamedTile>(lane)),
-        lane_kn(Mma::template lane_b_kn<StreamedTile>(lane) + part * Config::kPartChannels) {}
+        lane_kn(Mma::template lane_b_kn<StreamedTile>(lane) + part * Config::kPartChannels) {
+    if constexpr (Config::kFusesDq) {
+      lane_ds = DsTile<Config>::lane_offset(first, lane);
+      if constexpr (Config::kKeepsAddresses) ptx::keep(lane_ds), ptx::keep(lane_nk);
+    }
+  }
 
   // 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: where dS of the tile is wanted in shared memory;
   // next_first: the first streamed of the next 32.
@@ -56,10 +62,14 @@ struct WarpGradients {
       } else if (Config::kHasBias2 && chunk + kChunkTiles == 4) {
         bias2.load(next_first);
       }
-      if constexpr (Config::kWantsDv) add_product(dv, s, chunk, dov + lane_kn);
+      if constexpr (Config::kFusesDq) {
+        multiply_transposed<Config, StreamedTile>(dv, ScoreWords::of<scalar_t>(s), dov + lane_nk);
+      } else if constexpr (Config::kWantsDv) {
+        add_product(dv, s, chunk, dov + lane_kn);
+      }
       if constexpr (Config::kWantsDs) {
         compute_ds(dp, s, chunk, dov + lane_nk, vectors + 2 * Config::kStreamed);
-        add_ds(dp, chunk, stripe, qk + lane_kn, sDs);
+        add_ds(dp, chunk, stripe, qk + (Config::kFusesDq ? lane_nk : lane_kn), sDs);
       }
     }
   }
@@ -103,11 +113,9 @@ struct WarpGradients {
       for (int slot = 0; slot < Mma::kSlots; ++slot) dbias1[slot] += sum_of_slot(ds, chunk, slot);
     }
     if constexpr (Config::kFusesDq) {
-      typename Mma::FragA a[2];
-      Mma::from_scores(a[0], ds, 0, lane), Mma::from_scores(a[1], ds, 1, lane);
-      DsTile<Config>::store(sDs, a, first, stripe, lane);
-      multiply_operand<Mma, StreamedTile>(dqk, a[0], 0, lane_b);
-      multiply_operand<Mma, StreamedTile>(dqk, a[1], 1, lane_b);
+      const ScoreWords words = ScoreWords::of<scalar_t>(ds);
+      DsTile<Config>::store(sDs, lane_ds, words, stripe);
+      multiply_transposed<Config, StreamedTile>(dqk, words, lane_b);
     } else {
       add_product(dqk, ds, chunk, lane_b);
     }

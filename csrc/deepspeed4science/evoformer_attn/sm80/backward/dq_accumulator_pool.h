@@ -1,0 +1,80 @@
+// The fp32 accumulators of dq in the one kernel for all gradients: which pair (b n, h) has which, and where it lies.
+//
+// Some lie in the workspace; where these are too few, others in the memory of dk and dv of the last rows n, which are
+// cut into groups, the hosts:
+//
+//   rows n         0 .........................| group 1 | group 2 | group 3 |
+//   accumulators   the workspace's, then those in group 3, 2 and 1
+//
+// A pair may have what lies in groups behind its own: group 3 has the workspace's only. So the rows n of a group write
+// their dk and dv when all earlier pairs are done, and nearly as many pairs as everywhere else are under way till then.
+#pragma once
+
+#include <cutlass/detail/helper_macros.hpp>
+
+#include "sm80/backward/dq_accumulator_plan.h"
+
+namespace ds4s {
+
+// An accumulator holds, for each 16 queries and 8 channels, what the matrix instruction leaves in each lane: four
+// values of queries lane / 4, and 8 behind it. So a warp adds to 512 neighbouring bytes at a time.
+template <int kHeadDim>
+struct DqAccumulatorLayout {
+  static constexpr int kRows = 16, kTile = kRows * 8;
+  CUTLASS_HOST_DEVICE static constexpr int tile_offset(int tile) { return tile * kTile; }
+  CUTLASS_HOST_DEVICE static constexpr int lane_offset(int lane) { return 4 * lane; }
+};
+
+struct DqAccumulatorPool {
+  float* own;              // of the workspace, zeros where nobody adds
+  float *in_dk, *in_dv;    // dk and dv of row n = 0
+  int64_t dk_row, dv_row;  // floats of a row n
+  int64_t size;            // floats of an accumulator: padded_queries kHeadDim
+  DqAccumulatorGroup groups[DqAccumulatorPlan::kMaxGroups];
+  int32_t num_groups;
+  int32_t* progress;       // [B N H], in the order of the blocks: how many have added, or one of the two below
+  uint32_t* ticket;        // the next block's number
+  int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
+  int32_t padded_keys;
+  float* dbias2;  // [B, H, padded_queries, padded_keys]; null where it is not wanted
+
+  static constexpr int32_t kDone = -1;         // dq is written, the accumulator zeros again
+  static constexpr int32_t kSeesNothing = -2;  // the pair has no accumulator
+
+  CUTLASS_DEVICE int group_of(uint32_t pair) const {
+    int group = 0;
+    while (group + 1 < num_groups && pair >= groups[group + 1].first_pair) ++group;
+    return group;
+  }
+  CUTLASS_DEVICE uint32_t index_of(uint32_t pair, const DqAccumulatorGroup& group) const {
+    const uint32_t down = (pair - group.first_pair) % group.count;
+    return down <= group.first ? group.first - down : group.first + group.count - down;
+  }
+  CUTLASS_DEVICE float* accumulator(uint32_t pair) const {
+    int group = group_of(pair);
+    const uint32_t index = index_of(pair, groups[group]);
+    if (index < groups[num_groups - 1].count) return own + index * size;
+    for (group = num_groups - 1; index >= groups[group - 1].count; --group) {
+    }
+    const DqAccumulatorGroup& host = groups[group];
+    const uint32_t index_in_host = index - host.count;
+    if (index_in_host < host.in_dk) return in_dk + host.first_row * dk_row + index_in_host * size;
+    return in_dv + host.first_row * dv_row + (index_in_host - host.in_dk) * size;
+  }
+  // The pair that had this one's accumulator before; negative: none.
+  CUTLASS_DEVICE int32_t before(uint32_t pair) const {
+    int group = group_of(pair);
+    if (pair - groups[group].first_pair >= groups[group].count) return int32_t(pair - groups[group].count);
+    const uint32_t index = index_of(pair, groups[group]);
+    while (--group >= 0) {
+      const DqAccumulatorGroup& other = groups[group];
+      const uint32_t size = groups[group + 1].first_pair - other.first_pair;
+      // Its first user there.
+      const uint32_t first = index <= other.first ? other.first - index : other.first + other.count - index;
+      if (first < size) return int32_t(other.first_pair + first + (size - 1 - first) / other.count * other.count);
+    }
+    return -1;
+  }
+};
+
+}  // namespace ds4s

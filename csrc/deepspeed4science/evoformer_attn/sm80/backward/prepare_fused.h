@@ -1,0 +1,38 @@
+// Before the one kernel for all gradients: delta of each query, and zeros where blocks add.
+#pragma once
+
+#include "common/preprocess.h"
+
+namespace ds4s {
+
+// Whole 16-byte pieces on 16 bytes.
+struct ZeroPieces {
+  uint4* ptr;
+  int64_t count;
+};
+
+struct FusedZeros {
+  static constexpr int kRanges = 4;
+  ZeroPieces ranges[kRanges];  // counters and accumulators of the workspace; those in dk, in dv; dbias2
+};
+
+// A block has queries, and a share of what becomes 0: this while the kernel before, which finds hidden keys, may run
+// yet.
+template <typename Config>
+__global__ void __launch_bounds__(kPrepareThreads, 8)
+    prepare_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ FusedZeros zeros,
+                  PostprocessFlag flag) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int range = 0; range < FusedZeros::kRanges; ++range) {
+    const ZeroPieces& pieces = zeros.ranges[range];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t i = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x; i < pieces.count;
+         i += int64_t(gridDim.x) * kPrepareThreads) {
+      pieces.ptr[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  ptx::wait_for_kernel_before();
+  PrepareRows<Config>::run(args, /*negative_delta=*/nullptr, blockIdx.x, flag);
+}
+
+}  // namespace ds4s

@@ -1,0 +1,65 @@
+// dk and dv of a warp's 32 keys, transposed: channels x keys, as the product of Q^T or dO^T with dS or P. Scores are
+// the right operand then, and a lane's eight queries of a key are four registers in a row: what dS is stored from, too.
+// As the left operand they would be copied.
+//
+// Values 4 slot .. 4 slot + 3 of gradient[channel / 16], counted through both tiles, are those of keys
+// 8 slot + 2 (lane % 4), + 1: channel lane / 4 of the 16 first, and eight behind it.
+#pragma once
+
+#include "common/ptx.h"
+
+namespace ds4s {
+
+// 32 x 32 scores in 16 bits: of keys lane / 4 + 8 slot the queries that `tile` has in this lane.
+struct ScoreWords {
+  uint32_t w[4][4];  // [slot][tile]
+
+  template <typename scalar_t>
+  CUTLASS_DEVICE static ScoreWords of(const float (&s)[4][8]) {
+    ScoreWords words;
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < 4; ++slot) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < 4; ++tile) {
+        words.w[slot][tile] = ptx::pack<scalar_t>(s[tile][2 * slot], s[tile][2 * slot + 1]);
+      }
+    }
+    return words;
+  }
+};
+
+// gradient += columns^T x words. lane_b: lane_b_nk of the first query, in a tile of queries x channels.
+template <typename Config, typename ColTile, typename scalar_t, int kTiles>
+CUTLASS_DEVICE void multiply_transposed(float (&gradient)[kTiles][8], const ScoreWords& words, const scalar_t* lane_b) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int step = 0; step < 2; ++step) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < kTiles / 2; ++m) {
+      uint32_t a[4];
+      ptx::ldmatrix_trans(a, lane_b + ColTile::offset(Config::Mma::Permuted::at(2 * step, 0), 16 * m));
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < 4; ++slot) {
+        ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(gradient[2 * m + slot / 2] + 4 * (slot % 2), a,
+                                                             words.w[slot] + 2 * step);
+      }
+    }
+  }
+}
+
+// factor * gradient as rows of a matrix in global memory. g: the warp's first key; rows, cols: what exists.
+template <typename scalar_t, int kTiles>
+CUTLASS_DEVICE void store_transposed(scalar_t* g, int64_t stride, const float (&gradient)[kTiles][8], float factor,
+                                     int rows, int cols, int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < 4; ++slot) {
+      const float* pair = gradient[tile / 2 * 2 + slot / 2] + 4 * (slot % 2) + 2 * (tile % 2);
+      const uint32_t word = ptx::transpose_8x8(ptx::pack<scalar_t>(factor * pair[0], factor * pair[1]));
+      const int row = 8 * slot + (lane >> 2), col = 8 * tile + 2 * (lane & 3);
+      if (row < rows && col < cols) *reinterpret_cast<uint32_t*>(g + row * stride + col) = word;
+    }
+  }
+}
+
+}  // namespace ds4s
