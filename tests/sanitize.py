@@ -30,7 +30,7 @@ SM90_CALLS = (
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
     (132, 100, 200, 2, 48),  # both again for wider heads
     (132, 400, 130, 1, 48),
-    (3, 70, 300, 40, 64),  # dq by additions to slots in L2
+    (3, 70, 300, 40, 64),  # dq by additions to accumulators in L2
     (2, 40, 301, 60, 128),
     (2, 60, 300, 60, 128),  # dbias2 by additions as well
     (1, 130, 130, 50, 32),  # blocks of several tiles for one n

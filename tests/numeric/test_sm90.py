@@ -108,7 +108,7 @@ def test_broadcast_pair_bias(over, L):
 
 
 def test_more_tiles_than_blocks_and_fewer():
-    """A persistent grid walks over many tiles for each of its blocks, and may have none to do."""
+    """Each block of a persistent grid computes many tiles, and may have none to do."""
     check(Case("many", B=2, N=150, Lq=130, H=4).inputs(torch.bfloat16, "cuda"))
     check(Case("one", N=1, Lq=20, H=1).inputs(torch.bfloat16, "cuda"))
 

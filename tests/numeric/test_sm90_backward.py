@@ -49,7 +49,7 @@ EDGES = [(63, 65), (65, 63), (64, 192), (127, 193), (129, 191), (193, 129), (191
 @pytest.mark.parametrize("D", [32, 64, 128])
 @pytest.mark.parametrize(("Lq", "Lk"), EDGES)
 def test_edges_of_tiles_in_both_directions(Lq, Lk, D, deterministic):
-    """What a pass owns and what it walks over end in the middle of a tile, or just behind one."""
+    """What a pass owns and what it streams end in the middle of a tile, or just behind one."""
     with determinism(deterministic):
         check(Case("edges", B=2, N=3, Lq=Lq, Lk=Lk, H=1, D=D).inputs(torch.bfloat16, "cuda"))
 
@@ -99,7 +99,7 @@ def test_one_row_of_many_tiles(D, deterministic, plans):
 
 
 # dq by additions to accumulators that few (b, n, h) have at a time.
-SLOTS = Case("accumulators", N=9, Lq=200, Lk=330, H=24, D=64)
+ACCUMULATORS = Case("accumulators", N=9, Lq=200, Lk=330, H=24, D=64)
 # The same, and dbias2 is added to in that pass: only its order in memory is mended afterwards.
 WITH_DBIAS2 = [
     Case("dbias2-ragged", N=9, Lq=203, Lk=332, H=60, D=128),
@@ -115,7 +115,7 @@ ONE_PASS = [
     Case("narrow", N=132, Lq=67, Lk=150, H=2, D=8, Dv=24, bias1=False),
     Case("heads-of-48", N=132, Lq=330, Lk=200, H=2, D=48),
     Case("heads-of-48-split", N=132, Lq=520, Lk=300, H=2, D=40, Dv=48),
-    SLOTS,
+    ACCUMULATORS,
     Case("accumulators-wide", B=2, N=3, Lq=130, Lk=301, H=32, D=128),
     Case("accumulators-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
     Case("accumulators-long", N=9, Lq=800, Lk=300, H=32, D=48),
@@ -131,7 +131,7 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
         check(inputs)
 
 
-@pytest.mark.parametrize("case", [SLOTS, *WITH_DBIAS2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [ACCUMULATORS, *WITH_DBIAS2], ids=lambda case: case.id)
 def test_dq_accumulators_in_float16(case):
     check(case.inputs(torch.float16, "cuda"))
 
@@ -145,7 +145,7 @@ def test_few_queries_of_many_rows(N):
 @pytest.mark.parametrize("number", range(3))
 def test_dq_accumulators_beside_other_work(number):
     """Blocks that wait for one another, while another stream's work delays some of them."""
-    inputs = SLOTS.inputs(torch.bfloat16, "cuda")
+    inputs = ACCUMULATORS.inputs(torch.bfloat16, "cuda")
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -186,7 +186,7 @@ def test_peak_memory_is_that_of_results(N, H, D):
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
 def test_one_pass_with_masks(value):
     """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
-    for case in (ONE_PASS[1], ONE_PASS[3], SLOTS, WITH_DBIAS2[0]):
+    for case in (ONE_PASS[1], ONE_PASS[3], ACCUMULATORS, WITH_DBIAS2[0]):
         inputs = case.inputs(torch.bfloat16, "cuda")
         inputs.bias1[:, 1::3] = value
         inputs.bias1[:, ::3, ..., 64:200] = value
@@ -312,7 +312,7 @@ def test_graph_of_a_deterministic_backward():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [SLOTS, WITH_DBIAS2[0]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [ACCUMULATORS, WITH_DBIAS2[0]], ids=lambda case: case.id)
 def test_graph_with_dq_accumulators(case):
     """Counters that each replay must find at zero, and a pass that begins before this one ends."""
     for a, b in backward_in_a_graph(case):
@@ -321,7 +321,7 @@ def test_graph_with_dq_accumulators(case):
 
 def test_dq_accumulators_on_two_streams():
     """Of two grids that want all multiprocessors none waits for the other's end in vain."""
-    inputs = [SLOTS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
+    inputs = [ACCUMULATORS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
     for x in inputs:
         x.do = torch.randn_like(x.q)
     alone = [run(ours, x) for x in inputs]

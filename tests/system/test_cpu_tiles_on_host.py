@@ -123,6 +123,6 @@ def test_a_row_that_nobody_reads_has_no_tiles(program):
     ids=["two", "ragged-16", "even-16", "even-3", "ragged-3", "one"],
 )
 def test_ragged_batches_are_shared_out(threads, heads, shares, expected, program):
-    """Whether threads walk together, how many, whether rows were counted, the order of batches."""
+    """Whether threads share groups, how many, whether rows were counted, the order of batches."""
     words = program("plan", threads, 16, 384, heads, *shares).split()
     assert tuple(int(word) for word in words) == expected

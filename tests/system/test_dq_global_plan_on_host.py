@@ -15,7 +15,7 @@ H200 = 132
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """plan(wide, B, N, Lq, Lk, H, blocks) -> slots, elements of a slot, counters, adds_dbias2"""
+    """plan(wide, B, N, Lq, Lk, H, blocks) -> accumulators, size of one, counters, adds_dbias2"""
     host = host_compiler.find_host_compiler()
     if not host.ok:
         pytest.skip(f"{host.reason}; {host.remedy}")
@@ -55,15 +55,18 @@ def test_slots_fit_where_they_are_and_suffice(plan):
         H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
         blocks = pick.choice((14, 114, H200))
         shape = (wide, B, N, Lq, Lk, H, blocks)
-        slots, size, counters, adds = plan(*shape)
+        accumulators, size, counters, adds = plan(*shape)
         pairs, elements, under_way = B * N * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
-        kinds.add((bool(slots), bool(adds)))
-        if slots:
+        kinds.add((bool(accumulators), bool(adds)))
+        if accumulators:
             assert size >= Lq * (128 if wide else 64), (seed, shape)
-            assert slots >= min(pairs, (1.25 if adds else 1.5) * under_way), (seed, shape)
+            assert accumulators >= min(pairs, (1.25 if adds else 1.5) * under_way), (seed, shape)
         if adds:  # lse and delta are there at the same time; all of it within dbias2's 16-bit copy
-            assert 4 * (slots * size + counters + 2 * pairs * Lq) <= 2 * elements, (seed, shape)
+            assert 4 * (accumulators * size + counters + 2 * pairs * Lq) <= 2 * elements, (
+                seed,
+                shape,
+            )
             assert wide and Lk % 4 == 0, (seed, shape)
         else:
-            assert slots * size <= elements, (seed, shape)
+            assert accumulators * size <= elements, (seed, shape)
     assert kinds == {(False, False), (True, False), (True, True)}, seed

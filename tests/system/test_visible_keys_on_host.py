@@ -1,4 +1,4 @@
-"""Which tiles of keys and rows n the older families walk over, compiled for the host: every visible
+"""Which tiles of keys and rows n the older families go through, compiled for the host: all visible
 one, once and in order, and no other.
 """
 
@@ -27,4 +27,4 @@ def test_walks_over_what_is_visible(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     seed = random.randrange(2**31)
     printed = subprocess.run([path, str(seed)], capture_output=True, text=True, check=True)
-    assert printed.stdout == "7475 walks\n", f"seed {seed}"
+    assert printed.stdout == "7475 cases\n", f"seed {seed}"

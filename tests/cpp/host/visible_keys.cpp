@@ -1,5 +1,5 @@
 // sm80/visible_keys.h, sm80/forward/key_segments.h and sm80/backward/visible_rows.h against plain loops: `visible_keys
-// SEED` walks over random masks and prints a line for each walk that went wrong, and at the end how many there were.
+// SEED` goes through random masks and prints a line for each that went wrong, and at the end how many there were.
 #include "sm80/visible_keys.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 using namespace ds4s;
 
-int walks = 0;
+int cases = 0;
 
 // Bits of random runs, so that whole words are hidden too, over Lk keys.
 std::vector<uint32_t> random_units(std::mt19937& random, int Lk) {
@@ -59,7 +59,7 @@ void check_keys(const std::vector<uint32_t>& words, int Lk, bool masked) {
     right &= (tiles.count(tile) == 1) == (!masked || any(words, tile * kTile, kTile));
   }
   right &= passed + int(tiles.size()) == num_tiles;  // a loader stands where the next tile is
-  ++walks;
+  ++cases;
   if (!right) std::printf("wrong: tiles of %d in groups of %d, Lk = %d, %d\n", kTile, kGroup, Lk, masked);
 }
 
@@ -102,7 +102,7 @@ void check_segments(const std::vector<uint32_t>& words, int Lk, bool masked) {
       found[lane].push_back({segment.begin, segment.end});
     }
   });
-  ++walks;
+  ++cases;
   bool right = true;
   for (const List& lane : found) right &= lane == expected;
   if (!right) std::printf("wrong: segments of %d keys, %d\n", Lk, masked);
@@ -122,13 +122,13 @@ void check_rows(std::mt19937& random, int Lk, bool masked) {
       key = random() % ((Lk + kKeys - 1) / kKeys) * kKeys;
   std::vector<int> found[32], expected;
   run_warp([&](int lane) {
-    VisibleRows<kKeys, Index> walk(mask, Index(b * N), key, begin, end);
-    for (int n = walk.next(begin); n < end; n = walk.next(n + 1)) found[lane].push_back(n);
+    VisibleRows<kKeys, Index> rows(mask, Index(b * N), key, begin, end);
+    for (int n = rows.next(begin); n < end; n = rows.next(n + 1)) found[lane].push_back(n);
   });
   for (int n = begin; n < end; ++n) {
     if (!masked || any(rows[b * N + n], key, kKeys)) expected.push_back(n);
   }
-  ++walks;
+  ++cases;
   bool right = true;
   for (const std::vector<int>& lane : found) right &= lane == expected;
   if (!right) std::printf("wrong: rows %d to %d of %d, keys %d of %d, %d\n", begin, end, N, key, Lk, masked);
@@ -149,5 +149,5 @@ int main(int, char** argv) {
     if (round % 40 == 0) check_segments(random_units(random, 16 * Lk), 16 * Lk, masked);  // more words than lanes
     if (round % 10 == 0) check_rows<128, int>(random, Lk, masked), check_rows<64, int64_t>(random, Lk, masked);
   }
-  std::printf("%d walks\n", walks);
+  std::printf("%d cases\n", cases);
 }
