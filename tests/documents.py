@@ -25,12 +25,12 @@ def snippets(text: str, language: str = "python") -> list[str]:
 
 def commands(text: str) -> list[str]:
     """Lines that begin with a program, in fences, indented blocks and backticks; a comment behind
-    two blanks is dropped, and a line that ends with a backslash is joined with the next one.
+    two blanks or a # is dropped, and a line that ends with a backslash is joined with the next one.
     """
     text = re.sub(r" *\\\n *", " ", text)
     fenced = [line for block in snippets(text, "bash") for line in block.splitlines()]
     indented = re.findall(r"^ {4}(\S.*)$", text, re.M)
     quoted = re.findall(r"`([^`\n]+ [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    lines = [re.split(r" {2,}", line.strip())[0] for line in (*fenced, *indented)]
+    lines = [re.split(r" {2,}| # ", line.strip())[0] for line in (*fenced, *indented)]
     lines = [re.sub(r" +", " ", line) for line in lines] + quoted
     return [line for line in lines if re.match(PROGRAMS, line)]
