@@ -46,7 +46,8 @@ NEEDS = {
     r"scripts/(format|gpu|same_code)( .*)?": "a working tree to change, a GPU, an older revision",
     r"pip install .*": "a network",
     r"torchrun --nproc-per-node 2 -m benchmarks.many_gpus": "two GPUs",
-    r"python -m benchmarks (run|replay|layers|blocks|ceilings|host|startup)( .*)?": "a GPU, or minutes",
+    r"python -m benchmarks (run|replay|layers|blocks|host|startup)( .*)?": "a GPU, or minutes",
+    r"python -m benchmarks ceilings .*": "a GPU",
 }
 RUN_HERE = (
     "scripts/demo",
