@@ -1,21 +1,21 @@
-// Backward attention with biases for Sm70, Sm75 and Sm80: from q, k, v, the biases, o, lse and do,
+// Backward attention with biases for Sm70, Sm75 and Sm80, math.md (8) to (16): from q, k, v, the biases, o, lse and do,
 //
-//   P = 2^(log2e (scale Q K^T + bias1 - shift + bias2 - lse))      delta = rowsum(do * o)      dS = P * (dO V^T -
-//   delta) dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,   dbias2 = sum over
-//   n of dS
+//   P = 2^(log2e (scale Q K^T + bias1 - shift + bias2 - lse)),   delta = rowsum(do * o),   dS = P * (dO V^T - delta),
+//   dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,
+//   dbias2 = sum over n of dS.
 //
-// Each gradient is finished by the one block that owns it, so the results have the same bits every time, or, from 9.0
-// up where the order of additions is free, all of them come from one kernel:
+// Each gradient is finished by the one block that owns it, and the results have the same bits in every run. From 9.0
+// up, where the order of additions is free, one kernel computes all of them instead.
 //
-//   common/key_mask.h               what bias1 and row_mask hide, and how far bias1 is shifted
+//   common/key_mask.h               hidden keys and the shift of bias1
 //   common/preprocess.h             -delta, bias2 aligned and transposed; final sums of parts
-//   sm80/backward/statistics.h      float in full precision: what takes the place of lse and delta
-//   sm80/backward/kernel_dq_dkdv.h  of queries: dq;  of keys: dk, dv, dbias1, and in the one kernel for all dq and
-//   dbias2 sm80/backward/dq_accumulator.h  what that one needs for dq and dbias2, by atomic additions
-//   sm80/backward/kernel_dbias2.h   of tiles of bias2: dbias2
+//   sm80/backward/statistics.h      float in full precision: replaces lse and delta
+//   sm80/backward/kernel_dq_dkdv.h  owned queries: dq;  owned keys: dk, dv, dbias1, and in the one kernel dq and dbias2
+//   sm80/backward/dq_accumulator.h  accumulators of dq in the one kernel, by atomic additions
+//   sm80/backward/kernel_dbias2.h   owned tiles of bias2: dbias2
 //
-// In the separate kernels, only where bias gradients of several blocks meet (dbias1 over heads, dbias2 over slices of
-// n) is a choice: atomic additions, or parts and a sum in a fixed order. Schedule, budgets and reasons:
+// In the separate kernels bias gradients of several blocks (dbias1 over heads, dbias2 over slices of n) meet by atomic
+// additions, or as parts with a sum in a fixed order. Schedule, budgets and reasons:
 // docs/kernels-sm80-backward.md and docs/kernels-sm80-backward-fused.md. Device code only; sm80/backward/plan.h decides
 // what runs, sm80/backward/launch.h starts it.
 #pragma once
@@ -30,7 +30,7 @@ template <typename scalar_t_,           // half_t; bfloat16_t (Sm80); float
           typename ArchTag,             // cutlass::arch::Sm70, Sm75, Sm80
           bool isAligned_,              // tensors begin at 16 bytes, strides, D and Dv fill 16-byte chunks
           int kHeadDim_,                // tier: at least D and Dv, a multiple of 16
-          bool kSupportsBias_ = false,  // bias2; of bias1 Params says whether it is there
+          bool kSupportsBias_ = false,  // bias2 is given; Params says whether bias1 is
           bool kTf32_ = false>          // float only: TF32 tensor cores instead of full precision
 struct AttentionBackwardKernel {
   using scalar_t = scalar_t_;
@@ -39,7 +39,7 @@ struct AttentionBackwardKernel {
   using Gradients = ds4s::Gradients;
   using Config = ds4s::BackwardConfig<scalar_t, ArchTag, isAligned_, kHeadDim_, kSupportsBias_, kTf32_>;
 
-  // Numbers of a block that gives kWhat of the queries or keys that it owns,
+  // The configuration of a block that gives the gradients kWhat of its queries or keys,
   template <Gradients kWhat, bool kWantsDbias1 = false>
   using Owned = ds4s::OwnedTileConfig<Config, kWhat, kWantsDbias1>;
   // of one that gives dk and dv of its keys, and adds to dq and dbias2,
@@ -57,7 +57,7 @@ struct AttentionBackwardKernel {
   static constexpr int dbias2_shared_bytes(int stages) { return ds4s::KernelDbias2<Dbias2>::shared_bytes(stages); }
 };
 
-// The launchable forms, of one of these numbers.
+// The launchable forms, each for one of these configurations.
 namespace ds4s {
 
 template <typename Config>

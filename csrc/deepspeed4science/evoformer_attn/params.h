@@ -1,4 +1,4 @@
-// What one launch needs to know, as plain data: shared by every backend, free of torch, CUDA and host-only headers.
+// The parameters of one launch, as plain data: shared by every backend, free of torch, CUDA and host-only headers.
 //
 // Python fills these structs in deepspeed4science/params.py, in the same order (a test compares every offset).
 // Strides count elements. The channel dimension (D, Dv) always has stride 1; a broadcast dimension has stride 0.
@@ -18,16 +18,18 @@ namespace ds4s {
 
 enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-// Softmax does not change when a constant is taken from a row of scores. Kernels take shift[b, n], the largest finite
-// bias1 of that row n (0 without one), from bias1 before it meets the scores, in both directions: a large finite mask
-// on all keys of a row leaves the scores their digits. lse is that of the shifted scores.
+// Shift, math.md (1a): a softmax does not change when a constant is subtracted from a row of scores. In both
+// directions, kernels subtract shift[b, n], the largest finite bias1 of that row n (0 where there is none), from bias1
+// before they add it to scores: a large finite mask on all keys of a row then leaves the scores their digits. lse is
+// that of the shifted scores.
 //
-// A key is hidden where no score of sane size makes up for its mask: bias1 is -inf, or finite and at least
-// kMaskThreshold below the largest of its row. Tiles without a visible key are neither read nor computed. A row n
-// without one (row_mask is 0, or all its bias1 is -inf) gives 0 and zero gradients.
+// Hidden keys, math.md (6a): bias1 is -inf, or finite and at least kMaskThreshold below the largest of its row, so that
+// no score of usual size compensates it. Tiles without a visible key are neither read nor computed. A row n without a
+// visible key (row_mask is 0, or all its bias1 is -inf) gives 0 and zero gradients.
 constexpr float kMaskThreshold[] = {1e8f, 1e4f, 1e8f};  // by the DType in which bias1 is read
 
-// O = softmax(scale * Q K^T + bias1 + bias2) V;  lse = log(sum(exp(scores - shift))), -inf without a visible key.
+// The forward, math.md (1) to (6): O = softmax(scale * Q K^T + bias1 + bias2) V; lse = log(sum(exp(scores - shift))),
+// -inf without a visible key.
 struct FwdParams {
   const void* q;            // [B, N, Lq, H, D]
   const void* k;            // [B, N, Lk, H, D]
@@ -56,8 +58,8 @@ struct FwdParams {
   int32_t reserved;
 };
 
-// dS = P * (dP - delta), delta = rowsum(do * o); dq = scale dS K, dk = scale dS^T Q, dv = P^T do,
-// dbias1 = sum over h and q of dS, dbias2 = sum over n of dS.
+// The backward, math.md (8) to (16): dS = P * (dP - delta), delta = rowsum(do * o); dq = scale dS K, dk = scale dS^T Q,
+// dv = P^T do, dbias1 = sum over h and q of dS, dbias2 = sum over n of dS.
 struct BwdParams {
   const void* q;            // [B, N, Lq, H, D]
   const void* k;            // [B, N, Lk, H, D]

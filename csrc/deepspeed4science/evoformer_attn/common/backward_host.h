@@ -1,5 +1,5 @@
-// What the host sides of the backwards do alike: start kernels, add parts up. Once something has gone
-// wrong, nothing more is started, and `status_` says what it was.
+// Common parts of the backwards' host sides: starting kernels, adding parts up. After an error no further kernel is
+// started, and `status_` holds the error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -59,7 +59,7 @@ class BackwardHost {
           inner);
   }
 
-  // Arguments about bias1, from offsets of the workspace: its copy if there is one, and what it hides.
+  // Arguments for bias1, from offsets of the workspace: its copy if there is one, and its hidden keys.
   BackwardArgs arguments(int64_t bias1, int64_t key_mask) const {
     BackwardArgs args{};
     args.p = p_;

@@ -1,14 +1,15 @@
-// After the passes: gradients that a weight of 0 or 1 must leave alone are made so. The passes multiply by P, and
+// The last kernel of a backward: repairs gradients of queries whose weights are exactly 0 or 1 (docs/math.md, "Queries
+// without a visible key" and "Queries that see one key"). The passes multiply by P, and
 //
-//   - 0 times NaN is NaN: what V and dO hold reaches gradients also from a query whose keys are all hidden by bias2, or
-//     by both biases together. What is NaN where there is such a query is computed again without it; its dq is 0.
-//   - P of an only visible key is 1 and dS = 0, of which rounding leaves dP - delta. Where bias1 leaves a row n one
-//     key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without those rows n.
+//   - 0 times NaN is NaN: NaN in V or dO also reaches gradients from a query whose keys are all hidden by bias2, or by
+//     both biases together. Gradients that are NaN beside such a query are computed again without it; its dq is 0.
+//   - P of a single visible key is 1 and dS = 0, but rounding leaves a part of dP - delta. Where bias1 leaves a row n
+//     one key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without these rows n.
 //
-// Kernels before this one see both by the way and raise a flag. Where nobody has, nothing is to be mended. Otherwise it
-// takes its time: in float32, a group of lanes for each score, sums in a fixed order.
+// Earlier kernels notice both and raise a flag. Without the flag there is nothing to repair. Otherwise this kernel is
+// slow: it computes in float32, with a group of lanes for each score and sums in a fixed order.
 //
-// Bias gradients that are wanted in the type of q are complete then, and are rounded here.
+// Bias gradients that are wanted in the type of q are then complete and are rounded here.
 #pragma once
 
 #include "common/backward_args.h"
@@ -54,7 +55,7 @@ class Postprocess {
     }
   }
 
-  // Where nothing is to be mended.
+  // Run where there is nothing to repair.
   CUTLASS_DEVICE static void round_all(const BwdParams& p) {
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
     constexpr int64_t kThreads = int64_t(kPostprocessBlocks) * kPostprocessThreads;
@@ -124,7 +125,7 @@ class Postprocess {
   }
   CUTLASS_DEVICE int only_key(int64_t bn) const { return args_.only_key == nullptr ? -1 : args_.only_key[bn]; }
 
-  // P and dS, the query's dO and Q with them. Of an only key dS is 0, or NaN where it would not be a number.
+  // P and dS, with the query's dO and Q. dS of a single visible key is 0, or NaN where it would not be a number.
   struct Score {
     float p, ds;
     Channels q, do_;

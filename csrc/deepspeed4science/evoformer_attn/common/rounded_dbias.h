@@ -1,5 +1,5 @@
-// Host side: bias gradients in the type of q. Their sums in float32 lie in front of the workspace that the kernels use,
-// and the last kernel (common/postprocess.h) rounds them: whoever calls has neither to allocate nor to start for it.
+// Host side: bias gradients in the type of q. Their float32 sums lie in front of the workspace that the kernels use,
+// and the last kernel (common/postprocess.h) rounds them: the caller neither allocates nor launches anything for it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,13 +1,12 @@
-// bias2 of the next 32 streamed queries or keys, on its way into the layout of a warp's scores.
+// Loads bias2 of the next 32 streamed queries or keys in the layout of a warp's scores.
 //
-//   Bias2Stripe       from global memory, where rows of the matrix belong to what the block owns
-//   TransposedBias2   by query as it lies in memory, for a block that owns keys: through shared memory, and transposed
-//                     by ldmatrix
+//   Bias2Stripe       from global memory, where rows of the matrix belong to the owned side
+//   TransposedBias2   for a block that owns keys: rows are queries, transposed through shared memory by ldmatrix
 //
-// TransposedBias2: each warp brings the queries of its own 32 keys and reads them, nobody else does: 32 queries make
-// room for those of the next tile as soon as they are in registers, behind a barrier of the warp. A query's keys are
+// TransposedBias2: each warp loads and reads the queries of its own 32 keys by itself. The memory of 32 queries is
+// reused for those of the next tile as soon as they are in registers, behind a barrier of the warp. A query's keys are
 // four 16-byte chunks, and every eighth query starts one chunk later: neither the copies (two queries) nor ldmatrix
-// (queries {0, 1, 8, 9, 16, 17, 24, 25} + 2 j, sm80/mma/mma.h) meet a bank twice.
+// (queries {0, 1, 8, 9, 16, 17, 24, 25} + 2 j, sm80/mma/mma.h) have bank conflicts.
 #pragma once
 
 #include "sm80/backward/score_tile.h"
@@ -68,7 +67,7 @@ struct TransposedBias2 {
     if constexpr (Config::kKeepsAddresses) ptx::keep(stored), ptx::keep(fetched);
   }
 
-  // The next 32 queries; called for one stripe after the other.
+  // Loads the next 32 queries; called for one stripe after another.
   CUTLASS_DEVICE void load(int stripe) {
     scalar_t* chunk = s + stored + stripe * offset(32);
     CUTLASS_PRAGMA_UNROLL

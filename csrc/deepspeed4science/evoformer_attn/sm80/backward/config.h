@@ -1,4 +1,4 @@
-// Which numbers the backward uses, and why (docs/kernels-sm80-backward.md has the budgets).
+// The configurations of the backward's kernels, with reasons (docs/kernels-sm80-backward.md has the budgets).
 #pragma once
 
 #include "sm80/backward/args.h"
@@ -6,7 +6,7 @@
 
 namespace ds4s {
 
-// What a kernel of kernel_dq_dkdv.h gives: dq of the queries that a block owns, or dk, dv and dbias1 of its keys.
+// The gradients that a kernel of kernel_dq_dkdv.h computes: dq of owned queries, or dk, dv and dbias1 of owned keys.
 enum class Gradients { kDq, kDkDv, kDk, kDv };
 
 template <typename scalar_t_,  // half_t; bfloat16_t (Sm80); float
@@ -29,14 +29,15 @@ struct BackwardConfig {
   static constexpr bool kTf32 = kTf32_;
   // Full precision: sums are taken with fewer roundings (score_tile.h).
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;
-  // How lse and delta of a query are kept. Full precision, where one float of either has too few digits: the largest
-  // score and the sum that goes with it, delta in two parts (statistics.h).
+  // The type that holds lse or delta of a query. In full precision, where one float has too few digits: the largest
+  // score and the sum, and delta in two parts (statistics.h).
   using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
 
   static constexpr int kChannelBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "tiers are multiples of 16 up to 256");
   static_assert(kHeadDim <= 128 || sizeof(scalar_t) == 2, "a warp copies rows of 512 bytes at most");
-  // Of dq, dk or dv a block gives this many channels: as many registers a lane. kParts blocks compute the same scores.
+  // The number of channels of dq, dk or dv that a block computes, and of registers a lane; kParts blocks compute the
+  // same scores.
   static constexpr int kPartChannels = kHeadDim <= 128 ? kHeadDim : 128;
   static constexpr int kParts = kHeadDim / kPartChannels;
   static_assert(kHeadDim % kPartChannels == 0, "whole parts");
@@ -49,8 +50,8 @@ struct BackwardConfig {
   static constexpr int kStreamed = kTiles.streamed;
   static constexpr int kStripes = kStreamed / 32;
 
-  // One pass for all gradients where additions of four floats exist: with single ones it takes 9.1 to 14.1 ms at
-  // (1,768,768,4,32) instead of 4.2, the three passes 5.6. Without bias2 it gains nothing.
+  // One pass for all gradients where additions of four floats exist. With single ones it takes 9.1 to 14.1 ms at
+  // (1,768,768,4,32) instead of 4.2; the three passes take 5.6. Without bias2 there is no gain.
   static constexpr bool kCanFuse =
       has_vector_atomics() && kAsync && kHasBias2 && sizeof(scalar_t) == 2 && kHeadDim <= 64;
 
@@ -62,8 +63,8 @@ template <typename Config, Gradients kWhat_, bool kWantsDbias1_ = false>
 struct OwnedTileConfig : Config {
   static constexpr Gradients kWhat = kWhat_;
   static constexpr bool kOwnsKeys = kWhat != Gradients::kDq;                              // rows are keys
-  static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;  // P is multiplied
-  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is
+  static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;  // P is an operand
+  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is one
   // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
   static constexpr bool kWantsDbias1 = kWantsDbias1_;
   static constexpr bool kFusesDq = false;
@@ -72,7 +73,8 @@ struct OwnedTileConfig : Config {
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
   static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kPartChannels;  // registers a lane
-  // The row operands stay in registers where what lives through the loop leaves room for scores and addresses.
+  // The row operands stay in registers where the values that live through the loop leave enough for scores and
+  // addresses.
   static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
   // Narrow 16-bit keys: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve warps
@@ -83,14 +85,14 @@ struct OwnedTileConfig : Config {
       (Config::kChannelBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
 };
 
-// The pass over keys that gives dq too, and dbias2: dS is computed once for all of them (dq_accumulator.h;
+// The pass over keys that also gives dq and dbias2: dS is computed once for all of them (dq_accumulator.h;
 // docs/kernels-sm80-backward-fused.md).
 template <typename Config, bool kWantsDbias1_>
 struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
-  // A lane's part of addresses stays in registers; wider heads have none left, and it is computed for each tile.
+  // A lane's offsets stay in registers; wider heads have none left and compute them for each tile.
   static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
-  // bias2 by query, through shared memory, of which D = 64 has none left; elsewhere keys read a transposed copy.
+  // bias2 is read by query, through shared memory, of which D = 64 has none left; there a transposed copy is read.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;
   static constexpr int kStripes = kStreamed / 32;

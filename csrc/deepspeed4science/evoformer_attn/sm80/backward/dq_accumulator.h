@@ -1,15 +1,15 @@
-// dq inside of the pass over keys, where the order of additions may vary: every block of keys adds its share of dq to
-// fp32 values that stay in L2 (dq_product.h), and the last of a pair (b n, h) writes dq. Which pair has which of them:
-// dq_accumulator_pool.h.
+// dq in the pass over keys, math.md (13), where the order of additions may vary: every block of keys adds its share of
+// dq to an fp32 accumulator that stays in L2 (dq_product.h), and the last block of a pair (b n, h) writes dq.
+// dq_accumulator_pool.h assigns accumulators to pairs.
 //
-// Invariants (S1 to S4 of docs/kernels/dq-accumulators.md):
-// 1. Blocks draw their numbers when they begin, so blocks of smaller numbers have begun.
-// 2. Only blocks with a visible key add and count. A pair is done when as many have counted as its keys have such
-//    blocks: the last one writes dq. A pair whose row n sees nothing never has an accumulator and says so.
-// 3. A pair adds to its accumulator when the last pair before it that had the same one is done. All blocks of that one
-//    have smaller numbers, so waiting ends however few multiprocessors there are.
-// 4. Accumulators may lie in the memory of dk and dv of the last rows n, their hosts. The pairs of a host have none of
-//    those in their own group of rows n or before it, and write dk and dv when all earlier pairs are done.
+// Invariants (docs/kernels/dq-accumulators.md has a diagram, and why waiting ends):
+//   S1  A block draws its number when it begins, so all blocks with smaller numbers have begun.
+//   S2  Only blocks with a visible key add and count. A pair is done when as many blocks have counted as its keys have
+//       such blocks; the last one writes dq. A pair whose row n sees nothing has no accumulator and announces that.
+//   S3  A pair adds to its accumulator when the previous pair with the same accumulator is done. All blocks of that
+//       pair have smaller numbers, so waiting ends on any number of multiprocessors.
+//   S4  Accumulators may lie in the memory of dk and dv of the last rows n, their hosts. The pairs of a host use no
+//       accumulators in their own group of rows n or before it, and write dk and dv when all earlier pairs are done.
 #pragma once
 
 #include "sm80/backward/dq_accumulator_pool.h"
@@ -31,10 +31,10 @@ struct OrderedDqAdd {
     __syncthreads();
     return number;
   }
-  // One thread, before a barrier that the others' first addition comes after: until the accumulator is free, which
-  // first_before = before(pair) had.
+  // Waits until the accumulator is free; first_before = before(pair) is the pair that had it. Called by one thread,
+  // before a barrier that precedes the first addition.
   CUTLASS_DEVICE void wait(int32_t first_before) const { wait_for(first_before); }
-  // All threads, before dk or dv is written: until nobody needs its memory.
+  // Waits until no accumulator in the memory of dk or dv is in use. Called by all threads before dk or dv is written.
   CUTLASS_DEVICE void wait_for_hosted() const {
     const int group = pool.group_of(pair);
     if (group == 0) return;
@@ -44,7 +44,7 @@ struct OrderedDqAdd {
     __syncthreads();
   }
 
-  // After the last addition: the last block of a pair writes dq and leaves zeros. blocks: how many add.
+  // Called after the last addition: the last block of a pair writes dq and leaves zeros. num_blocks(): how many add.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared,
                              int num_blocks) const {
     if (!is_last(shared, num_blocks)) return;
@@ -53,13 +53,13 @@ struct OrderedDqAdd {
     __syncthreads();
     if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kDone);
   }
-  // By one block of a pair whose row n sees nothing.
+  // Called by one block of a pair whose row n sees nothing.
   CUTLASS_DEVICE void announce_nothing() const {
     if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kSeesNothing);
   }
 
  private:
-  // Until that pair is done, or where it sees nothing the last one before it that has the same accumulator.
+  // Waits until that pair is done; where it sees nothing, until the previous pair with the same accumulator is.
   CUTLASS_DEVICE void wait_for(int32_t other) const {
     while (other >= 0) {
       const int32_t state = ptx::load_acquire(pool.progress + other);

@@ -1,4 +1,4 @@
-// How many fp32 accumulators of dq the one pass for all gradients has, and where they lie (dq_accumulator.h).
+// The number of fp32 accumulators of dq in the one pass for all gradients, and their memory (dq_accumulator.h).
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace ds4s {
 
-// Rows n, and which accumulators their (b, n, h) may have: those below `count` (dq_accumulator_pool.h).
+// A group of rows n; its (b, n, h) use the accumulators below `count` (dq_accumulator_pool.h).
 struct DqAccumulatorGroup {
   uint32_t first_row;
   uint32_t first_pair;  // first_row H
@@ -37,11 +37,11 @@ struct DqAccumulatorPlan {
     plan.accumulator_bytes = accumulator_bytes;
     const int64_t pairs = p.B * p.N * p.H;
     const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + more, pairs);
-    // Where half of the keys are hidden twice as many (b, n, h) are under way.
+    // Where half of the keys are hidden, twice as many (b, n, h) are under way.
     const bool has_mask = p.bias1 != nullptr || p.row_mask != nullptr;
     const int64_t visible_blocks = has_mask ? ceil_div(key_blocks, 2) : key_blocks;
     const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + more, pairs);
-    // What takes no more than delta of the three passes and a counter for each (b, n, h).
+    // As many as fit into the size of the three passes' delta and a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
     if (fitting < least) plan.host_in_dkdv(p, element_bytes, least, wanted, fitting);
@@ -52,8 +52,8 @@ struct DqAccumulatorPlan {
  private:
   void set_own(int64_t count) { num_own = count, groups[0].count = uint32_t(count); }
 
-  // Some of them in the last rows n of dk and dv: where those rows are few, and the workspace has enough for a group of
-  // them. Else all stay there.
+  // Puts some into the last rows n of dk and dv, if these rows are few and the workspace has enough for a group of
+  // them. Otherwise all stay in the workspace.
   void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t least, int64_t wanted, int64_t fitting) {
     if (fitting < kFusedSideBySide * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
     const int64_t rows = p.B * p.N;
@@ -75,14 +75,14 @@ struct DqAccumulatorPlan {
     groups[1] = {uint32_t(first_row), uint32_t(first_pair), groups[0].count, /*first=*/0, uint32_t(in_dk)};
     groups[0].count += uint32_t(in_dk + in_dv);
   }
-  // Each group begins with what lies in the group behind, which nobody may have later; the first one ends with the
-  // workspace's, so that whoever had an accumulator before began long ago everywhere.
+  // Each group begins with the accumulators in the group behind it, which no later group may use; the first group ends
+  // with the workspace's. So the previous user of an accumulator always began long ago.
   void order(int64_t pairs) {
     for (int group = 1; group < num_groups; ++group) groups[group].first = groups[group].count - 1;
     const int64_t end = num_groups > 1 ? groups[1].first_pair : pairs;
     if (end > 0) groups[0].first = uint32_t((end - 1) % groups[0].count);
   }
-  // One row n after the other, with nothing between.
+  // Whether rows n follow each other without gaps.
   static bool is_dense(const BwdParams& p, const int64_t (&s)[4], int64_t channels) {
     const bool within = s[1] == p.Lk * p.H * channels && (p.Lk - 1) * s[2] + (p.H - 1) * s[3] + channels == s[1];
     return within && (p.B == 1 || s[0] == p.N * s[1]);

@@ -1,13 +1,15 @@
-// The fp32 accumulators of dq in the one kernel for all gradients: which pair (b n, h) has which, and where it lies.
+// The fp32 accumulators of dq in the one kernel for all gradients: the accumulator of each pair (b n, h), and its
+// address.
 //
-// Some lie in the workspace; where these are too few, others in the memory of dk and dv of the last rows n, which are
-// cut into groups, the hosts:
+// Some lie in the workspace; where these are too few, others lie in the memory of dk and dv of the last rows n, which
+// form groups, the hosts:
 //
 //   rows n         0 .........................| group 1 | group 2 | group 3 |
 //   accumulators   the workspace's, then those in group 3, 2 and 1
 //
-// A pair may have what lies in groups behind its own: group 3 has the workspace's only. So the rows n of a group write
-// their dk and dv when all earlier pairs are done, and nearly as many pairs as everywhere else are under way till then.
+// A pair may use accumulators in groups behind its own (S4, dq_accumulator.h); group 3 uses the workspace's only. So
+// the rows n of a group write their dk and dv when all earlier pairs are done, and until then nearly as many of their
+// pairs are under way as elsewhere.
 #pragma once
 
 #include <cutlass/detail/helper_macros.hpp>
@@ -16,8 +18,8 @@
 
 namespace ds4s {
 
-// An accumulator holds, for each 16 queries and 8 channels, what the matrix instruction leaves in each lane: four
-// values of queries lane / 4, and 8 behind it. So a warp adds to 512 neighbouring bytes at a time.
+// An accumulator has the matrix instruction's layout: for each 16 queries and 8 channels, the four values of each lane,
+// of queries lane / 4 and lane / 4 + 8. So a warp adds to 512 neighbouring bytes at a time.
 template <int kHeadDim>
 struct DqAccumulatorLayout {
   static constexpr int kRows = 16, kTile = kRows * 8;

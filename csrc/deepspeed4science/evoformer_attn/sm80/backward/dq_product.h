@@ -1,4 +1,5 @@
-// dq and dbias2 of a tile of queries, from dS that all warps of a block of keys have left in shared memory.
+// dq, math.md (13), and dbias2, math.md (16), of a tile of queries, from dS that all warps of a block of keys have
+// stored in shared memory.
 //
 //   DsTile      dS of a tile, 16 bits, [keys][queries]
 //   DqProduct   dq += dS K, dbias2 += dS, for 16 queries a warp and all keys of the block
@@ -11,7 +12,7 @@
 
 namespace ds4s {
 
-// Where a block adds.
+// The memory to which a block adds.
 struct DqOutputs {
   float* accumulator;
   float* dbias2;  // query 0, the block's first key
@@ -28,7 +29,7 @@ struct DsTile {
   static constexpr int kQueries = Config::kStreamed, kKeys = Config::kOwned;
   static constexpr int kBytes = kKeys * kQueries * int(sizeof(scalar_t));
 
-  // The order in which 16 keys are contracted: a lane's are four neighbours.
+  // The order in which 16 keys are contracted: a lane has four neighbours.
   CUTLASS_HOST_DEVICE static constexpr int key_at(int half, int c) { return 4 * (c >> 1) + 2 * half + (c & 1); }
 
   // Chunks of eight queries. Neither the stores below nor ldmatrix of eight keys key_at(half, 0 .. 7) meet a bank
@@ -39,18 +40,18 @@ struct DsTile {
     return key * kQueries + (chunk ^ swizzle(key)) * 8;
   }
 
-  // All queries of a warp's 32 keys.
+  // Clears all queries of a warp's 32 keys.
   CUTLASS_DEVICE static void clear(scalar_t* sDs, int warp_row, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int chunk = 0; chunk < kQueries / 8; ++chunk) {
       *reinterpret_cast<uint4*>(sDs + offset(warp_row + lane, chunk)) = make_uint4(0, 0, 0, 0);
     }
   }
-  // Where a lane's part of a warp's 32 keys x 32 queries begins, for store().
+  // The first offset of a lane in a warp's 32 keys x 32 queries, for store().
   CUTLASS_DEVICE static int lane_offset(int warp_row, int lane) {
     return offset(warp_row + Mma::row_of_lane(lane), lane & 3);
   }
-  // 32 keys x 32 queries. The swizzle of the eighth key from here on differs by 2, stripes by 4.
+  // Stores 32 keys x 32 queries. The swizzle of the eighth key from here on differs by 2, that of stripes by 4.
   CUTLASS_DEVICE static void store(scalar_t* sDs, int lane_offset, const ScoreWords& words, int stripe) {
     static_assert(Mma::kRowStep == 8 && swizzle(8) == 2 && swizzle(16) == 0 && kQueries == 64, "swizzled offsets");
     CUTLASS_PRAGMA_UNROLL
@@ -70,7 +71,7 @@ class DqProduct {
   using KTile = Tile<scalar_t, Config::kOwned, Config::kHeadDim>;
   using Layout = DqAccumulatorLayout<Config::kHeadDim>;
   static constexpr int kSteps = Config::kOwned / 16;
-  static constexpr int kChunkSteps = 4;  // whose dS is in registers at a time
+  static constexpr int kChunkSteps = 4;  // steps whose dS is in registers at a time
   static constexpr int kTiles = Config::kHeadDim / 8;
   static_assert(Ds::kQueries == Layout::kRows * Config::kWarps, "16 queries for each warp");
   static_assert(kSteps % kChunkSteps == 0 && kTiles % 2 == 0, "whole chunks and pairs");

@@ -1,5 +1,5 @@
-// dq of queries, or dk, dv and dbias1 of keys. A block owns kOwned queries or keys and streams the other side,
-// kStreamed at a time (mainloop.h); but for dbias1 nothing is added across blocks.
+// dq of queries, math.md (13), or dk, dv and dbias1 of keys, math.md (12), (14), (15). A block owns kOwned queries or
+// keys and streams the other side, kStreamed at a time (mainloop.h); only dbias1 is added across blocks.
 //
 //                    owned: queries (kDq)                 owned: keys (kDk, kDv, kDkDv)
 //   scores           S  = Q K^T + bias1 / scale           S^T = K Q^T - lse / scale          raw units
@@ -8,14 +8,15 @@
 //   dS               P * (dP - delta)                     the same, transposed
 //   out              dq = scale dS K                      dk = scale dS^T Q,  dv = P^T dO,  dbias1 = sums of dS
 //
-// What depends on the streamed side is the accumulator's first value, so it costs nothing; what depends on the owned
-// side joins the exponent. Warp w has queries or keys 32 w .. 32 w + 31 and everything that is streamed. Shared memory:
-// SharedLayout (mainloop.h).
+// A term of the streamed side is the accumulator's initial value and costs nothing; a term of the owned side joins the
+// exponent. Warp w has queries or keys 32 w .. 32 w + 31 and the whole streamed side. Shared memory: SharedLayout
+// (mainloop.h).
 //
-// Hidden keys (common/key_mask.h): where queries are owned no tile without a visible key is loaded, and no stripe
-// behind a tile's last one computed; a block that owns hidden keys stores zeros, and a warp of them computes nothing.
+// Hidden keys (common/key_mask.h): where queries are owned, tiles without a visible key are not loaded, and stripes
+// behind a tile's last visible key not computed. A block that owns hidden keys stores zeros, and a warp of hidden keys
+// computes nothing.
 //
-// With kFusesDq the keys' kernel gives dq and dbias2 too (dq_accumulator.h).
+// With kFusesDq the keys' kernel also gives dq and dbias2 (dq_accumulator.h).
 #pragma once
 
 #include "sm80/backward/mainloop.h"

@@ -1,4 +1,4 @@
-// Host side of the backward: plans it (plan.h) and starts its kernels.
+// Host side of the backward: makes the plan (plan.h) and starts its kernels.
 #pragma once
 
 #include "common/backward_host.h"
@@ -128,7 +128,7 @@ class Backward : BackwardHost {
     return {ptr, plan_.bias2_copies_b == 1 ? 0 : plan_.bias2_copies_h * rows * pitch, step_h, pitch};
   }
 
-  // What the kernels read of bias1, bias2, o and dO, in the form that costs them least.
+  // Prepares bias1, bias2, o and dO in the form that is cheapest to read.
   void prepare() {
     if (plan_.runs_fused && p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     if constexpr (kHasBias2) {

@@ -1,7 +1,9 @@
-// The loop of kernel_dq_dkdv.h over the tiles that a block streams: state, and what one tile adds to the gradients.
+// The mainloop of kernel_dq_dkdv.h over the tiles that a block streams: its state, and one tile's part of the
+// gradients.
 //
-// Stages: while tile i is computed from one, tile i + 1 arrives in the other. One barrier a tile: behind it tile i is
-// there, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, which gives dq and dbias2 then.
+// Stages: while tile i is computed from one, tile i + 1 is loaded into the other. There is one barrier a tile: behind
+// it tile i has arrived, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, so that dq and dbias2
+// follow.
 #pragma once
 
 #include "sm80/backward/dq_accumulator.h"
@@ -16,7 +18,7 @@ struct SharedLayout {
   static constexpr int kStageBytes = StreamedTiles<Config>::kStageBytes;
   static constexpr int kOwnedBytes = (1 + Config::kWantsDs) * OwnedTile::kBytes;
 
-  // The owned tiles, in the second stage's place if the loop reads them from registers.
+  // The owned tiles; they share the second stage's memory if the loop reads them from registers.
   CUTLASS_HOST_DEVICE static constexpr int owned(int stages) {
     return (Config::kResident && !Config::kFusesDq ? 1 : stages) * kStageBytes;
   }
@@ -89,7 +91,7 @@ struct Mainloop {
     int stage = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     while (tile < num_tiles) {
-      // This tile arrives; the next one sets out.
+      // Waits for this tile and starts the loads of the next one.
       const int next_tile = streamed.seek(tile + 1);
       if (Config::kFusesDq && tile == 1 && thread == 0) dq_add.wait(outputs()->before);
       arrive();
@@ -121,7 +123,8 @@ struct Mainloop {
 
  private:
   CUTLASS_DEVICE void add_tile(int tile, int next_tile, int stage, bool more) {
-    // One stripe is no loop: ptxas would keep room for the accumulators of D = 128 twice (456 bytes spilled, not 16).
+    // A single stripe is not written as a loop: ptxas would keep the accumulators of D = 128 twice (456 bytes spilled
+    // instead of 16).
     int stripes = Config::kStripes;
     if (Config::kStripes > 1 && !Config::kFusesDq) {
       stripes = min(stripes, (streamed.num - tile * kStreamed + 31) / 32);
@@ -143,8 +146,8 @@ struct Mainloop {
     }
   }
 
-  // dq and dbias2 of a tile whose dS is complete. Where they go is in shared memory: in registers it would be kept all
-  // through the loop.
+  // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
+  // kept through the whole loop.
   CUTLASS_DEVICE void add_dq(int tile) const {
     if constexpr (Config::kFusesDq) {
       dq_product.run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);

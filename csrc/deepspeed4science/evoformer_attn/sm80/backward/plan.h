@@ -1,7 +1,7 @@
-// Which kernels a backward runs, with what, and where in the workspace their pieces lie: a value that follows from the
-// call, the device and the unit. No CUDA here: a host test plans for any device.
+// The plan of a backward: its kernels, their parameters, and the offsets of the workspace's pieces. A value that
+// follows from the call, the device and the unit, without CUDA: a host test plans for any device.
 //
-//   Whether dq, dk, dv and both bias gradients come from one kernel or from up to four is decided in choose_kernels().
+//   choose_kernels() decides whether one kernel gives dq, dk, dv and both bias gradients, or up to four.
 #pragma once
 
 #include "common/device_facts.h"
@@ -25,7 +25,7 @@ struct BackwardUnit {
   int dbias2_blocks;                                                           // on a multiprocessor
   // The one kernel for all gradients.
   bool has_fused;
-  bool fused_reads_bias2;  // as it is; else its transpose
+  bool fused_reads_bias2;  // reads bias2 itself; else its transpose
   int fused_shared_bytes, fused_blocks;
 
   int64_t vector() const { return 16 / element_bytes; }
@@ -39,7 +39,7 @@ struct BackwardPlan {
   DqAccumulatorPlan accumulators;
   int64_t padded_queries = 0, padded_keys = 0;  // whole tiles of the fused kernel
 
-  // Copies of bias2: of a dimension along which it repeats one.
+  // Copies of bias2; of a dimension along which it repeats, one slice.
   bool copies_bias2 = false;            // rows on 16 bytes
   bool transposes_bias2 = false;        // rows are keys
   bool transpose_is_in_dbias2 = false;  // until dbias2 is written
@@ -89,8 +89,8 @@ class BackwardPlanner {
     plan_.runs_dq = p_.dq != nullptr;
   }
 
-  // The order of additions is free, dq, dk and dv are all wanted, and as many warps as the separate kernels have find
-  // room on a multiprocessor.
+  // Whether the one kernel runs: the order of additions is free, dq, dk and dv are all wanted, and as many warps are
+  // resident on a multiprocessor as with the separate kernels.
   bool can_fuse() const {
     if (!unit_.has_fused || p_.deterministic || !p_.dq || !p_.dk || !p_.dv) return false;
     if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq
@@ -99,15 +99,15 @@ class BackwardPlanner {
            unit_.fused_blocks * (shared + kReservedSharedBytes) <= device_.shared_bytes_per_multiprocessor;
   }
 
-  // Two where the device's shared memory takes them.
+  // Two stages where the device's shared memory suffices.
   void choose_stages() {
     auto stages = [&](int shared) { return unit_.max_stages == 2 && shared <= device_.shared_bytes_per_block ? 2 : 1; };
     plan_.dq_stages = stages(unit_.dq_shared_bytes), plan_.dk_stages = stages(unit_.dk_shared_bytes);
     plan_.dv_stages = stages(unit_.dv_shared_bytes), plan_.dbias2_stages = stages(unit_.dbias2_shared_bytes);
   }
 
-  // Accumulators for the (b, n, h) that are under way at a time and kSideBySide more; where the kernel reads a copy of
-  // bias2 twice that, for fewer are not timed. dbias2 in whole tiles.
+  // Accumulators for the (b, n, h) that are under way at a time and kSideBySide more; twice that where the kernel reads
+  // a copy of bias2, since fewer have not been timed. dbias2 in whole tiles.
   void plan_fused() {
     const int64_t key_blocks = ceil_div(p_.Lk, unit_.tiles.owned);
     plan_.padded_queries = ceil_div(p_.Lq, unit_.tiles.fused_streamed) * unit_.tiles.fused_streamed;
@@ -133,7 +133,7 @@ class BackwardPlanner {
     plan_.bias2 = layout_.reserve(plan_.copies_bias2, size * p_.Lq * plan_.bias2_pitch);
 
     plan_.transposes_bias2 = (p_.dk || p_.dv || p_.dbias1) && !(plan_.runs_fused && unit_.fused_reads_bias2);
-    // dbias2 is written after the kernels that read the transpose, except by the fused one.
+    // All kernels but the fused one write dbias2 after the transpose has been read.
     const bool is_free = p_.dbias2 && (!plan_.runs_fused || plan_.padded_dbias2 >= 0);
     plan_.transpose_is_in_dbias2 = plan_.transposes_bias2 && is_free && is_on_16_bytes(p_.dbias2) &&
                                    transpose_bytes <= p_.B * p_.H * p_.Lq * p_.Lk * 4;

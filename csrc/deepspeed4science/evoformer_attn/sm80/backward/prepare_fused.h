@@ -1,4 +1,4 @@
-// Before the one kernel for all gradients: delta of each query, and zeros where blocks add.
+// Before the one kernel for all gradients: delta of each query, math.md (9), and zeros where blocks add.
 #pragma once
 
 #include "common/preprocess.h"
@@ -16,8 +16,8 @@ struct FusedZeros {
   ZeroPieces ranges[kRanges];  // counters and accumulators of the workspace; those in dk, in dv; dbias2
 };
 
-// A block has queries, and a share of what becomes 0: this while the kernel before, which finds hidden keys, may run
-// yet.
+// A block has queries and a share of the memory to clear; it clears while the previous kernel, find_visible_keys, may
+// still run.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ FusedZeros zeros,

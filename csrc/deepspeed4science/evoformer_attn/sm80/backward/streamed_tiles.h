@@ -1,7 +1,8 @@
-// What a block of kernel_dq_dkdv.h streams, kStreamed queries or keys at a time, through the stages in shared memory.
+// The streamed side of a block of kernel_dq_dkdv.h, kStreamed queries or keys at a time, through stages in shared
+// memory.
 //
 //   StreamedTiles    Q and dO, or K and V
-//   StreamedVectors  -lse and -delta of a query, or bias1 of a key, as score_tile.h takes them
+//   StreamedVectors  -lse and -delta of a query, or bias1 of a key, in the form of score_tile.h
 #pragma once
 
 #include "sm80/backward/score_tile.h"
@@ -20,7 +21,7 @@ struct StreamedTiles {
   static constexpr int kElements = TileT::kBytes / int(sizeof(scalar_t));
   static constexpr int kVectorBytes = 2 * Config::kStreamed * kColumnBytes;
   static constexpr int kStageBytes = 2 * TileT::kBytes + kVectorBytes;
-  // Each half of the threads brings one of the two tiles; a small block brings both with all of them.
+  // Each half of the threads loads one of the two tiles; in a small block all threads load both.
   static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
 
   static constexpr bool kKeepsLoader =
@@ -66,19 +67,19 @@ struct StreamedTiles {
     return reinterpret_cast<float*>(shared + stage * kStageBytes + 2 * TileT::kBytes);
   }
 
-  // The first tile from `tile` on that has a visible key, or one that is not there. What load() reads goes with it.
+  // The first tile from `tile` on that has a visible key, or the end; load() then reads that tile.
   CUTLASS_DEVICE int seek(int tile) {
     return keys.seek(tile, [&] {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kSources; ++x) g[x] += Config::kStreamed * (is_dov(x) ? dov_stride : qk_stride);
     });
   }
-  // Called once for each tile that is not passed over, in order.
+  // Called once for each tile that is not skipped, in order.
   CUTLASS_DEVICE void load(int tile, int stage) {
     scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
     if constexpr (kKeepsLoader) {
       int row = first_row;
-      ptx::keep(row);  // or its sums would be kept, too
+      ptx::keep(row);  // otherwise sums with it would be kept, too
       CUTLASS_PRAGMA_UNROLL
       for (int pass = 0; pass < Loader::kPasses; ++pass, g[0] += step) {
         ptx::cp_async_16(s + lane_offset + TileT::offset(pass * Loader::kRowsPerPass), g[0],
@@ -88,7 +89,7 @@ struct StreamedTiles {
       return;
     }
     int t = thread - half * Config::kLoadThreads;
-    ptx::keep(t);  // the loaders' registers are needed here only, not all through the loop
+    ptx::keep(t);  // the loaders need registers here only, not through the whole loop
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) {
       const bool second = is_dov(x);
@@ -108,7 +109,7 @@ struct StreamedVectors {
   static constexpr bool kOwnsKeys = Config::kOwnsKeys;
   using Score = typename cutlass::platform::conditional<kOwnsKeys, QueryValue, float>::type;
 
-  // What a thread brings, on its way from global memory.
+  // The values that a thread is loading from global memory.
   struct Loaded {
     typename cutlass::platform::conditional<kOwnsKeys, QueryValue, uint32_t>::type score;
     QueryValue dp;
@@ -120,7 +121,7 @@ struct StreamedVectors {
   float unit;
   int count;
 
-  // unit: what values of scores are multiplied by (Probabilities::column_unit).
+  // unit: the factor of terms of scores (Probabilities::column_unit).
   CUTLASS_DEVICE StreamedVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
       : negative_lse(args, at.b, at.n, at.h),
         bias1(args, at.b, at.n),

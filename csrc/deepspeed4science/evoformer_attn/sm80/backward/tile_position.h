@@ -1,12 +1,12 @@
-// Which queries or keys a block of kernel_dq_dkdv.h owns, and the matrices that it reads for them.
+// The queries or keys that a block of kernel_dq_dkdv.h owns, and the matrices that it reads for them.
 #pragma once
 
 #include "sm80/backward/config.h"
 
 namespace ds4s {
 
-// Among kRows neighbouring n the n runs fastest, then tiles, then heads: those blocks read the same part of
-// bias2, and what they stream stays in L2.
+// Among kRows neighbouring n, n varies fastest, then tiles, then heads: these blocks read the same part of bias2, and
+// their streamed tiles stay in L2.
 template <typename Config>
 struct TilePosition {
   int64_t bn, b, n, h;
@@ -34,7 +34,7 @@ struct TilePosition {
   CUTLASS_DEVICE static int num_owned(const BwdParams& p) { return int(Config::kOwnsKeys ? p.Lk : p.Lq); }
   CUTLASS_DEVICE static int num_streamed(const BwdParams& p) { return int(Config::kOwnsKeys ? p.Lq : p.Lk); }
 
-  // A block whose keys nobody sees, or whose queries see nothing.
+  // Whether no query sees the block's keys, or its queries see nothing.
   CUTLASS_DEVICE bool is_hidden(const KeyMask& mask) const {
     if constexpr (Config::kOwnsKeys) return mask.units(bn, first, Config::kOwned / KeyMask::kUnit) == 0;
     return mask.sees_nothing(bn);
@@ -49,8 +49,8 @@ struct Operand {
   int channels;
 };
 
-// Keys: K and V are owned, Q and dO streamed; queries: the other way round. Scores are products of the first two, dP of
-// the second two.
+// Of keys, K and V are owned and Q and dO streamed; of queries, the reverse. Scores are products of Q and K, dP of dO
+// and V.
 template <typename Config>
 struct Operands {
   using scalar_t = typename Config::scalar_t;

@@ -5,7 +5,7 @@
 
 namespace ds4s {
 
-// Of so many neighbouring n, blocks that read the same part of bias2 run side by side.
+// The number of neighbouring n whose blocks, which read the same part of bias2, run side by side.
 constexpr int kSideBySide = 16;
 // In the one kernel for all gradients, where they add to the same part of dbias2, too: 3.89 ms at (1,768,768,4,32) with
 // 8, 3.97 with 16, 3.89 with 4.

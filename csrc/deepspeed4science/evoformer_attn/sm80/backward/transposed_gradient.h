@@ -1,6 +1,6 @@
-// dk and dv of a warp's 32 keys, transposed: channels x keys, as the product of Q^T or dO^T with dS or P. Scores are
-// the right operand then, and a lane's eight queries of a key are four registers in a row: what dS is stored from, too.
-// As the left operand they would be copied.
+// dk and dv, math.md (12), (14), of a warp's 32 keys, transposed: channels x keys, as the product of Q^T or dO^T with
+// dS or P. Scores are then the right operand, and a lane's eight queries of a key are four consecutive registers, from
+// which dS is stored as well. As left operand they would have to be copied.
 //
 // Values 4 slot .. 4 slot + 3 of gradient[channel / 16], counted through both tiles, are those of keys
 // 8 slot + 2 (lane % 4), + 1: channel lane / 4 of the 16 first, and eight behind it.
@@ -46,7 +46,7 @@ CUTLASS_DEVICE void multiply_transposed(float (&gradient)[kTiles][8], const Scor
   }
 }
 
-// factor * gradient as rows of a matrix in global memory. g: the warp's first key; rows, cols: what exists.
+// Stores factor * gradient as rows of a matrix in global memory. g: the warp's first key; rows, cols: how many exist.
 template <typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_transposed(scalar_t* g, int64_t stride, const float (&gradient)[kTiles][8], float factor,
                                      int rows, int cols, int lane) {

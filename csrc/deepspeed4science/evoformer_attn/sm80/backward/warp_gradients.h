@@ -1,5 +1,5 @@
-// A warp's part of kernel_dq_dkdv.h: 32 queries or keys of the owned tile, and what each 32 streamed ones add to their
-// gradients.
+// A warp's part of kernel_dq_dkdv.h: 32 queries or keys of the owned tile, and the part of their gradients that comes
+// from each 32 streamed ones, math.md (12) to (15).
 #pragma once
 
 #include "sm80/backward/bias2_stripe.h"
@@ -25,7 +25,7 @@ struct WarpGradients {
 
   const int lane, first;  // first: of the warp's, in the owned tile
   Exponent probabilities;
-  int lane_nk, lane_kn;  // this lane's place in a streamed tile
+  int lane_nk, lane_kn;  // this lane's offsets in a streamed tile
   int lane_ds = 0;       // and in a tile of dS
   Left left_qk, left_dov;
   typename Exponent::Row exponent[Mma::kSlots];
@@ -46,8 +46,8 @@ struct WarpGradients {
     }
   }
 
-  // 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: where dS of the tile is wanted in shared memory;
-  // next_first: the first streamed of the next 32.
+  // Computes 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: the address for dS in shared memory;
+  // next_first: the first streamed one of the next 32.
   CUTLASS_DEVICE void add_stripe(const scalar_t* qk, const scalar_t* dov, const float* vectors, Bias2& bias2,
                                  int stripe, int next_first, bool more, scalar_t* sDs) {
     float s[4][8], dp[4][8];
@@ -75,7 +75,7 @@ struct WarpGradients {
   }
 
  private:
-  // dS = P (dP - delta) of kChunkTiles tiles from `chunk` on, in dp.
+  // dS = P (dP - delta), math.md (11), of kChunkTiles tiles from `chunk` on, in dp.
   CUTLASS_DEVICE void compute_ds(float (&dp)[4][8], const float (&s)[4][8], int chunk, const scalar_t* lane_b,
                                  const float* streamed_delta) {
     CUTLASS_PRAGMA_UNROLL
@@ -105,10 +105,10 @@ struct WarpGradients {
     }
   }
 
-  // dq or dk, and dbias1.
+  // Adds to dq or dk, and to dbias1.
   CUTLASS_DEVICE void add_ds(const float (&ds)[4][8], int chunk, int stripe, const scalar_t* lane_b, scalar_t* sDs) {
     if constexpr (Config::kWantsDbias1) {
-      // Sums of their own for each step: fewer roundings at the size of the whole.
+      // Each step is summed by itself, which rounds less at the size of the whole sum.
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < Mma::kSlots; ++slot) dbias1[slot] += sum_of_slot(ds, chunk, slot);
     }
