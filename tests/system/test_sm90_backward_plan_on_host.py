@@ -68,7 +68,15 @@ def square(L, **more):
         ),
         ({"N": 1, "Lq": 768, "Lk": 768, "dq": 0}, "keys", None, "paired_dbias2"),
         (
+            {"N": 48, "Lq": 384, "Lk": 384, "H": 16, "D": 48},
+            *("fused", None, "single_dbias2"),
+        ),
+        (
             {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48},
+            *("dq_global", None, "paired_dbias2"),
+        ),
+        (
+            {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48, "deterministic": 1},
             *("split_fused", None, "paired_dbias2"),
         ),
         (

@@ -117,7 +117,8 @@ class BackwardPlanner {
   void choose_kernels() {
     const bool of_keys = p_.dk || p_.dv || p_.dbias1;
     if (of_keys && p_.dq) plan_.keys = fused_kernel();
-    const bool fuses = plan_.keys != Kernel::kNone;
+    // Above D = 32 additions are faster than two blocks for a (b, n, h): tile_sizes.h.
+    const bool fuses = plan_.keys != Kernel::kNone && (kHeadDim <= 32 || plan_.keys != Kernel::kSplitFused);
     if (!fuses) plan_.dq_global = plan_dq_global();
     if (plan_.dq_global) plan_.keys = Kernel::kDqGlobal;
     if (plan_.keys == Kernel::kNone) {

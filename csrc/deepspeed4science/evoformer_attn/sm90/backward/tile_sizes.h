@@ -78,7 +78,8 @@ struct BackwardTiles {
                          WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384, /*kClusterBlocks=*/2>>;
 
   // dk, dv and dq in one kernel, dq by additions; where a score costs more than its addition, dbias2 as well.
-  // All kernels: (1,256,1024,4,64) 2.23, apart 2.52; (1,64,1024,8,128) 1.78, without dbias2 2.08, apart 2.18.
+  // All kernels: (1,256,1024,4,64) 2.23, apart 2.52; (1,64,1024,8,128) 1.78, without dbias2 2.08, apart 2.18;
+  // (1,48,768,16,48) 1.08, as SplitFused 1.14.
   static constexpr bool kHasDqGlobal = kHeadDim > 32;
   using DqGlobal =
       std::conditional_t<kHeadDim <= 64, WithDqInGlobal<DqDkdvTiles<1, 2, 64, 3, 1>, /*kAddsDbias2=*/false>,
