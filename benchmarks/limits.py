@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 FORWARD_QUERIES = 128  # that share keys and values, in each of two rows n that share bias2
-# Bytes out of L2 for each score (docs/kernels-sm90.md): the fused pass over queries and keys reads
+# Bytes out of L2 for each score (docs/kernels/sm90.md): the fused pass over queries and keys reads
 # 20 KiB for 64 x 192 scores; the pass of dbias2 reads Q, K, V and dO of 64 queries and 64 keys.
 FUSED_BYTES, DBIAS2_BYTES = 20 * 1024 / (64 * 192), 4 * 64 * 32 * 2 / 64**2
 LIMITS = {

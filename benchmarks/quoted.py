@@ -36,7 +36,33 @@ def cpu(results: str) -> str:
     return _markdown(("", *CPU_COLUMNS), rows)
 
 
-QUOTING: dict[str, Callable[[str], str]] = {"README.md": readme, "docs/kernels/cpu.md": cpu}
+def sm90(results: str) -> str:
+    return _both_directions(_section(results, "Training crops"))
+
+
+def sm80(results: str) -> str:
+    return _both_directions(_section(results, "Sm80 templates, forced on the same GPU"))
+
+
+QUOTING: dict[str, Callable[[str], str]] = {
+    "README.md": readme,
+    "docs/kernels/cpu.md": cpu,
+    "docs/kernels/sm90.md": sm90,
+    "docs/kernels/sm80.md": sm80,
+}
+
+
+def _both_directions(section: str) -> str:
+    """This op's forward and backward of every shape."""
+    forward, backward = (_table(section, f"{name}, ") for name in ("Forward", "Backward"))
+    return _markdown(
+        ("B, N, L, H, D", "forward", "backward"),
+        [
+            (shape, forward[shape]["this op"], backward[shape]["this op"])
+            for shape in forward
+            if shape in backward
+        ],
+    )
 
 
 def updated(page: str, table: str) -> str:

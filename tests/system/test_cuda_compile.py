@@ -65,10 +65,10 @@ def unit(family, direction, dtype, head_dim, bias, arch, spill_bytes=0):
 
 
 # The backward holds a score tile of S and one of dP and is compiled for 168 registers; what it
-# spills are values of its prologue, used again after the loop (docs/kernels-sm80-backward.md).
+# spills are values of its prologue, used again after the loop (docs/history/sm80-backward.md).
 BACKWARD_SPILL_BYTES = 256
 # Where the scores, O and two biases fill the registers, or before 9.0 with its fewer uniform ones,
-# some constants of the loop move to local memory (docs/kernels-sm80.md, Spills).
+# some constants of the loop move to local memory (docs/history/sm80-forward-design.md, Spills).
 CONSTANTS_SPILL_BYTES = 32
 UNITS = (
     unit("sm75", "fwd", "fp16", 32, "both", "7.5", CONSTANTS_SPILL_BYTES),
@@ -160,7 +160,7 @@ def overwritten_operands(code):
     """Instructions of a disassembly that write to a register which an unfinished wgmma still reads.
 
     ptxas takes an operand's registers for free behind its last use, and that is where the product
-    is issued, not where it is waited for (docs/kernels-sm90-dq-global.md).
+    is issued, not where it is waited for (docs/kernels/sm90.md).
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:

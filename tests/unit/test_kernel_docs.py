@@ -53,6 +53,22 @@ def test_tiles_of_the_cpu():
         assert f"| {direction}, pair engine | {rows} | {keys} |" in page
 
 
+def test_tiles_of_the_sm90_forward():
+    page = (ROOT / "docs" / "kernels" / "sm90.md").read_text()
+    code = (KERNELS / "sm90" / "forward" / "tile_sizes.h").read_text()
+    found = re.findall(r"ForwardTiles<(\d), (\d), (\d), (\d), /\*kPipelined=\*/([^>]+)>", code)
+    pipelined = {"true": ["yes"], "false": ["no"], "kHeadDim <= 32": ["yes", "no"]}
+    expected = [
+        [f"{rows} x {tiles}", stages, blocks, answer]
+        for rows, tiles, stages, blocks, word in found
+        for answer in pipelined[word.strip()]
+    ]
+    table = page.partition("| tier | rows n x query tiles |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) > 4
+    assert [row[1:] for row in rows] == expected
+
+
 def test_quoted_results_are_those_of_the_results_page():
     """If not: `python -m benchmarks results`."""
     for path, text in quoted.pages().items():

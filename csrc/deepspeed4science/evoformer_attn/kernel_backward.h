@@ -16,7 +16,7 @@
 //
 // In the separate kernels bias gradients of several blocks (dbias1 over heads, dbias2 over slices of n) meet by atomic
 // additions, or as parts with a sum in a fixed order. Schedule, budgets and reasons:
-// docs/kernels-sm80-backward.md and docs/kernels-sm80-backward-fused.md. Device code only; sm80/backward/plan.h decides
+// docs/kernels/sm80.md. Device code only; sm80/backward/plan.h decides
 // what runs, sm80/backward/launch.h starts it.
 #pragma once
 

@@ -4,7 +4,7 @@
 //
 // One block computes kQueriesPerBlock rows of one (batch, head) and walks over the keys in blocks of kKeysPerBlock;
 // each warp owns 32 rows and 32 keys of every block, scores and probabilities stay in its registers. Schedule, budgets
-// and reasons: docs/kernels-sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
+// and reasons: docs/kernels/sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
 //
 // Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), constants of the block; reused for the merge
 // of the warps and for O. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for

@@ -1,4 +1,4 @@
-// The configurations of the backward's kernels, with reasons (docs/kernels-sm80-backward.md has the budgets).
+// The configurations of the backward's kernels, with reasons (docs/kernels/sm80.md has the budgets).
 #pragma once
 
 #include "sm80/backward/args.h"
@@ -86,7 +86,7 @@ struct OwnedTileConfig : Config {
 };
 
 // The pass over keys that also gives dq and dbias2: dS is computed once for all of them (dq_accumulator.h;
-// docs/kernels-sm80-backward-fused.md).
+// docs/kernels/sm80.md).
 template <typename Config, bool kWantsDbias1_>
 struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;

@@ -6,7 +6,7 @@
 // stored as (-max, 1 / sum) and (-center, -rest): P = exp(s - max) / sum, math.md (4), and dS = P ((dP - center) -
 // rest), math.md (11). The forward's lse would add its own rounding error, which is common to all of P in a row and
 // grows with |lse|; delta = center alone would inherit the rounding of o. With both, the gradients' errors are twice as
-// large, and more for large scores (docs/kernels-sm80-backward.md).
+// large, and more for large scores (docs/history/sm80-backward.md).
 //
 // A block owns kOwned queries of one (b, n, h) and streams the keys, kStreamed at a time; warp w has queries 32 w ...
 // Shared memory: tiles of Q, dO, K and V, bias1 of the keys, center of the queries.

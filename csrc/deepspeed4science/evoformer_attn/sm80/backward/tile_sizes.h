@@ -1,5 +1,5 @@
 // Tile sizes of the backward for Sm70, Sm75 and Sm80, with the limit or the measurement that chose them (H200, bf16,
-// both biases, the whole backward unless a kernel is named; docs/kernels-sm80-backward.md). Plain arithmetic, for plans
+// both biases, the whole backward unless a kernel is named; docs/history/sm80-backward.md). Plain arithmetic, for plans
 // too.
 #pragma once
 

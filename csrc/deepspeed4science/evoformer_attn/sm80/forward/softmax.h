@@ -1,4 +1,4 @@
-// The online softmax of one warp's 32 rows, in base 2 (docs/kernels-sm80.md, Forward).
+// The online softmax of one warp's 32 rows, in base 2 (docs/kernels/sm80.md, Forward).
 //
 //   p = 2^(c s - c m),  l = sum p,  c = scale * log2(e)
 //

@@ -1,5 +1,5 @@
 // Tile sizes of the forward for Sm70, Sm75 and Sm80, with the limit or the measurement that chose them (H200, bf16,
-// both biases; docs/kernels-sm80.md, Outcome).
+// both biases; docs/history/sm80-forward-design.md, Outcome).
 #pragma once
 
 #include "kernel_forward.h"

@@ -118,7 +118,7 @@ struct StepProducts {
   }
 
   // Keeps operands in their registers until here, for nvcc's front end. ptxas's result is checked in the machine code
-  // (tests/system/test_cuda_compile.py); docs/kernels-sm90-dq-global.md, Registers of a product.
+  // (tests/system/test_cuda_compile.py); docs/kernels/sm90.md, Registers of a product.
   CUTLASS_DEVICE static void keep(Packed& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns / 4; ++i) asm volatile("" : "+r"(x[i])::"memory");

@@ -1,5 +1,6 @@
 // Tile sizes of the Hopper backward's kernels for each tier of D, with the measurement or the limit that chose them
-// (one H200, bf16, both biases, ms; docs/kernels-sm90.md has more). Numbers only: the plan of a call needs them, too.
+// (one H200, bf16, both biases, ms; docs/history/sm90-design.md has more). Numbers only: the plan of a call needs them,
+// too.
 #pragma once
 
 #include <type_traits>

@@ -1,5 +1,5 @@
 // Tile sizes of the Hopper forward for each tier, with what was measured (H200, bf16, both biases, ms;
-// docs/kernels-sm90.md has more). Numbers only: the plan of a call needs them, too.
+// docs/history/sm90-design.md has more). Numbers only: the plan of a call needs them, too.
 #pragma once
 
 #include <type_traits>
