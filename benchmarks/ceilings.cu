@@ -39,10 +39,11 @@ __global__ void fma_chains(float* out, int iterations, float factor, float summa
   if (sum == -1e30f) out[threadIdx.x] = sum;
 }
 
-// Every block reads the whole buffer `iterations` times, each from another place on.
-__global__ void read_l2(const float4* buffer, int64_t count, int iterations, float* out) {
+// Every block reads the whole buffer `iterations` times: from another place on than the others, or
+// (`together`) all of them the same lines at about the same time, as blocks read keys or a bias.
+__global__ void read_l2(const float4* buffer, int64_t count, bool together, int iterations, float* out) {
   float sum = 0.f;
-  const int64_t start = count / gridDim.x * blockIdx.x;
+  const int64_t start = together ? 0 : count / gridDim.x * blockIdx.x;
   for (int i = 0; i < iterations; ++i) {
 #pragma unroll 8
     for (int64_t j = threadIdx.x; j < count; j += kThreads) {
@@ -88,9 +89,10 @@ CEILING_API int ceiling_fma(float* out, int blocks, int iterations, void* stream
   return cudaGetLastError();
 }
 
-CEILING_API int ceiling_read_l2(float* buffer, int64_t bytes, float* out, int blocks, int iterations, void* stream) {
+CEILING_API int ceiling_read_l2(float* buffer, int64_t bytes, int together, float* out, int blocks, int iterations,
+                                void* stream) {
   read_l2<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(reinterpret_cast<const float4*>(buffer),
-                                                                      bytes / 16, iterations, out);
+                                                                      bytes / 16, together != 0, iterations, out);
   return cudaGetLastError();
 }
 

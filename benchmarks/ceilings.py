@@ -33,7 +33,8 @@ class Ceilings:
     exponentials: float
     multiply_adds: float  # fp32, each one operation here
     tensor_flop: float  # bfloat16 with fp32 accumulation, two for each multiply-add
-    l2_read_bytes: float
+    l2_read_bytes: float  # every block reads elsewhere
+    l2_shared_bytes: float  # all blocks read the same lines at about the same time
     l2_sums: float  # fp32 additions into L2
     dram_bytes: float  # read and written
 
@@ -71,7 +72,10 @@ def measure_ceilings(device: torch.device) -> Ceilings:
             tensor_flop=2 * MATMUL_SIZE**3 / _seconds(lambda: left @ right),
             l2_read_bytes=blocks
             * L2_BYTES
-            / _seconds(launch("read_l2", to_buffer, num_bytes, to_out, blocks, 1)),
+            / _seconds(launch("read_l2", to_buffer, num_bytes, 0, to_out, blocks, 1)),
+            l2_shared_bytes=blocks
+            * L2_BYTES
+            / _seconds(launch("read_l2", to_buffer, num_bytes, 1, to_out, blocks, 1)),
             l2_sums=blocks
             * (L2_BYTES // 4)
             / _seconds(launch("reduce_l2", to_buffer, num_bytes, blocks, 1)),

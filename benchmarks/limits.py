@@ -13,7 +13,7 @@ FUSED_BYTES, DBIAS2_BYTES = 20 * 1024 / (64 * 192), 4 * 64 * 32 * 2 / 64**2
 LIMITS = {
     "exponentials": "exponentials",
     "tensor_flop": "tensor cores",
-    "l2_read_bytes": "reads out of L2",
+    "l2_shared_bytes": "reads out of L2",
     "dram_bytes": "DRAM",
 }
 
@@ -26,13 +26,13 @@ def work(shape: Sequence[int], direction: str) -> dict[str, float]:
         return {
             "exponentials": scores,
             "tensor_flop": 4 * scores * D,
-            "l2_read_bytes": scores * (1 + 4 * D / FORWARD_QUERIES),
+            "l2_shared_bytes": scores * (1 + 4 * D / FORWARD_QUERIES),
             "dram_bytes": 4 * tensor + bias,
         }
     return {  # scores are computed twice, once more for dbias2
         "exponentials": 2 * scores,
         "tensor_flop": 14 * scores * D,
-        "l2_read_bytes": scores * (FUSED_BYTES + DBIAS2_BYTES),
+        "l2_shared_bytes": scores * (FUSED_BYTES + DBIAS2_BYTES),
         "dram_bytes": 8 * tensor + 2 * bias,
     }
 

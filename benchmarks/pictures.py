@@ -55,15 +55,19 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> None:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def _two_panels(title: str, *, width: float = 9) -> tuple[Figure, dict[str, Axes]]:
+def _two_panels(title: str) -> tuple[Figure, dict[str, Axes]]:
     """Forward left, backward right."""
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     panels = dict(zip(("fwd", "bwd"), figure.subplots(1, 2), strict=True))
     for direction, axes in panels.items():
         axes.set_title(DIRECTION_NAMES[direction])
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
     return figure, panels
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
 
 
 def _time(measurements: Sequence[Measurement]) -> Figure:
@@ -74,7 +78,7 @@ def _time(measurements: Sequence[Measurement]) -> Figure:
     for direction, axes in panels.items():
         _lines(axes, [m for m in shown if m.direction == direction], "ms")
         axes.set_ylabel("ms")
-    panels["fwd"].legend(fontsize=7)
+    _legend(figure, panels["fwd"])
     return figure
 
 
@@ -93,13 +97,13 @@ def _of_others(
 
 
 def _memory(measurements: Sequence[Measurement]) -> Figure:
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     runs = newest_runs(measurements, tuple(LENGTHS), needs=("flex",))
     shown = [m for key, rows in runs.items() if key[1] == "bwd" for m in rows]
     _lines(axes, shown, "MiB")
     axes.set_ylabel("MiB on top of the inputs, forward and backward")
-    axes.legend(fontsize=7)
+    _legend(figure, axes)
     figure.suptitle(_caption(shown), fontsize=9)
     return figure
 
@@ -131,7 +135,7 @@ def _padding(measurements: Sequence[Measurement]) -> Figure | None:
         axes.set_xticks(list(PADDED), ["0", "1/8", "1/4", "1/2"])
         axes.set_ylim(bottom=0)
         axes.set_ylabel("ms")
-    panels["fwd"].legend(fontsize=7)
+    _legend(figure, panels["fwd"])
     return figure
 
 
@@ -139,7 +143,7 @@ def _errors(measurements: Sequence[Measurement]) -> Figure | None:
     newest = newest_errors(measurements)
     if not newest:
         return None
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     axes = figure.subplots()
     names = list(newest[0].errors)
     for m in newest:
@@ -158,7 +162,7 @@ def _errors(measurements: Sequence[Measurement]) -> Figure | None:
     axes.set_ylim(bottom=0)
     axes.set_ylabel("||x - float64|| / ||float64||")
     axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=7, ncols=2)
+    _legend(figure, axes)
     figure.suptitle(_caption(newest), fontsize=9)
     return figure
 
@@ -178,7 +182,7 @@ def _limits(measurements: Sequence[Measurement]) -> Figure | None:
         _length_axis(axes, sorted(lengths))
         axes.set_ylim(0, 100)
         axes.set_ylabel("% of the time of a call")
-    panels["fwd"].legend(fontsize=7)
+    _legend(figure, panels["fwd"])
     return figure
 
 

@@ -131,8 +131,7 @@ def padded(measurements: Sequence[Measurement]) -> list[str]:
         return []
     heads = [f"L = {w[3:]}, {DIRECTION_NAMES[d]}" for w, d in columns]
     return [
-        "Time under a mask beside the same call without one, (1, L, L, 4, 32), "
-        "by replay of a CUDA graph:",
+        "Time under a mask beside the same call without one, (1, L, L, 4, 32):",
         table(["mask", *heads, "run"], rows),
     ]
 

@@ -417,7 +417,7 @@ def test_miniworld_computes_what_its_layers_can_say():
 
 
 def test_shares_of_limits_are_those_of_the_work():
-    per_second = {"exponentials": 4e12, "tensor_flop": 8e14, "l2_read_bytes": 6e12}
+    per_second = {"exponentials": 4e12, "tensor_flop": 8e14, "l2_shared_bytes": 6e12}
     per_second["dram_bytes"] = 4e12
     shape = (1, 768, 768, 4, 32)
     share = limits.shares(shape, "fwd", 1.0, per_second)
