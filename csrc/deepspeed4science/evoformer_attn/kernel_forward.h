@@ -6,7 +6,7 @@
 // each warp owns 32 rows and 32 keys of every block, scores and probabilities stay in its registers. Schedule, budgets
 // and reasons: docs/kernels/sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
 //
-// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), constants of the block; reused for the merge
+// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), bias2, constants of the block; reused for the merge
 // of the warps and for O. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for
 // each warp, which the merge reuses, and maxima of the rows.
 //
@@ -44,7 +44,10 @@ template <typename scalar_t_,    // half_t; bfloat16_t (Sm80); float
           int kWarpsWanted_ = getWarpsPerSm<scalar_t_, ArchTag>(),
           // Every field of Params is set, scale is positive, a matrix bias has rows of whole 16-byte pieces if
           // isAligned_: what the op's host side has seen to (sm80/forward/launch.h).
-          bool kIsComplete_ = false>
+          bool kIsComplete_ = false,
+          // A matrix bias in Broadcast2_ comes through shared memory, a stage ahead: the registers that it waits in
+          // otherwise are another warp's.
+          bool kStagesBias2_ = false>
 struct AttentionKernel {
   using scalar_t = scalar_t_;
   using accum_t = float;
@@ -118,6 +121,9 @@ struct AttentionKernel {
   using Bias1 = Bias<Broadcast1_>;
   using Bias2 = Bias<Broadcast2_>;
   static constexpr bool kHasRowBias = Bias1::kIsRow || Bias2::kIsRow;
+  static constexpr bool kStagesBias2 = kStagesBias2_;
+  static constexpr int kBias2Bytes =
+      kStagesBias2 ? kStripes * kNumThreads * int(sizeof(typename Bias2::Matrix::Fragment)) : 0;
   static constexpr bool kSkips = Bias1::kIsRow;  // without bias1 a row n sees all of its keys or none
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
@@ -128,12 +134,14 @@ struct AttentionKernel {
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes + kRowBiasBytes;
   static constexpr int kConstantsBytes = kSingleValueIteration ? ds4s::kForwardConstantsBytes : 0;
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
-  static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kConstantsBytes <= kMaxShared;
+  static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kBias2Bytes + kConstantsBytes <= kMaxShared;
   static constexpr bool kAsync = Traits::kHasCpAsync && kAligned && (kFitsTwice || !kSingleValueIteration);
   // Where the first keys lie is found while the mask is on its way; they are sent for once it says that they are seen.
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
-  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes;
+  static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kBias2Bytes;
+  static_assert(!kStagesBias2 || (kAsync && kSingleValueIteration && kIsComplete && Bias2::kIsMatrix && kInFlight == 1),
+                "a lane copies 16 bytes of a matrix bias at a time, for one key block after another");
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;
   using MultiValue = ds4s::MultiValueShared<kNumWarps, kWarpsM, kLoopBytes, kHeadDimValue>;

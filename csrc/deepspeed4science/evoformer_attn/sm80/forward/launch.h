@@ -26,7 +26,7 @@ template <typename scalar_t_,  // half_t, bfloat16_t, float
 struct Forward {
   using scalar_t = scalar_t_;
   static constexpr ForwardTiles kTiles =
-      forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kBias1 || kBias2>();
+      forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kBias1, kBias2>();
   static constexpr bool kSingleValueIteration = kHeadDim <= kLargestTier && kHeadDimValue <= kLargestTier;
   template <bool kGiven, template <typename, typename, typename> class Broadcast>
   struct Choose {
@@ -37,7 +37,7 @@ struct Forward {
       AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, kSingleValueIteration, kBias1 || kBias2,
                       Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
                       kTiles.head_dim, kTiles.head_dim_value, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
-                      /*kIsComplete=*/true>;
+                      /*kIsComplete=*/true, kTiles.stages_bias2>;
 
   static int64_t workspace_bytes(const FwdParams& p) { return make_plan(p, kUnit).workspace_bytes; }
   static void print_plan(const FwdParams& p, PlanText& text) { make_plan(p, kUnit).print(text, kUnit); }

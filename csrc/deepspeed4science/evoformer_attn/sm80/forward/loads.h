@@ -83,6 +83,11 @@ struct ForwardLoads : ForwardWarp<K> {
       load_keys<kInRegisters>(start, segment, segment.begin, 0);
       start.element = load_row<kWhole>(segment, segment.begin);
     }
+    if constexpr (K::kStagesBias2) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int t = 0; t < K::kStripes; ++t) send_bias2(t, segment, segment.begin + t * K::kKeysPerBlock);
+      return;
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < K::kInFlight; ++t) {
       load_matrices(start.bias1[t], start.bias2[t], segment, segment.begin + t * K::kKeysPerBlock);
@@ -140,6 +145,24 @@ struct ForwardLoads : ForwardWarp<K> {
     }
   }
 
+  // kStagesBias2: a lane copies what it adds to its own scores, so it waits for nobody but itself. `key`: to which
+  // bias2_ptr points; stripe: of the stage.
+  CUTLASS_DEVICE void send_bias2(int stripe, const KeySegment& segment, int key) {
+    const int rows = segment.end - key - bias_start.column() > 0 ? p.num_queries - bias_start.row() : 0;
+    uint4* const s = sBias2(stripe);
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kBias2Chunks; ++slot) {
+      ptx::cp_async_16(s + 32 * slot, bias2_ptr + slot * K::Mma::kRowStep * p.bias2_strideM,
+                       slot * K::Mma::kRowStep < rows);
+    }
+    bias2_ptr += K::kKeysPerBlock;
+  }
+  CUTLASS_DEVICE void fetch_bias2(Frag2& fragment, int stripe) const {
+    const uint4* const s = sBias2(stripe);
+    CUTLASS_PRAGMA_UNROLL
+    for (int slot = 0; slot < kBias2Chunks; ++slot) reinterpret_cast<uint4*>(&fragment)[slot] = s[32 * slot];
+  }
+
   // Keys from `key` on, to which the pointers point. Pointers and extent include the lane's offset: the policy gets the
   // first thread of its map.
   CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, const KeySegment& segment, int key) {
@@ -152,6 +175,14 @@ struct ForwardLoads : ForwardWarp<K> {
       K::Bias2::Matrix::load(bias2, bias2_ptr, 0, extent, p.bias2_strideM);
       bias2_ptr += K::kKeysPerBlock;
     }
+  }
+
+ private:
+  static constexpr int kBias2Chunks = int(sizeof(Frag2)) / 16;  // one for each of a lane's rows
+  CUTLASS_DEVICE uint4* sBias2(int stripe) const {
+    static_assert(!K::kStagesBias2 || kBias2Chunks == K::Mma::kSlots, "a row of a lane is 16 bytes");
+    return reinterpret_cast<uint4*>(this->stage_begin(K::kStages)) + stripe * kBias2Chunks * K::kNumThreads +
+           thread / 32 * (32 * kBias2Chunks) + thread % 32;
   }
 };
 

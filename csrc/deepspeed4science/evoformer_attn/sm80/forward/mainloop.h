@@ -134,6 +134,7 @@ struct ForwardBlock : ForwardLoads<K> {
         // Scores.
         float s[K::kInFlight][4][8];
         int key = first + stripe * K::kKeysPerBlock;
+        if constexpr (K::kStagesBias2) this->fetch_bias2(bias2[0], stripe);
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           this->init_scores(s[t], stage, stripe + t);
@@ -143,7 +144,9 @@ struct ForwardBlock : ForwardLoads<K> {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
-          this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
+          if constexpr (!K::kStagesBias2) {
+            this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
+          }
           if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
@@ -159,6 +162,7 @@ struct ForwardBlock : ForwardLoads<K> {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           softmax.exponentiate(s[t]);
+          if constexpr (K::kStagesBias2) this->send_bias2(stripe, segment, key + kKeys);
           CUTLASS_PRAGMA_UNROLL
           for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s[t], step, stage, stripe + t);
         }

@@ -10,16 +10,18 @@ namespace ds4s {
 struct ForwardTiles {
   int queries, keys, stripes, in_flight, warps;
   int head_dim, head_dim_value;  // tiers; past kLargestTier what passes at a time
+  bool stages_bias2 = false;
 };
 
 // Up to here all of Q, K, V and O is there at once; kSingleValueIteration = false beyond.
 constexpr int kLargestTier = 128;
 
-template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias>
+template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kBias1, bool kBias2>
 constexpr ForwardTiles forward_tiles() {
   constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
   constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
   constexpr int D = kHeadDim, Dv = kHeadDimValue;
+  constexpr bool kHasBias = kBias1 || kBias2;
   // Not timed: 44 KiB, which 7.5 has room for, without spills.
   if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
@@ -29,6 +31,10 @@ constexpr ForwardTiles forward_tiles() {
   // (1,768,768,4,32): 1.44 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69. Without
   // biases 1.09 with one stripe, 1.14 with four: nothing but K and V is waited for, and the loop is no shorter.
   if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
+  // bias2 needs no registers while it is on its way: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe 0.492;
+  // (1,256,1024,4,64) 1.16 instead of 1.26, for 12 warps fit. Wider heads have no room for it; at D <= 32 it loses.
+  constexpr bool kStagesBias2 = kStaged && kBias2 && kLargest > 32 && kLargest <= 64;
+  if (kStagesBias2) return {128, 32, 2, 1, 12, D, Dv, kStagesBias2};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
   if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12, D, Dv};
   // (1,256,1024,4,64): 1.25 ms, with one in flight 1.33 to 1.43, one stripe 1.37 to 1.42, 128 x 32 1.37.
