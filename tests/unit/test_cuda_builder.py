@@ -145,7 +145,7 @@ def test_an_sm90_backward_reads_bias1_at_run_time(bias, compiled, nvcc):
     source = row.source()
     assert '#include "sm90/backward/launch.h"' in source
     bias2 = f"/*kBias2=*/{str(compiled == 'bias2').lower()}"
-    launch = f"ds4s::sm90::Backward<cutlass::half_t, 64, {bias2}>"
+    launch = f"ds4s::RoundedDbias<ds4s::sm90::Backward<cutlass::half_t, 64, {bias2}>>"
     assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
     assert "const ds4s::BwdParams* params" in source
 
