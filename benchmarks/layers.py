@@ -80,7 +80,7 @@ def _step(layer: str, mode: str, x: Tensor, gradient: Tensor) -> Callable[[], ob
         torch.nn.init.normal_(parameter, std=0.05)
 
     def with_residual(x: Tensor) -> Tensor:
-        result: Tensor = x + module(x)
+        result: Tensor = module(x, residual=True)
         return result
 
     function: Callable[[Tensor], Tensor] = with_residual

@@ -44,7 +44,9 @@ class BackwardCall(NamedTuple):
 
 
 class PackedBackwardCall(NamedTuple):
-    """`evoformer_attn_backward_packed` -> the gradient of product."""
+    """`evoformer_attn_backward_packed` -> the gradient of product, and of bias2 in float32 (no
+    elements unless it is apart).
+    """
 
     do_: Tensor  # [B, N, L, H, D]
     dgate: Tensor  # [*, N, L, H * D]
@@ -54,6 +56,7 @@ class PackedBackwardCall(NamedTuple):
     bias1: Tensor | None
     bias2: Tensor  # [B, 1, H, L, L], a copy of the columns of `product`
     ending: bool
+    apart: bool = False  # bias2 is no part of product
 
 
 Call = ForwardCall | BackwardCall
@@ -66,6 +69,7 @@ _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
     bool: "bool",
     Sequence[bool]: "bool[5]",
+    float: "float",
     float | None: "float?",
 }
 

@@ -5,6 +5,7 @@ ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,10 +46,43 @@ def _backward_packed(*shapes: Any, **named: Any) -> int:
     return products
 
 
+def _norm_pair_bias(x: Any, _weight: Any, _bias: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """The pair bias of every pair."""
+    return _map(x, weight)
+
+
+def _norm_pair_bias_backward(*shapes: Any, **_: Any) -> int:
+    """Its two gradients."""
+    x, weight = shapes[2], shapes[5]
+    return 2 * _map(x, weight)
+
+
+def _gated_output(_o: Any, gate: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """The output's map."""
+    return _map(gate, weight)
+
+
+def _gated_backward(dy: Any, weight: Any, _product: Any, o: Any, *_: Any, **__: Any) -> int:
+    """Its two gradients, and attention's backward with all gradients wanted."""
+    B, N, L, H, D = o
+    products: int = 2 * B * N * H * L * L * 5 * D
+    return products + 2 * _map(dy, weight)
+
+
+def _map(x: Any, weight: Any) -> int:
+    """A product of x `[*, c]` with a weight, or with its transpose."""
+    products: int = 2 * math.prod(x[:-1]) * weight[0] * weight[1]
+    return products
+
+
 _FORMULAS = {
     "evoformer_attn": _forward,
     "evoformer_attn_backward": _backward,
     "evoformer_attn_backward_packed": _backward_packed,
+    "evoformer_attn_norm_pair_bias": _norm_pair_bias,
+    "evoformer_attn_norm_pair_bias_backward": _norm_pair_bias_backward,
+    "evoformer_attn_gated_output": _gated_output,
+    "evoformer_attn_gated_backward": _gated_backward,
 }
 
 

@@ -229,23 +229,23 @@ def _is_functionalized() -> bool:
     )
 
 
-def recorded(function: type[torch.autograd.Function], operator: Any, arguments: Any) -> Any:
-    """The operator's autograd implementation: recorded where a gradient is wanted."""
+def recorded(record: Callable[..., Any], operator: Any, arguments: Any) -> Any:
+    """The operator's autograd implementation: `record` where a gradient is wanted."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if any(torch._VF._unpack_dual(tensor, level=0)[1] is not None for tensor in tensors):
         raise ForwardModeError(_NO_FORWARD_MODE)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return function.apply(*arguments)
+        return record(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
 def _autograd_forward(*arguments: Any, **named: Any) -> Any:
-    return recorded(Attention, forward_op, ForwardCall(*arguments, **named))
+    return recorded(Attention.apply, forward_op, ForwardCall(*arguments, **named))
 
 
 def _autograd_backward(*arguments: Any, **named: Any) -> Any:
-    return recorded(AttentionBackward, backward_op, BackwardCall(*arguments, **named))
+    return recorded(AttentionBackward.apply, backward_op, BackwardCall(*arguments, **named))
 
 
 def _below_autocast(*call: Any) -> Any:

@@ -16,14 +16,17 @@ from torch import Tensor
 from deepspeed4science import flops, implementation, registration
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
-from deepspeed4science.errors import DoubleBackwardError
-from deepspeed4science.operators import recorded
+from deepspeed4science.once import once
 
 
-def columns(product: Tensor, H: int, D: int, ending: bool) -> list[Tensor]:
-    """q, k, v, gate `[*, N, L, H * D]` and pair bias `[*, L, L, H]`, as views."""
-    sizes = [H * D] * 4 + [H]
-    parts = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)[:5]
+def columns(
+    product: Tensor, H: int, D: int, ending: bool, *, pair_bias: bool = True
+) -> list[Tensor]:
+    """q, k, v, gate `[*, N, L, H * D]` and, where product has it, pair bias `[*, L, L, H]`, as
+    views.
+    """
+    sizes = [H * D] * 4 + [H] * pair_bias
+    parts = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)[: len(sizes)]
     return [part.transpose(-2, -3) for part in parts] if ending else list(parts)
 
 
@@ -33,22 +36,26 @@ def heads(parts: list[Tensor], H: int) -> tuple[Tensor, Tensor, Tensor]:
     return canonicalise(q, k, v, None, None)[:3]
 
 
-def _backward(*arguments: Any, **named: Any) -> Tensor:
+def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     call = PackedBackwardCall(*arguments, **named)
     H, D = call.o.shape[3:]
     gradient = torch.empty_like(call.product, memory_format=torch.contiguous_format)
-    for padding in _in_widest_elements(gradient[..., 4 * H * D + H :]):
+    used = 4 * H * D + H * (not call.apart)
+    for padding in _in_widest_elements(gradient[..., used:]):
         padding.zero_()
-    *dqkv, dgate, dz = columns(gradient, H, D, call.ending)
+    *dqkv, dgate = columns(gradient, H, D, call.ending, pair_bias=False)
     into = heads(dqkv, H)
-    q, k, v = heads(columns(call.product, H, D, call.ending), H)
+    q, k, v = heads(columns(call.product, H, D, call.ending, pair_bias=False), H)
     wanted = [True, True, True, False, True]
     whole = BackwardCall(call.do_, q, k, v, call.o, call.lse, call.bias1, call.bias2, wanted)
     *_, dbias2 = implementation.backward(*whole, into=into)
     to, of = _in_widest_elements(dgate, call.dgate)
     to.copy_(of)
+    if call.apart:
+        return gradient, dbias2
+    dz = columns(gradient, H, D, call.ending)[4]
     dz.copy_(dbias2.squeeze(1).movedim(1, -1).reshape(dz.shape))
-    return gradient
+    return gradient, dbias2.new_empty(0)
 
 
 def _in_widest_elements(*tensors: Tensor) -> list[Tensor]:
@@ -63,37 +70,19 @@ def _in_widest_elements(*tensors: Tensor) -> list[Tensor]:
     return list(tensors)
 
 
-def _fake_backward(*arguments: Any, **named: Any) -> Tensor:
-    product = PackedBackwardCall(*arguments, **named).product
-    return torch.empty_like(product, memory_format=torch.contiguous_format)
-
-
-class _Once(torch.autograd.Function):
-    """The operator, recorded: it has no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return backward_packed_op(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> None:
-        raise DoubleBackwardError(
-            "Layers of deepspeed4science.nn have first derivatives only: their backward was "
-            "differentiated again (create_graph=True, a gradient penalty or a Hessian)."
-        )
-
-
-def _autograd_backward(*arguments: Any, **named: Any) -> Any:
-    return recorded(_Once, backward_packed_op, PackedBackwardCall(*arguments, **named))
+def _fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call = PackedBackwardCall(*arguments, **named)
+    product, shape = call.product, call.bias2.shape if call.apart else (0,)
+    dbias2 = call.lse.new_empty(shape)
+    return torch.empty_like(product, memory_format=torch.contiguous_format), dbias2
 
 
 (backward_packed_op,) = registration.register(
     registration.Operator(
-        schema("evoformer_attn_backward_packed", PackedBackwardCall, num_results=1),
+        schema("evoformer_attn_backward_packed", PackedBackwardCall, num_results=2),
         kernels={
             "CompositeExplicitAutograd": _backward,
-            "Autograd": _autograd_backward,
+            "Autograd": once("evoformer_attn_backward_packed", PackedBackwardCall),
         },
         fake=_fake_backward,
     ),

@@ -92,7 +92,11 @@ class EvoformerAttention(nn.Module):
     ) -> Tensor:
         """From what has been projected, `[*, L, H * D]` each."""
         q, k, v = (tensor.unflatten(-1, (self.no_heads, -1)) for tensor in (q, k, v))
-        o = DS4Sci_EvoformerAttention(q, k, v, biases).flatten(-2)
+        return self.gated(DS4Sci_EvoformerAttention(q, k, v, biases), gates)
+
+    def gated(self, o: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """The result, from that of attention, `[*, L, H, D]`."""
+        o = o.flatten(-2)
         for gate in gates:
             if torch.compiler.is_compiling():
                 # Fused, float32 costs nothing. What its backward then keeps is the gate, a part of

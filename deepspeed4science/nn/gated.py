@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from deepspeed4science.arguments import canonicalise
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.operators import forward_op
 from deepspeed4science.packed import backward_packed_op, columns
+
+if TYPE_CHECKING:
+    from deepspeed4science.distributed.gather import Gather
 
 
 def can_be_recorded(product: Tensor) -> bool:
@@ -26,7 +29,12 @@ def can_be_recorded(product: Tensor) -> bool:
 
 
 def gated_attention(
-    product: Tensor, seen: Tensor | None, no_heads: int, c_hidden: int, ending: bool
+    product: Tensor,
+    seen: Tensor | None,
+    no_heads: int,
+    c_hidden: int,
+    ending: bool,
+    gather: Gather | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(c_hidden) + z + mask) v * sigmoid(gate), of the columns of product
     (packed.py).
@@ -34,27 +42,48 @@ def gated_attention(
     Args:
         product: `[*, I, J, W]`.
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
+        gather: what gathers z, `[*, 1, H, L, L]`, which product then has not.
 
     Returns:
         `[*, N, L, no_heads * c_hidden]`.
     """
-    result: Tensor = _GatedAttention.apply(product, seen, no_heads, c_hidden, ending)
+    result: Tensor = _GatedAttention.apply(
+        product,
+        None if gather is None else gather.shard,
+        seen,
+        no_heads,
+        c_hidden,
+        ending,
+        gather,
+    )
     return result
 
 
 class _GatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, product: Tensor, seen: Tensor | None, H: int, D: int, ending: bool
+        ctx: Any,
+        product: Tensor,
+        shard: Tensor | None,
+        seen: Tensor | None,
+        H: int,
+        D: int,
+        ending: bool,
+        gather: Gather | None,
     ) -> Tensor:
-        *qkv, gate, z = columns(product, H, D, ending)
-        # A copy: both directions repack it, eight times as fast where its rows lie together.
-        z = z.movedim(-1, -3).unsqueeze(-4).contiguous()
+        *qkv, gate = columns(product, H, D, ending, pair_bias=False)
+        if gather is None:
+            z = columns(product, H, D, ending)[4].movedim(-1, -3).unsqueeze(-4)
+            # A copy: both directions repack it, eight times as fast where its rows lie together.
+            z = z.contiguous()
+        else:
+            z = gather.whole()
+            ctx.gather, ctx.shape = gather, z.shape
         q, k, v = (part.unflatten(-1, (H, D)) for part in qkv)
         q, k, v, bias1, bias2 = canonicalise(q, k, v, seen, z)
         o, lse = forward_op(q, k, v, bias1, bias2, True, None, None)
         ctx.save_for_backward(product, o, lse, bias1, bias2)
-        ctx.ending = ending
+        ctx.ending, ctx.apart = ending, gather is not None
         gated: Tensor = (o.reshape(gate.shape) * _sigmoid(gate)).to(o.dtype)
         return gated
 
@@ -62,13 +91,15 @@ class _GatedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         product, o, lse, bias1, bias2 = ctx.saved_tensors
         H, D = o.shape[3:]
-        gate = columns(product, H, D, ctx.ending)[3]
+        gate = columns(product, H, D, ctx.ending, pair_bias=False)[3]
         opened = _sigmoid(gate)
         do_ = (gradient * opened).to(o.dtype).reshape(o.shape)
         of_opened = (gradient * o.reshape(gate.shape)).to(opened.dtype)
         dgate = torch.ops.aten.sigmoid_backward(of_opened, opened).to(o.dtype)
-        arguments = (do_, dgate, product, o, lse, bias1, bias2, ctx.ending)
-        return backward_packed_op(*arguments), None, None, None, None
+        arguments = (do_, dgate, product, o, lse, bias1, bias2, ctx.ending, ctx.apart)
+        dproduct, dbias2 = backward_packed_op(*arguments)
+        dshard = ctx.gather.reduce_scatter(dbias2.view(ctx.shape)) if ctx.apart else None
+        return dproduct, dshard, *(None,) * 5
 
 
 def _sigmoid(gate: Tensor) -> Tensor:

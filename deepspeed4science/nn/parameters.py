@@ -66,13 +66,18 @@ def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
 
 def join(x: Tensor, maps: Sequence[Linear]) -> Tensor:
     """`map(x)` for each side by side, and zeros."""
+    return mixed_precision.linear(x, *joined(maps))
+
+
+def joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of `join`."""
     rest = -sum(one.out_features for one in maps) % _ROW
     weights = [one.weight for one in maps]
     if rest:
-        weights.append(weights[0].new_zeros(rest, x.shape[-1]))
+        weights.append(weights[0].new_zeros(rest, maps[0].in_features))
     bias = None
     if any(one.bias is not None for one in maps):
         zeros = weights[0].new_zeros
         biases = [zeros(one.out_features) if one.bias is None else one.bias for one in maps]
         bias = torch.cat([*biases, zeros(rest)])
-    return mixed_precision.linear(x, torch.cat(weights), bias)
+    return torch.cat(weights), bias

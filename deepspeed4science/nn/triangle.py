@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from deepspeed4science.dtensor import comes_sharded
+from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
@@ -15,8 +16,7 @@ from deepspeed4science.packed import columns
 
 
 class TriangleAttentionStartingNode(nn.Module):
-    """Attention of the pairs (i, j) over all (i, k), with a bias from (j, k). Without the residual:
-    models write `z = z + dropout(layer(z, mask))`.
+    """Attention of the pairs (i, j) over all (i, k), with a bias from (j, k).
 
     Parameters: layer_norm, linear_z (the bias of pairs), mha (an EvoformerAttention).
 
@@ -36,12 +36,14 @@ class TriangleAttentionStartingNode(nn.Module):
         self.mha = EvoformerAttention(c_in, c_in, c_in, c_hidden, no_heads, bias=bias)
         accept(self, TRIANGLE)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, residual: bool = False) -> Tensor:
         """
         Args:
             x: `[*, I, J, c_in]`.
             mask: `[*, I, J]`; pairs that are 0 or False are seen by nobody. A row (ending node: a
                 column) of them alone gets what an attention of 0 gives. Default: all are seen.
+            residual: add x, in one pass over it. Where there is a dropout between, models write
+                `x = x + dropout(layer(x, mask))`.
 
         Returns:
             `[*, I, J, c_in]`.
@@ -49,12 +51,20 @@ class TriangleAttentionStartingNode(nn.Module):
         if comes_sharded(x, self.linear_z.weight):
             from deepspeed4science.distributed.axial import triangle_attention
 
-            return triangle_attention(self, x, mask)
-        product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
-        H, D = self.mha.no_heads, self.mha.c_hidden
+            sharded: Tensor = triangle_attention(self, x, mask)
+            return x + sharded if residual else sharded
         if mask is not None and self.is_ending:
             mask = mask.transpose(-1, -2)
         seen = None if mask is None else (mask != 0)[..., None, None, :]
+        if fused.serves(self, x):
+            return fused.triangle_attention(self, x, seen, residual)
+        o = self._by_parts(x, seen)
+        return x + o if residual else o
+
+    def _by_parts(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        """In plain PyTorch around the op."""
+        product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
+        H, D = self.mha.no_heads, self.mha.c_hidden
         if can_be_recorded(product):
             o: Tensor = self.mha.linear_o(gated_attention(product, seen, H, D, self.is_ending))
         else:

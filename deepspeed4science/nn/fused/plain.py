@@ -1,0 +1,86 @@
+"""What the kernels compute (launch.py has the same functions), in plain PyTorch: what tests compare
+them with.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def norm_pair_bias(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, eps: float, ending: bool
+) -> tuple[Tensor, Tensor]:
+    normed = functional.layer_norm(x.float(), x.shape[-1:], norm_weight, norm_bias, eps)
+    normed = normed.to(weight.dtype)
+    z = functional.linear(normed, weight).movedim(-1, -3).unsqueeze(-4)
+    return normed, (z.mT if ending else z).contiguous()
+
+
+def norm_pair_bias_backward(
+    dnormed: Tensor,
+    dz: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    dresidual: Tensor | None,
+    eps: float,
+    ending: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    wide = wide * scale
+    dz = (dz.mT if ending else dz).squeeze(-4).movedim(-3, -1)
+    dz = dz.reshape(*x.shape[:-1], len(weight)).to(weight.dtype).float()
+    scaled = (wide * norm_weight + norm_bias).to(weight.dtype).float()
+    dweight = dz.flatten(0, -2).T @ scaled.flatten(0, -2)
+    of_normed = dnormed.float() + dz @ weight.float()
+    rows = tuple(range(x.dim() - 1))
+    dnorm_weight, dnorm_bias = (of_normed * wide).sum(rows), of_normed.sum(rows)
+    of_normed = of_normed * norm_weight
+    along = (of_normed * wide).mean(-1, keepdim=True)
+    dx = scale * (of_normed - of_normed.mean(-1, keepdim=True) - wide * along)
+    if dresidual is not None:
+        dx = dx + dresidual
+    return dx.to(x.dtype), dnorm_weight, dnorm_bias, dweight
+
+
+def gated_output(
+    o: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    ending: bool,
+) -> Tensor:
+    gated = (_turned(o, ending) * gate.float().sigmoid()).to(o.dtype)
+    y = functional.linear(gated, weight, bias)
+    return y if residual is None else (y + residual).to(residual.dtype)
+
+
+def gated_output_backward(
+    dy: Tensor,
+    weight: Tensor,
+    o: Tensor,
+    gate: Tensor,
+    dgate: Tensor,
+    has_bias: bool,
+    ending: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy = dy.to(weight.dtype)
+    values = _turned(o.reshape(_turned(gate, ending).shape), ending).float()
+    opened = gate.float().sigmoid()
+    dgated = (dy @ weight).float()
+    dgate.copy_(dgated * values * opened * (1 - opened))
+    do = _turned(dgated * opened, ending).to(o.dtype).reshape(o.shape)
+    dy, gated = (x.float().flatten(0, -2) for x in (dy, (values * opened).to(dy.dtype)))
+    dbias, dgate_bias = dy.new_empty(0), dy.new_empty(0)
+    if has_bias:
+        dbias, dgate_bias = dy.sum(0), dgate.float().flatten(0, -2).sum(0)
+    return do, dy.T @ gated, dbias, dgate_bias
+
+
+def _turned(x: Tensor, ending: bool) -> Tensor:
+    return x.transpose(-2, -3) if ending else x

@@ -1,0 +1,36 @@
+"""Operators that have no derivative: those of a layer's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed4science.errors import DoubleBackwardError
+from deepspeed4science.operators import recorded
+
+
+def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of that name as autograd meets it; its arguments are `call`'s."""
+
+    def record(*arguments: Any, **named: Any) -> Any:
+        operator = getattr(torch.ops.deepspeed4science, name).default
+        return recorded(partial(_Once.apply, operator), operator, call(*arguments, **named))
+
+    return record
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise DoubleBackwardError(
+            "Layers of deepspeed4science.nn have first derivatives only: their backward was "
+            "differentiated again (create_graph=True, a gradient penalty or a Hessian)."
+        )
