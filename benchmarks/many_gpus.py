@@ -30,6 +30,7 @@ from benchmarks.result_file import make_result
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.distributed import apply_locally
 from deepspeed4science.distributed.gather import Gather
+from deepspeed4science.distributed.gathered import gathered_attention
 from deepspeed4science.nn import TriangleAttentionEndingNode, TriangleAttentionStartingNode
 
 Shape = tuple[int, int, int, int, int]  # B, N, L, H, D
@@ -55,11 +56,11 @@ class Attention:
         self.do = random(B, rows, L, H, D)
 
     def step(self) -> None:
-        bias2 = self.bias2
-        if self.mesh is not None:
-            gather = Gather(bias2.float(), self.shape, self.mesh, [Shard(3)], 0)
-            bias2 = gather.finish()
-        o = DS4Sci_EvoformerAttention(*self.leaves, [self.bias1, bias2])
+        if self.mesh is None:
+            o = DS4Sci_EvoformerAttention(*self.leaves, [self.bias1, self.bias2])
+        else:
+            gather = Gather(self.bias2, self.shape, self.mesh, [Shard(3)], 0)
+            o = gathered_attention(*self.leaves, self.bias1, gather)
         gradients = torch.autograd.grad(o, [*self.leaves, self.bias2], self.do)
         gradients[-1][0, 0, 0, 0].clone()  # waits for what is still coming
 
@@ -188,6 +189,7 @@ def main() -> None:
     found["weak"] = {
         "one": of(Attention(alone_weak, alone, device)),
         "axial": of(Attention(weak, mesh, device)),
+        "rules": of(AttentionByRules(weak, mesh, device)),
     }
     found["layers"] = {"one": of(Layers(L, alone, device)), "axial": of(Layers(L, mesh, device))}
     found["gb_per_s"] = bandwidths(mesh, device, max(1, 4 * L * L * 4 // 2**20))

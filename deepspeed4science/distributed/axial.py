@@ -14,14 +14,20 @@ adds them up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from deepspeed4science.distributed.gather import Gather
+from deepspeed4science.distributed.gathered import gathered_attention
 from deepspeed4science.distributed.placements import local_beside, placed_as, sharded_by
-from deepspeed4science.nn.parameters import project
+from deepspeed4science.nn import fused
+from deepspeed4science.nn.gated import can_be_recorded, gated_attention
+from deepspeed4science.nn.parameters import join, project
+from deepspeed4science.packed import columns
 
 if TYPE_CHECKING:
     from deepspeed4science.nn.attention import EvoformerAttention
@@ -42,23 +48,51 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
     """
     row_dim = x.dim() - (2 if layer.is_ending else 3)
     moved, mesh_dim = sharded_by(x, row_dim)
-    local = layer.layer_norm(moved.to_local())
-    z = layer.linear_z(local).float()
-    shape = (*x.shape[:-1], layer.linear_z.out_features)
-    gather = Gather(z, shape, x.device_mesh, moved.placements, mesh_dim)
     seen = None
     if mask is not None:
         seen = mask.redistribute(placements=moved.placements).to_local() != 0
-    parts = list(project(local, layer.mha.projections()))
-    bias = gather.finish()
-    if layer.is_ending:
-        *parts, bias = (part.transpose(-2, -3) for part in (*parts, bias))
-        seen = None if seen is None else seen.transpose(-1, -2)
-    q, k, v, *gates = parts
-    seen = None if seen is None else seen[..., None, None, :]
-    o = layer.mha.attend(q, k, v, gates, (seen, bias.movedim(-1, -3).unsqueeze(-4)))
-    o = o.transpose(-2, -3) if layer.is_ending else o
+        seen = (seen.mT if layer.is_ending else seen)[..., None, None, :]
+    gathers = partial(_gather_pair_bias, layer, moved, mesh_dim)
+    local = moved.to_local()
+    if fused.serves(layer, local) and not torch.compiler.is_compiling():
+        o = fused.triangle_attention(layer, local, seen, False, gathers)
+    else:
+        o = _by_parts(layer, local, seen, gathers)
     return placed_as(moved, o, o.shape[-1]).redistribute(placements=x.placements)
+
+
+def _by_parts(
+    layer: TriangleAttentionStartingNode,
+    x: Tensor,
+    seen: Tensor | None,
+    gathers: Callable[[Tensor], Gather],
+) -> Tensor:
+    mha, ending = layer.mha, layer.is_ending
+    x = layer.layer_norm(x)
+    z = layer.linear_z(x).movedim(-1, -3).unsqueeze(-4)
+    gather = gathers(z.mT if ending else z)
+    product = join(x, mha.projections())
+    H, D = mha.no_heads, mha.c_hidden
+    if can_be_recorded(product) and not torch.compiler.is_compiling():
+        o: Tensor = mha.linear_o(gated_attention(product, seen, H, D, ending, gather))
+    else:
+        q, k, v, gate = columns(product, H, D, ending, pair_bias=False)
+        # Sizes written out: they tell torch.compile's cache processes apart whose shards differ.
+        q, k, v = (part.view(*part.shape[:-1], H, D) for part in (q, k, v))
+        o = mha.gated(gathered_attention(q, k, v, seen, gather), [gate])
+    return o.transpose(-2, -3) if ending else o
+
+
+def _gather_pair_bias(
+    layer: TriangleAttentionStartingNode, x: DTensor, mesh_dim: int, z: Tensor
+) -> Gather:
+    """z `[*, 1, H, L, L]`, of which each process has some queries, as x has rows."""
+    batch, lengths = x.shape[:-3], x.shape[-3:-1]
+    lengths = lengths[::-1] if layer.is_ending else lengths
+    shape = (*batch, 1, z.shape[-3], *lengths)
+    placements = list(x.placements)
+    placements[mesh_dim] = Shard(len(shape) - 2)
+    return Gather(z, shape, x.device_mesh, placements, mesh_dim)
 
 
 def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> DTensor:
@@ -79,14 +113,15 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
     bias1, bias2 = (*biases, None, None)[:2]
     gather = None
     if isinstance(bias2, DTensor) and bias2.placements[mesh_dim] == Shard(bias2.dim() - 2):
-        shard = bias2.to_local().float()
+        shard = bias2.to_local()
         gather = Gather(shard, bias2.shape, bias2.device_mesh, bias2.placements, mesh_dim)
     q, k, v, *gates = project(moved.to_local(), layer.projections())
-    own = [
-        None if bias1 is None else local_beside(bias1, moved),
-        gather.finish() if gather else None if bias2 is None else local_beside(bias2, moved),
-    ]
-    o = layer.attend(q, k, v, gates, own)
+    own = [None if one is None else local_beside(one, moved) for one in (bias1, bias2)]
+    if gather is None:
+        o = layer.attend(q, k, v, gates, own)
+    else:
+        q, k, v = (part.view(*part.shape[:-1], layer.no_heads, -1) for part in (q, k, v))
+        o = layer.gated(gathered_attention(q, k, v, own[0], gather), gates)
     return placed_as(moved, o, o.shape[-1]).redistribute(placements=x.placements)
 
 

@@ -1,9 +1,9 @@
-"""A sharded tensor, whole in every process, gathered while something else is computed; its gradient
-is reduced and scattered while something else is differentiated.
+"""A sharded pair bias, whole in every process, gathered in its own dtype while something else is
+computed; its gradient is reduced in float32 and scattered while something else is differentiated.
 
 Autograd takes nodes in the reverse of the order in which they were made. So a gather that begins
 before a projection and is recorded behind it has a reduce-scatter that begins before the gradient
-of that projection. torch.compile reorders by itself, and gets both in one.
+of that projection. torch.compile reorders by itself, and gets both in one, in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Gather:
     """Begins when it is made.
 
     Args:
-        shard: the local part of a tensor; float32, so that gradients are added up in float32.
+        shard: the local part.
         shape: of the whole tensor.
         mesh, placements: how it is sharded.
         mesh_dim: the dimension of the mesh over which it is gathered.
@@ -46,26 +46,36 @@ class Gather:
             one if i != mesh_dim else Replicate() for i, one in enumerate(self._sharded)
         ]
         self._partial = [one if i != mesh_dim else Partial() for i, one in enumerate(self._sharded)]
-        self._shard = shard.movedim(dim, 0).contiguous()
+        # For autograd, in the dtype of its gradient, which nobody then waits for to round it.
+        wide = shard.float() if torch.is_grad_enabled() else shard
+        self.shard = wide.movedim(dim, 0)
         if not torch.compiler.is_compiling():
             with torch.no_grad():
-                self._coming = self._redistribute(self._shard, self._sharded, self._gathered)
-
-    def finish(self) -> Tensor:
-        """The whole, of the mesh's dimension; differentiable."""
-        if torch.compiler.is_compiling():
-            sharded = self._of_local(self._shard, self._sharded)
-            gathered = sharded.redistribute(placements=self._gathered)
-            whole = gathered.to_local(grad_placements=self._partial)
-        else:
-            whole = _Finish.apply(self._shard, self)
-        return whole.movedim(0, self._dim)
+                part = shard.movedim(dim, 0).contiguous()
+                self._coming = self._redistribute(part, self._sharded, self._gathered)
 
     def whole(self) -> Tensor:
-        return _waited(self._coming)
+        """Of the mesh's dimension. What comes asynchronously waits for itself when an operator
+        meets it.
+        """
+        return self._coming.detach().movedim(0, self._dim)
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        return self._redistribute(gradient.contiguous(), self._partial, self._sharded)
+        """The gradient of `shard`, on its way, from that of the whole in float32. `local` waits for
+        it.
+        """
+        part = gradient.movedim(self._dim, 0).contiguous()
+        return self._redistribute(part, self._partial, self._sharded)
+
+    def local(self, part: Tensor) -> Tensor:
+        """What `reduce_scatter` gave, in the order of the local part that was gathered."""
+        return part.movedim(0, self._dim).contiguous()
+
+    def finish(self) -> Tensor:
+        """The whole in float32, differentiable by torch.compile."""
+        sharded = self._of_local(self.shard.float().contiguous(), self._sharded)
+        gathered = sharded.redistribute(placements=self._gathered)
+        return gathered.to_local(grad_placements=self._partial).movedim(0, self._dim)
 
     def _redistribute(self, local: Tensor, before: Sequence[Any], after: Sequence[Any]) -> Tensor:
         return (
@@ -77,22 +87,6 @@ class Gather:
         return DTensor.from_local(
             local, self._mesh, placements, run_check=False, shape=self._shape, stride=stride
         )
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, gather: Gather) -> Tensor:
-        ctx.gather = gather
-        return gather.whole()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.gather.reduce_scatter(gradient), None
-
-
-def _waited(tensor: Tensor) -> Tensor:
-    """What comes asynchronously waits for itself when an operator meets it."""
-    return tensor.detach()
 
 
 def _moved(placement: Any, dim: int) -> Any:

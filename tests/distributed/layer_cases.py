@@ -14,6 +14,7 @@ from deepspeed4science.nn import (
     EvoformerAttention,
     TriangleAttentionEndingNode,
     TriangleAttentionStartingNode,
+    fused,
 )
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.law import relative_error, violations
@@ -69,6 +70,7 @@ def reference(case, world, inputs, dtype):
     with (
         mock.patch("deepspeed4science.nn.attention.DS4Sci_EvoformerAttention", plain),
         mock.patch("deepspeed4science.nn.triangle.can_be_recorded", return_value=False),
+        mock.patch.object(fused, "serves", return_value=False),
     ):
         return gradients(layer, x.to(dtype), mask, dy.to(dtype))
 
@@ -147,10 +149,22 @@ CASES = [
     Layer("layer-end-moved", END, ROWS),
     Layer("layer-end-bf16", END, COLUMNS, (1, 24, 24, C), torch.bfloat16),
 ]
+FUSED = [  # in few passes, as GPUs take them in 16 bits
+    Layer("layer-start-fused", START, ROWS),
+    Layer("layer-start-fused-batch", START, ROWS, (2, 12, 12, C)),
+    Layer("layer-end-fused", END, COLUMNS),
+    Layer("layer-end-fused-moved", END, ROWS),
+    Layer("layer-end-fused-bf16", END, COLUMNS, (1, 24, 24, C), torch.bfloat16),
+]
 TWO_DIMENSIONS = [
     Layer("layer-start-batches-and-rows", START, (Shard(0), Shard(1)), (2, 9, 9, C)),
     Layer("layer-end-batches-and-columns", END, (Shard(0), Shard(2)), (2, 9, 9, C)),
 ]
+
+
+def run_fused(case, world):
+    with mock.patch.object(fused, "serves", return_value=True):
+        run_case(case, world)
 
 
 def block(world):
@@ -243,6 +257,31 @@ def msa(world):
             assert relative_error(one, other) < 1e-5
 
 
+def dtypes_on_their_way(world):
+    """The pair bias travels in 16 bits, its gradient in float32, where parts are added up."""
+    from deepspeed4science.distributed.gather import Gather
+
+    seen = []
+    real = Gather._redistribute
+
+    def note(self, local, *placements):
+        seen.append(local.dtype)
+        return real(self, local, *placements)
+
+    case = Layer("", END, COLUMNS, dtype=torch.bfloat16)
+    triangle = distribute(case.inputs(world), world.mesh(), COLUMNS)
+    attention = Layer("", EvoformerAttention, ROWS).layer(world).to(torch.bfloat16)
+    m = torch.randn(2, 9, 12, C, device=world.device, dtype=torch.bfloat16)
+    bias = torch.randn(2, 1, HEADS, 12, 12, device=world.device, dtype=torch.bfloat16)
+    m = distribute_tensor(m, world.mesh(), ROWS)
+    bias = distribute_tensor(bias, world.mesh(), [Shard(3)]).requires_grad_()
+    with mock.patch.object(Gather, "_redistribute", note):
+        gradients(case.layer(world).to(torch.bfloat16), *triangle)
+        attention(m, biases=[None, bias]).sum().backward()
+    assert seen == [torch.bfloat16, torch.float32] * 2
+    assert bias.grad.dtype == torch.bfloat16
+
+
 def refusals(world):
     layer = Layer("", START, ROWS).layer(world)
     x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), world.mesh(), [Replicate()])
@@ -251,9 +290,12 @@ def refusals(world):
 
 
 ONE = {case.id: partial(run_case, case) for case in CASES}
+ONE |= {case.id: partial(run_fused, case) for case in FUSED}
 ONE |= {
     f"layer-{function.__name__}": function
-    for function in (*(block, ddp, fsdp, checkpointed, compiled, msa, refusals),)
+    for function in (
+        *(block, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
+    )
 }
 
 
