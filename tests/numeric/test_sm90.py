@@ -168,6 +168,22 @@ def test_outliers_in_every_seed():
         check(inputs)
 
 
+@each_dtype
+@pytest.mark.parametrize("D", [32, 48])
+@pytest.mark.parametrize("slope", [-8.0, -0.25, 0.0625, 0.5, 8.0])
+def test_scores_that_rise_or_fall_along_the_keys(slope, D, dtype):
+    """The reference of the softmax comes from the first keys, and moves when p says so, again and
+    again; bias1 and bias2 are added before it is asked.
+    """
+    inputs = Case("slope", N=3, Lq=150, Lk=400, D=D).inputs(dtype, "cuda")
+    rise = slope * torch.arange(400, device="cuda")
+    inputs.bias1[:, :2] += rise
+    inputs.bias2[..., ::2, :] += rise
+    check(inputs)
+    inputs.bias1[..., :16] = -1e4  # of which a first reference is made
+    check(inputs)
+
+
 @pytest.mark.parametrize("L", [64, 389])
 def test_poison_behind_the_tensors_is_never_seen(L):
     """NaN in the memory around q, k, v and both biases: tiles reach past their ends."""

@@ -38,6 +38,13 @@ CUTLASS_DEVICE float log2(float x) {
   return y;
 }
 
+// 1 / x, one unit in the last place, flushing subnormals: rcp.approx.ftz (9.7.3.14).
+CUTLASS_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Nearest TF32 value, ties away from zero: cvt.rna.tf32 (9.7.9.21). The mma itself would cut the low bits off.
 CUTLASS_DEVICE uint32_t to_tf32(float x) {
   uint32_t y;
@@ -204,6 +211,13 @@ CUTLASS_DEVICE uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
   } else {
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
   }
+  return d;
+}
+
+// Of two pairs of float16; of a number and NaN, the number: max.f16x2 (9.7.4.7).
+CUTLASS_DEVICE uint32_t max_half_pairs(uint32_t x, uint32_t y) {
+  uint32_t d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
   return d;
 }
 

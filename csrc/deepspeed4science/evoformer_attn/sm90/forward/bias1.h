@@ -16,28 +16,28 @@ class Bias1Vectors {
   static_assert(sizeof(Vector) == kCount * sizeof(Element), "two or four of 16 bits");
 
   CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
-      : place_(kCount * lane), keys_left_(args.Lk - place_ % kKeys) {
-    const int row = place_ / kKeys, n = min(at.row + row, args.N - 1);
-    bias1_ = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] +
-             place_ % kKeys;
+      : row_(kCount * lane / kKeys), key_(kCount * lane % kKeys), keys_left_(args.Lk - key_) {
+    const int n = min(at.row + row_, args.N - 1);
+    bias1_ =
+        static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] + key_;
   }
-  CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) { shift_ = mask.shift[place_ / kKeys]; }
+  CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) { shift_ = mask.shift[row_]; }
   CUTLASS_DEVICE void load(int key) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) pairs_[i] = ptx::pack<Element>(-infinity(), -infinity());
     if (key < keys_left_) *reinterpret_cast<Vector*>(pairs_) = __ldg(reinterpret_cast<const Vector*>(bias1_ + key));
   }
   CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
-    float2* values = reinterpret_cast<float2*>(&stage[0][0] + place_);
+    float* values = &stage[row_][Config::bias1_place(key_)];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       const float2 pair = ptx::unpack<Element>(pairs_[i]);
-      values[i] = make_float2((pair.x - shift_) * f, (pair.y - shift_) * f);
+      *reinterpret_cast<float2*>(values + 4 * i) = make_float2((pair.x - shift_) * f, (pair.y - shift_) * f);
     }
   }
 
  private:
-  int place_, keys_left_;
+  int row_, key_, keys_left_;
   const Element* bias1_;
   float shift_;
   alignas(8) uint32_t pairs_[kCount / 2];
@@ -72,7 +72,7 @@ class Bias1Elements {
   CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kRows * kPerLane; ++x) {
-      stage[x / kPerLane][x % kPerLane * 32 + lane_] = (value_[x] - shift_[x / kPerLane]) * f;
+      stage[x / kPerLane][x % kPerLane * 32 + Config::bias1_place(lane_)] = (value_[x] - shift_[x / kPerLane]) * f;
     }
   }
 

@@ -35,6 +35,12 @@ struct ForwardConfig {
   using QTile = SwizzledTile<kQueries, kHeadDim>;
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
   using BiasTile = SwizzledTile<kQueries, kKeys>;
+  // One load brings all tiles of a kind, in the order in which Shared has them; wider heads have two boxes for a tile.
+  static constexpr bool kOneLoad = QTile::kNumBoxes == 1;
+  using QBox = SwizzledTile<kOneLoad ? kBlockQueries : kQueries, kHeadDim>;
+  using BiasBox = SwizzledTile<kBlockQueries, kKeys>;
+  static constexpr int kBoxRows = kOneLoad ? kRows : 1;
+  static_assert(kBlockQueries <= 256, "a box has up to 256 rows");
   static constexpr int kQSteps = (kHeadDim + 15) / 16;
 
   struct KeyStage {  // what the scores of a step need
@@ -46,6 +52,10 @@ struct ForwardConfig {
   };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
+  // Where it has that of a key: a lane's four values of 16 keys are neighbours.
+  CUTLASS_DEVICE static int bias1_place(int key) {
+    return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);
+  }
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;

@@ -17,8 +17,10 @@ template <typename Config>
 struct ForwardLaunch {
   using Element = typename Config::Element;
   using QTile = typename Config::QTile;
+  using QBox = typename Config::QBox;
   using KTile = typename Config::KTile;
-  using BiasTile = typename Config::BiasTile;
+  using BiasBox = typename Config::BiasBox;
+  static constexpr int kBoxRows = Config::kBoxRows;
 
   static int64_t num_query_blocks(const FwdParams& p) {
     return (p.Lq + Config::kBlockQueries - 1) / Config::kBlockQueries;
@@ -30,13 +32,15 @@ struct ForwardLaunch {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     ForwardMaps maps{};
-    if (error == cudaSuccess) error = make_tile_map<Element, QTile>(maps.q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D));
-    if (error == cudaSuccess) error = make_tile_map<Element, KTile>(maps.k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D));
     if (error == cudaSuccess)
-      error = make_tile_map<Element, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv));
+      error = make_tile_map<Element, QBox>(maps.q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D), kBoxRows);
+    if (error == cudaSuccess)
+      error = make_tile_map<Element, KTile>(maps.k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D), kBoxRows);
+    if (error == cudaSuccess)
+      error = make_tile_map<Element, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv), kBoxRows);
     if (error == cudaSuccess)
       error = make_tile_map<Element, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasTile>(maps.bias2, bias2);
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;

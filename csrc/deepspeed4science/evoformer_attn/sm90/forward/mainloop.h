@@ -16,6 +16,7 @@ struct ForwardMainloop {
   using Element = typename Config::Element;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
+  using Visible = typename Config::Visible;
   using Pipe = typename Config::Pipe;
   using QPipe = typename Config::QPipe;
   using QTile = typename Config::QTile;
@@ -25,6 +26,7 @@ struct ForwardMainloop {
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps;
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
+  using Softmax = RowSoftmax<Element>;
 
   // Q' = factor Q, in place.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
@@ -57,10 +59,10 @@ struct ForwardMainloop {
       if (kBias2) ptx::keep(bias2);  // or it is computed again in every step
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
-      return KTile::kDescriptorHigh | (k + stage * kNextKeys + KTile::columns_step(step));
+      return (KTile::kDescriptorHigh | (k + stage * kNextKeys)) + KTile::columns_step(step);
     }
     CUTLASS_DEVICE uint64_t values(int stage, int step) const {
-      return KTile::kDescriptorHigh | (v + stage * kNextValues + KTile::rows_step(step));
+      return (KTile::kDescriptorHigh | (v + stage * kNextValues)) + KTile::rows_step(step);
     }
   };
 
@@ -68,17 +70,18 @@ struct ForwardMainloop {
   template <int kCount>
   CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
                                           float f, const ConsumerCoord& at) {
-    const float* bias1 = shared.bias1[stage][at.row] + 2 * (at.lane % 4);
+    const float* bias1 = shared.bias1[stage][at.row] + 4 * (at.lane % 4);
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
     const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kCount / 8; ++g) {
       uint32_t pairs[4];
       if constexpr (kBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
+      float4 of_16_keys = make_float4(0.f, 0.f, 0.f, 0.f);
+      if constexpr (kBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * g);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float2 b1 = make_float2(0.f, 0.f);
-        if constexpr (kBias1) b1 = *reinterpret_cast<const float2*>(bias1 + 16 * g + 8 * (i >> 1));
+        float2 b1 = i < 2 ? make_float2(of_16_keys.x, of_16_keys.y) : make_float2(of_16_keys.z, of_16_keys.w);
         if constexpr (kBias2) {
           float2 b2 = ptx::unpack<Element>(pairs[i]);
           b1 = kBias1 ? make_float2(fmaf(b2.x, f, b1.x), fmaf(b2.y, f, b1.y)) : make_float2(b2.x * f, b2.y * f);
@@ -115,11 +118,12 @@ struct ForwardMainloop {
   }
 
   // p of finished scores. True when o is to be multiplied by `factor`.
-  template <int kCount>
+  template <bool kFirst = false, int kCount>
   CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], float (&s)[kCount],
-                                          RowSoftmax& softmax, int keys_left, const ConsumerCoord& at) {
+                                          Softmax& softmax, int keys_left, const ConsumerCoord& at) {
     if (!kBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
-    return softmax.template exponentiate<Element>(p, factor, s);
+    if constexpr (kFirst && Softmax::kWide) softmax.begin(s);
+    return softmax.exponentiate(p, factor, s);
   }
   CUTLASS_DEVICE static void rescale(float (&o)[kHeadDim / 2], const float (&factor)[2]) {
     CUTLASS_PRAGMA_UNROLL
@@ -142,8 +146,8 @@ struct ForwardMainloop {
   // All visible keys, one step after another; of the last one, where it is narrow, only its first 16 tail_units keys.
   // While a step's exponentials are computed the tensor cores work for others.
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
-                                    int tail_units, PendingStore& pending, float (&o)[kHeadDim / 2],
-                                    RowSoftmax& softmax, const ConsumerCoord& at) {
+                                    const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
+                                    Softmax& softmax, const ConsumerCoord& at) {
     int last_stage = -1, key = 0;
     Operands operands(shared, at);
     auto step = [&](auto& s, auto& p) {
@@ -167,6 +171,7 @@ struct ForwardMainloop {
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
     for (; key < end; key += kKeys, pipe.advance()) step(s, p);
+    const int tail_units = uniform(seen.tail_units);
     if (tail_units == 1) last_step<16>(step, pipe);
     if (tail_units == 2) last_step<32>(step, pipe);
     wgmma_wait<0>();
@@ -184,8 +189,8 @@ struct ForwardMainloop {
 
   // The same with O += P V of a step beside the exponentials of the next.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
-                                              int tail_units, PendingStore& pending, float (&o)[kHeadDim / 2],
-                                              RowSoftmax& softmax, const ConsumerCoord& at) {
+                                              const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
+                                              Softmax& softmax, const ConsumerCoord& at) {
     float factor[2];
     float s[kKeys / 2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
@@ -196,15 +201,17 @@ struct ForwardMainloop {
     fence_registers(s);
     shared.k_empty[pipe.index].arrive();
     pending.finish(shared.q_empty, at);
-    exponentiate(even, factor, s, softmax, args.Lk, at);  // o is still 0
+    exponentiate</*kFirst=*/true>(even, factor, s, softmax, args.Lk, at);  // o is still 0
 
     int key = kKeys;
     auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
       const Pipe values = pipe;
+      const bool values_here =  // asked early: the answer takes a while
+          shared.v_full[values.index].test_wait(values.phase);
       pipe.advance();
       shared.k_full[pipe.index].wait(pipe.phase);
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
-      shared.v_full[values.index].wait(values.phase);
+      if (!values_here) shared.v_full[values.index].wait(values.phase);
       start_output(o, p, operands, values.index);
       wgmma_wait<1>();
       fence_registers(s);
@@ -225,6 +232,7 @@ struct ForwardMainloop {
       pipe.advance();
     };
     auto finish = [&](uint32_t (&p)[kKeys / 4]) {
+      const int tail_units = uniform(seen.tail_units);
       if (tail_units == 0) {
         last_product(p);
       } else if (tail_units == 1) {
@@ -247,14 +255,14 @@ struct ForwardMainloop {
 
   // O = O / l through shared memory; lse.
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
-                                    const Coordinates& block, float (&o)[kHeadDim / 2], RowSoftmax& softmax,
+                                    const Coordinates& block, float (&o)[kHeadDim / 2], Softmax& softmax,
                                     const ConsumerCoord& at) {
-    softmax.finish_sums();
     int query = block.query + at.tile * kQueries, n = block.row + at.row;
+    softmax.finish_sums();
     float inverse[2];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = 1.f / softmax.l[r];
+      inverse[r] = ptx::reciprocal(softmax.l[r]);
       int i = query + 16 * at.warp + at.lane / 4 + 8 * r;
       if (args.lse != nullptr && at.lane % 4 == 0 && i < args.Lq) {
         args.lse[((int64_t(block.batch) * args.N + n) * args.H + block.head) * args.Lq + i] = softmax.logsumexp(r);
@@ -290,9 +298,10 @@ struct ForwardMainloop {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_pipe.index][at.warpgroup];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);
-      const typename Config::Visible& seen = shared.visible[q_pipe.index];
-      const int num_unseen = uniform(seen.num_unseen), num_steps = uniform(seen.num_steps) - num_unseen;
-      const int tail_units = uniform(seen.tail_units), end = (num_steps - (tail_units > 0)) * kKeys;
+      const Visible& seen = shared.visible[q_pipe.index];
+      const int num_unseen = uniform(seen.num_unseen);
+      const int num_steps = uniform(seen.num_steps) - num_unseen;
+      const int end = (num_steps - (uniform(seen.tail_units) > 0)) * kKeys;
       const uint32_t rows = seen.rows;
       release(shared, pipe, num_unseen);
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
@@ -300,11 +309,11 @@ struct ForwardMainloop {
         if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
         const uint32_t q_low = QTile::descriptor_low(shared_address(q));
         float o[kHeadDim / 2] = {};
-        RowSoftmax softmax(args.c);
+        Softmax softmax(args.c);
         if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, pipe, q_low, end, tail_units, pending, o, softmax, at);
+          attend_pipelined(shared, args, pipe, q_low, end, seen, pending, o, softmax, at);
         } else {
-          attend(shared, args, pipe, q_low, end, tail_units, pending, o, softmax, at);
+          attend(shared, args, pipe, q_low, end, seen, pending, o, softmax, at);
         }
         finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but stages go round
@@ -312,7 +321,7 @@ struct ForwardMainloop {
         release(shared, pipe, num_steps);
         if (exists) {  // a row n that sees no key
           float o[kHeadDim / 2] = {};
-          RowSoftmax softmax(args.c);
+          Softmax softmax(args.c);
           finish(q, args, map_o, block, o, softmax, at);
         }
       }

@@ -72,7 +72,6 @@ class RowScan {
     // The largest bias1 of all words must be known before the first word is written; a single word is read only once.
     const int num_words = (Lk_ + Mask::kWordKeys - 1) / Mask::kWordKeys;
     float mine = -infinity(), largest = -infinity();
-    bool sees_any = num_words > Mask::kWords;
     int last = -1;  // of its steps
     CUTLASS_PRAGMA_NO_UNROLL
     for (int word = num_words > 1 ? -num_words : 0; word < num_words; ++word) {
@@ -84,11 +83,13 @@ class RowScan {
       if (word < 0 || word >= Mask::kWords) continue;
       if (lane_ == 0) mask.steps[row][word] = word == 0 ? steps | num_ahead : steps;
       if (lane_ == 0 && word == 0) mask.sees_first[row] = steps & 1;
-      if (steps != 0) sees_any = true, last = 32 * word + 31 - __clz(int(steps));
+      if (steps != 0) last = 32 * word + 31 - __clz(int(steps));
     }
     const int end = kBias1 && num_words <= Mask::kWords ? end_of(last, largest) : Lk_;
-    if (lane_ == 0)
-      mask.end[row] = end, mask.sees_any[row] = sees_any, mask.shift[row] = MaskRule<Element>::shift(largest);
+    if (lane_ == 0) {
+      mask.end[row] = end, mask.shift[row] = MaskRule<Element>::shift(largest);
+      mask.sees_any[row] = last >= 0 || num_words > Mask::kWords;
+    }
   }
 
  private:

@@ -111,7 +111,7 @@ struct ForwardProducer {
     FullBarrier& full = shared.q_full[buffer];
     full.expect_transaction(kWarpgroups * QTile::kBytes);
     CUTLASS_PRAGMA_UNROLL
-    for (int w = 0; w < kWarpgroups; ++w) {
+    for (int w = 0; w < kWarpgroups; w += Config::kOneLoad ? kWarpgroups : 1) {
       load_tile<QTile>(maps.q, full, shared.q[buffer][w], 0, at.query + w % kQueryTiles * kQueries, at.head,
                        at.row + w / kQueryTiles, at.batch);
     }
@@ -121,19 +121,19 @@ struct ForwardProducer {
     typename Config::KeyStage& keys = shared.keys[stage];
     FullBarrier& full = shared.k_full[stage];
     full.arrive_and_expect_tx(kRows * KTile::kBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0));
-    for (int r = 0; r < kRows; ++r) load_tile<KTile>(maps.k, full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
+    for (int r = 0; r < kRows; r += Config::kBoxRows) {
+      load_tile<KTile>(maps.k, full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
+    }
     if constexpr (kBias2) {
-      for (int t = 0; t < kQueryTiles; ++t) {
-        load_tile<BiasTile>(maps.bias2, full, keys.bias2[t], key, at.query + t * kQueries, at.head * args.bias2_H, 0,
-                            at.batch * args.bias2_B);
-      }
+      load_tile<BiasTile>(maps.bias2, full, keys.bias2[0], key, at.query, at.head * args.bias2_H, 0,
+                          at.batch * args.bias2_B);
     }
   }
   CUTLASS_DEVICE static void load_values(Shared& shared, int stage, const ForwardMaps& maps, const Coordinates& at,
                                          int key) {
     FullBarrier& full = shared.v_full[stage];
     full.arrive_and_expect_tx(kRows * KTile::kBytes);
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; r += Config::kBoxRows) {
       load_tile<KTile>(maps.v, full, shared.values[stage].v[r], 0, key, at.head, at.row + r, at.batch);
     }
   }

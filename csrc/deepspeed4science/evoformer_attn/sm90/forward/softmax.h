@@ -1,7 +1,7 @@
 // The online softmax of one thread's two rows, in base 2: p = 2^(c s - c m), l = sum p.
 //
-// m is a reference, not the running maximum: it moves only when a row exceeds it by 2^kSlack, because any m gives the
-// same quotient and 2^8 fits every type that P is rounded to. In the common case no lanes talk and nothing is rescaled.
+// m is a reference, not the running maximum: any m gives the same quotient as long as p and its sums fit their types.
+// It moves when a row exceeds it by far. In the common case no lanes talk and nothing is rescaled.
 #pragma once
 
 #include "common/ptx.h"
@@ -9,20 +9,12 @@
 
 namespace ds4s::sm90 {
 
-// Two 16-bit maxima at once: max.{f16x2,bf16x2} (9.7.4.7). Of a number and NaN, the number.
 template <typename Element>
-CUTLASS_DEVICE uint32_t max_pairs(uint32_t x, uint32_t y) {
-  uint32_t d;
-  if constexpr (cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value) {
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
-  } else {
-    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
-  }
-  return d;
-}
-
 struct RowSoftmax {
-  static constexpr float kSlack = 8.0f, kLargestP = 256.0f;
+  // Whether m is too small, l tells where P has a float's range: it grows so large by more than millions of keys alone,
+  // for which m moves in vain, in every step. Elsewhere p itself is asked.
+  static constexpr bool kWide = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
+  static constexpr float kLargestSum = 1048576.0f, kLargestP = 256.0f;
   static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
 
   float c;
@@ -34,26 +26,38 @@ struct RowSoftmax {
   CUTLASS_DEVICE explicit RowSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
 
-  // p = 2^(c s - c m), packed; l grows. True when m has moved: what was accumulated is to be
-  // multiplied by `factor`. That m is too small for these scores is seen by p, of which there are half as many
-  // registers as of s.
-  template <typename Element, int kCount>
+  // A first reference, from a quarter of a tile's first scores. Where they see nothing, or are huge, it waits for all.
+  template <int kCount>
+  CUTLASS_DEVICE void begin(const float (&s)[kCount]) {
+    float x[2];
+    bool special = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      x[r] = fmaxf(fmaxf(s[2 * r], s[2 * r + 1]), fmaxf(s[2 * r + 4], s[2 * r + 5]));
+      x[r] = fmaxf(x[r], ptx::shfl_xor(x[r], 1));
+      x[r] = fmaxf(x[r], ptx::shfl_xor(x[r], 2));
+      special |= !(fabsf(x[r] * c) < kHuge);
+    }
+    if (ptx::any(special)) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) m[r] = x[r], cm[r] = x[r] * c;
+    careful = false;
+  }
+
+  // p, packed; l grows. True when m has moved: what was accumulated is to be multiplied by `factor`.
+  template <int kCount>
   CUTLASS_DEVICE bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], const float (&s)[kCount]) {
     if (!careful) {
       float l_before[2] = {l[0], l[1]};
-      exponentiate_common<Element>(p, s);
-      uint32_t top = p[0];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 1; i < kCount / 2; ++i) top = max_pairs<Element>(top, p[i]);
-      float2 largest = ptx::unpack<Element>(top);
-      if (!ptx::any(fmaxf(largest.x, largest.y) > kLargestP)) return false;
+      exponentiate_common(p, s);
+      if (!ptx::any(exceeds(p))) return false;
       l[0] = l_before[0], l[1] = l_before[1];
     }
     move(factor, s);
     if (careful) {
-      exponentiate_careful<Element>(p, s);
+      exponentiate_careful(p, s);
     } else {
-      exponentiate_common<Element>(p, s);
+      exponentiate_common(p, s);
     }
     return true;
   }
@@ -73,7 +77,21 @@ struct RowSoftmax {
   }
 
  private:
-  template <typename Element, int kCount>
+  // m is too small for these p.
+  template <int kCount>
+  CUTLASS_DEVICE bool exceeds(const uint32_t (&p)[kCount]) const {
+    if constexpr (kWide) {
+      return fmaxf(l[0], l[1]) > kLargestSum;
+    } else {
+      uint32_t top = p[0];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < kCount; ++i) top = ptx::max_half_pairs(top, p[i]);
+      const float2 largest = ptx::unpack<Element>(top);
+      return fmaxf(largest.x, largest.y) > kLargestP;
+    }
+  }
+
+  template <int kCount>
   CUTLASS_DEVICE void exponentiate_common(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
@@ -83,7 +101,7 @@ struct RowSoftmax {
       p[i] = ptx::pack<Element>(x, y);
     }
   }
-  template <typename Element, int kCount>
+  template <int kCount>
   CUTLASS_DEVICE void exponentiate_careful(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {

@@ -27,18 +27,18 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of box0 x box1 elements, 1 in every further dimension, with rows swizzled over their whole width. Elements
-// outside the tensor are read as 0 and not written.
+// Boxes of box0 x box1 elements, box3 in dimension 3, 1 in every other, with rows swizzled over their whole width.
+// Elements outside the tensor are read as 0 and not written.
 template <int kRank>
-cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0,
-                            int box1) {
+cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0, int box1,
+                            int box3 = 1) {
   auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorInsufficientDriver;
   cuuint64_t size[kRank], stride_bytes[kRank - 1];
   cuuint32_t box[kRank], step[kRank];
   for (int d = 0; d < kRank; ++d) {
     size[d] = cuuint64_t(t.size[d]);
-    box[d] = d == 0 ? box0 : d == 1 ? box1 : 1;
+    box[d] = d == 0 ? box0 : d == 1 ? box1 : d == 3 ? box3 : 1;
     step[d] = 1;
     if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : 2 * cuuint64_t(t.stride[d]);
   }
@@ -51,12 +51,12 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The same with boxes of one tile (smem_tile.h).
+// The same with boxes of one tile (smem_tile.h), of num_rows rows n.
 template <typename Element, typename Tile>
-cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor) {
+cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor, int num_rows = 1) {
   constexpr auto kType = cutlass::platform::is_same<Element, cutlass::half_t>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows);
+  return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows, num_rows);
 }
 
 }  // namespace ds4s::sm90
