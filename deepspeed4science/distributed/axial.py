@@ -120,7 +120,8 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
     if gather is None:
         o = layer.attend(q, k, v, gates, own)
     else:
-        q, k, v = (part.view(*part.shape[:-1], layer.no_heads, -1) for part in (q, k, v))
+        H, D = layer.no_heads, layer.c_hidden
+        q, k, v = (part.view(*part.shape[:-1], H, D) for part in (q, k, v))
         o = layer.gated(gathered_attention(q, k, v, own[0], gather), gates)
     return placed_as(moved, o, o.shape[-1]).redistribute(placements=x.placements)
 
