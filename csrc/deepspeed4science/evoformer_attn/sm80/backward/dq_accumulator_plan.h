@@ -5,27 +5,17 @@
 
 #include "common/workspace.h"
 #include "params.h"
+#include "sm80/backward/dq_accumulator_group.h"
 #include "sm80/backward/tile_sizes.h"
 
 namespace ds4s {
 
-// A group of rows n; its (b, n, h) use the accumulators below `count` (dq_accumulator_pool.h).
-struct DqAccumulatorGroup {
-  uint32_t first_row;
-  uint32_t first_pair;  // first_row H
-  uint32_t count;
-  uint32_t first;  // the first pair's accumulator; from there they go down, and round
-  uint32_t in_dk;  // of the accumulators in this group's own rows; the others are in dv
-};
-
 struct DqAccumulatorPlan {
-  static constexpr int kMaxGroups = 5;
-
   int64_t accumulator_bytes = 0;  // of one (b, n, h)
   int64_t num_own = 0;            // in the workspace
   // First the rows n that hold none in their dk and dv, then the groups that do.
   int num_groups = 1;
-  DqAccumulatorGroup groups[kMaxGroups]{};
+  DqAccumulatorGroup groups[kMaxAccumulatorGroups]{};
 
   int64_t count() const { return groups[0].count; }
   int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
@@ -59,7 +49,7 @@ struct DqAccumulatorPlan {
     const int64_t rows = p.B * p.N;
     DqAccumulatorPlan plan = *this;
     plan.set_own(fitting);
-    for (int64_t end = rows; plan.num_groups < kMaxGroups && plan.count() < wanted;) {
+    for (int64_t end = rows; plan.num_groups < kMaxAccumulatorGroups && plan.count() < wanted;) {
       const int64_t first = (end - 1) / kFusedSideBySide * kFusedSideBySide, missing = wanted - plan.count();
       if (8 * (rows - first) > rows || first * p.H < plan.count()) break;
       auto holds = [&](int64_t row_stride) { return (end - first) * row_stride * element_bytes / accumulator_bytes; };

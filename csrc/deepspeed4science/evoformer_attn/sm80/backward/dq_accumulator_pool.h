@@ -14,7 +14,7 @@
 
 #include <cutlass/detail/helper_macros.hpp>
 
-#include "sm80/backward/dq_accumulator_plan.h"
+#include "sm80/backward/dq_accumulator_group.h"
 
 namespace ds4s {
 
@@ -32,7 +32,7 @@ struct DqAccumulatorPool {
   float *in_dk, *in_dv;    // dk and dv of row n = 0
   int64_t dk_row, dv_row;  // floats of a row n
   int64_t size;            // floats of an accumulator: padded_queries kHeadDim
-  DqAccumulatorGroup groups[DqAccumulatorPlan::kMaxGroups];
+  DqAccumulatorGroup groups[kMaxAccumulatorGroups];
   int32_t num_groups;
   int32_t* progress;       // [B N H], in the order of the blocks: how many have added, or one of the two below
   uint32_t* ticket;        // the next block's number
