@@ -1,4 +1,4 @@
-"""Operators that have no derivative: those of a layer's backward."""
+"""Operators without a derivative, which a layer's backward calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed4science.operators import recorded
 
 
 def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator of that name as autograd meets it; its arguments are `call`'s."""
+    """The registered operator `name`, with the arguments of `call`; differentiating it is an error."""
 
     def record(*arguments: Any, **named: Any) -> Any:
         operator = getattr(torch.ops.deepspeed4science, name).default

@@ -1,9 +1,11 @@
 """Backward of attention whose q, k, v, gate and pair bias are columns of one product: their
 gradients become columns of one tensor, where autograd would copy five tensors together.
 
-    product [*, I, J, W]   q, k, v and the gate, H * D columns each; the pair bias, H; padding
+    product [*, I, J, W]   q, k, v and the gate, H * D columns each; the pair bias, H columns;
+    padding
 
-Rows n are I, queries and keys J; of an ending node it is the other way round.
+    The dimension I holds the rows n and J the queries and keys; at an ending node they change
+    places.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from deepspeed4science.once import once
 def columns(
     product: Tensor, H: int, D: int, ending: bool, *, pair_bias: bool = True
 ) -> list[Tensor]:
-    """q, k, v, gate `[*, N, L, H * D]` and, where product has it, pair bias `[*, L, L, H]`, as
-    views.
+    """Views of product: q, k, v, gate `[*, N, L, H * D]` and, if the product has one, the pair bias
+    `[*, L, L, H]`.
     """
     sizes = [H * D] * 4 + [H] * pair_bias
     parts = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)[: len(sizes)]
@@ -59,8 +61,8 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 
 def _in_widest_elements(*tensors: Tensor) -> list[Tensor]:
-    """The same memory as elements of up to 16 bytes: where rows do not lie together, PyTorch's
-    kernels move one element at a time (0.18 ms for 589,824 rows of 128 channels in bfloat16).
+    """Views of the same memory as elements of up to 16 bytes: from rows with gaps in between,
+    PyTorch copies one element at a time (0.18 ms for 589,824 rows of 128 channels in bfloat16).
     """
     for dtype in (torch.complex128, torch.float64, torch.float32):
         try:

@@ -1,9 +1,9 @@
-"""A sharded pair bias, whole in every process, gathered in its own dtype while something else is
-computed; its gradient is reduced in float32 and scattered while something else is differentiated.
+"""Gathers a sharded pair bias in its own dtype while something else is computed, and reduces and
+scatters its gradient in float32 while something else is differentiated.
 
-Autograd takes nodes in the reverse of the order in which they were made. So a gather that begins
-before a projection and is recorded behind it has a reduce-scatter that begins before the gradient
-of that projection. torch.compile reorders by itself, and gets both in one, in float32.
+Autograd runs nodes in the reverse of the order in which they were recorded. A gather that starts
+before a projection and is recorded after it therefore starts its reduce-scatter before the
+projection's gradient. torch.compile reorders by itself; it gets gather and wait in one, in float32.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 class Gather:
-    """Begins when it is made.
+    """An asynchronous gather, which starts when the object is made.
 
     Args:
         shard: the local part.
-        shape: of the whole tensor.
+        shape: the whole tensor's.
         mesh, placements: how it is sharded.
         mesh_dim: the dimension of the mesh over which it is gathered.
     """
@@ -35,8 +35,8 @@ class Gather:
         placements: Sequence[Any],
         mesh_dim: int,
     ) -> None:
-        # First the dimension that is gathered: parts of any other are copied into their places when
-        # they have come, and that would be waited for here.
+        # The gathered dimension goes first: parts along any other dimension are copied into place
+        # after their arrival, and the wait for it would be here.
         dim = placements[mesh_dim].dim
         self._dim = dim
         self._mesh = mesh
@@ -46,7 +46,7 @@ class Gather:
             one if i != mesh_dim else Replicate() for i, one in enumerate(self._sharded)
         ]
         self._partial = [one if i != mesh_dim else Partial() for i, one in enumerate(self._sharded)]
-        # For autograd, in the dtype of its gradient, which nobody then waits for to round it.
+        # Autograd sees the dtype of the gradient (float32): rounding it would wait for its arrival.
         wide = shard.float() if torch.is_grad_enabled() else shard
         self.shard = wide.movedim(dim, 0)
         if not torch.compiler.is_compiling():
@@ -55,20 +55,20 @@ class Gather:
                 self._coming = self._redistribute(part, self._sharded, self._gathered)
 
     def whole(self) -> Tensor:
-        """Of the mesh's dimension. What comes asynchronously waits for itself when an operator
-        meets it.
+        """The tensor gathered along mesh_dim. It may still be on its way; the first operator that
+        uses it waits.
         """
         return self._coming.detach().movedim(0, self._dim)
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        """The gradient of `shard`, on its way, from that of the whole in float32. `local` waits for
-        it.
+        """Starts to reduce the float32 gradient of the whole to that of `shard`; `local` waits for
+        the result.
         """
         part = gradient.movedim(self._dim, 0).contiguous()
         return self._redistribute(part, self._partial, self._sharded)
 
     def local(self, part: Tensor) -> Tensor:
-        """What `reduce_scatter` gave, in the order of the local part that was gathered."""
+        """The result of `reduce_scatter` with the dimensions of `shard` in their order."""
         return part.movedim(0, self._dim).contiguous()
 
     def finish(self) -> Tensor:
@@ -90,7 +90,7 @@ class Gather:
 
 
 def _moved(placement: Any, dim: int) -> Any:
-    """Where dimension `dim` has become the first one."""
+    """The placement after dimension `dim` has become the first one."""
     if not placement.is_shard():
         return placement
     return Shard(0 if placement.dim == dim else placement.dim + (placement.dim < dim))

@@ -1,5 +1,5 @@
-"""Attention whose pair bias is being gathered. Its gradient is reduced in float32, in whatever
-dtype it came.
+"""Attention whose pair bias is being gathered. The bias's gradient is reduced in float32, whatever
+the bias's dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed4science.operators import backward_op, forward_op
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, gather: Gather
 ) -> Tensor:
-    """`DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])`, bias2 being what `gather` gathers."""
+    """`DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])` with the bias2 that `gather` gathers."""
     if torch.compiler.is_compiling():
         traced: Tensor = DS4Sci_EvoformerAttention(q, k, v, [bias1, gather.finish()])
         return traced

@@ -13,15 +13,15 @@ from deepspeed4science.nn.parameters import Linear, project
 
 
 class EvoformerAttention(nn.Module):
-    """Attention of several heads with up to two biases, gated by its queries: what is inside MSA
-    row and column attention and triangle attention.
+    """Multi-head attention with up to two biases and a gate computed from the queries: the core of
+    MSA row and column attention and of triangle attention.
 
-    Parameters: linear_q, linear_k, linear_v, linear_g (with gating), linear_o. None but those
-    asked for have a bias.
+    Parameters: linear_q, linear_k, linear_v, linear_g (with gating), linear_o. A linear map has a
+    bias only if an argument below asks for it.
 
     Args:
-        c_q, c_k, c_v: channels of what queries, keys and values are made from; c_q also of the
-            result.
+        c_q, c_k, c_v: channels of the inputs of linear_q, linear_k and linear_v; the result has
+            c_q channels.
         c_hidden: channels of a head.
         no_heads: number of heads.
         gating: multiply the result of each head by sigmoid(linear_g(q_x)).
@@ -59,7 +59,7 @@ class EvoformerAttention(nn.Module):
         Args:
             q_x: `[*, Lq, c_q]`.
             kv_x: `[*, Lk, c_k]`. Default: q_x.
-            biases: those of `DS4Sci_EvoformerAttention`.
+            biases: as `DS4Sci_EvoformerAttention` takes them.
 
         Returns:
             `[*, Lq, c_q]`.
@@ -79,7 +79,7 @@ class EvoformerAttention(nn.Module):
         return [] if self.linear_g is None else [self.linear_g]
 
     def projections(self) -> list[Linear]:
-        """What is applied to one input: q, k, v and the gate, as `attend` wants them."""
+        """The maps of one common input to q, k, v and the gate, in the order of `attend`."""
         return [self.linear_q, self.linear_k, self.linear_v, *self.gates()]
 
     def attend(
@@ -90,17 +90,17 @@ class EvoformerAttention(nn.Module):
         gates: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        """From what has been projected, `[*, L, H * D]` each."""
+        """The layer's result from its projections, `[*, L, H * D]` each."""
         q, k, v = (tensor.unflatten(-1, (self.no_heads, -1)) for tensor in (q, k, v))
         return self.gated(DS4Sci_EvoformerAttention(q, k, v, biases), gates)
 
     def gated(self, o: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """The result, from that of attention, `[*, L, H, D]`."""
+        """The layer's result from the attention's, `[*, L, H, D]`."""
         o = o.flatten(-2)
         for gate in gates:
             if torch.compiler.is_compiling():
-                # Fused, float32 costs nothing. What its backward then keeps is the gate, a part of
-                # the projection that is kept anyway, and not the sigmoid as another tensor.
+                # Fused, float32 costs nothing, and the backward keeps the gate (a part of the
+                # projection, which is kept anyway) instead of the sigmoid as another tensor.
                 gate = gate.float()
             o = (o * gate.sigmoid()).to(o.dtype)
         result: Tensor = self.linear_o(o)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def can_be_recorded(product: Tensor) -> bool:
-    """Whether `gated_attention` is worth it, and can be had: torch.func and DTensors take operators
-    apart that know their rules.
+    """Whether `gated_attention` pays and is possible: torch.func and DTensors need operators whose
+    rules they know, which an autograd.Function is not.
     """
     return (
         torch.is_grad_enabled()
@@ -42,7 +42,7 @@ def gated_attention(
     Args:
         product: `[*, I, J, W]`.
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
-        gather: what gathers z, `[*, 1, H, L, L]`, which product then has not.
+        gather: gathers z, `[*, 1, H, L, L]`; the product then has no columns for z.
 
     Returns:
         `[*, N, L, no_heads * c_hidden]`.
@@ -74,7 +74,7 @@ class _GatedAttention(torch.autograd.Function):
         *qkv, gate = columns(product, H, D, ending, pair_bias=False)
         if gather is None:
             z = columns(product, H, D, ending)[4].movedim(-1, -3).unsqueeze(-4)
-            # A copy: both directions repack it, eight times as fast where its rows lie together.
+            # A contiguous copy: both directions repack z, eight times as fast from contiguous rows.
             z = z.contiguous()
         else:
             z = gather.whole()
@@ -103,5 +103,5 @@ class _GatedAttention(torch.autograd.Function):
 
 
 def _sigmoid(gate: Tensor) -> Tensor:
-    """In float32 where that is fused, and costs nothing."""
+    """sigmoid(gate), computed in float32 where it is fused and float32 costs nothing."""
     return (gate.float() if torch.compiler.is_compiling() else gate).sigmoid()

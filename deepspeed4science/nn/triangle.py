@@ -40,10 +40,10 @@ class TriangleAttentionStartingNode(nn.Module):
         """
         Args:
             x: `[*, I, J, c_in]`.
-            mask: `[*, I, J]`; pairs that are 0 or False are seen by nobody. A row (ending node: a
-                column) of them alone gets what an attention of 0 gives. Default: all are seen.
-            residual: add x, in one pass over it. Where there is a dropout between, models write
-                `x = x + dropout(layer(x, mask))`.
+            mask: `[*, I, J]`; pairs of 0 or False are hidden from every query. In a row (ending
+                node: a column) of hidden pairs only, attention is 0. Default: no pair is hidden.
+            residual: add x to the result in the same pass. A model with dropout in between writes
+                `x = x + dropout(layer(x, mask))` instead.
 
         Returns:
             `[*, I, J, c_in]`.
@@ -62,7 +62,7 @@ class TriangleAttentionStartingNode(nn.Module):
         return x + o if residual else o
 
     def _by_parts(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        """In plain PyTorch around the op."""
+        """The layer as the op with plain PyTorch around it."""
         product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
         H, D = self.mha.no_heads, self.mha.c_hidden
         if can_be_recorded(product):
@@ -74,8 +74,8 @@ class TriangleAttentionStartingNode(nn.Module):
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Attention of the pairs (i, j) over all (k, j), with a bias from (k, i): the above, of
-    transposed pairs.
+    """Attention of the pairs (i, j) over all (k, j), with a bias from (k, i): the starting node's
+    layer on transposed pairs.
     """
 
     is_ending = True

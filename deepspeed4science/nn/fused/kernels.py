@@ -1,14 +1,14 @@
-"""What a triangle layer does between its products and attention, as Triton kernels that read each
-pair once. A pair is a row of a matrix here.
+"""Triton kernels for a triangle layer's steps before and behind attention; each reads every pair
+once. Here a pair is a row of a matrix.
 
     norm_pair_bias            normed = norm(x) * weight + bias;  z = normed Wz^T
     gated_output              y = (o * sigmoid(gate)) Wo^T + bias + residual
     gated_output_backward     from dy: dO, the gate's gradient, parts of dWo
     column_sums               gradients of biases, for layers that have them
-    norm_pair_bias_backward   from those of normed and z: dx, parts of the parameters' gradients
+    norm_pair_bias_backward   from dnormed and dz: dx, parts of the parameters' gradients
 
-All are bound by memory. The tensor memory accelerator brings tiles of BLOCK pairs, several of them
-ahead; what it reads past the last pair is 0, and stores are masked.
+All are bound by memory. The tensor memory accelerator loads tiles of BLOCK pairs, several of them
+ahead; it reads zeros past the last pair, and stores are masked.
 """
 
 # mypy: ignore-errors
@@ -29,7 +29,7 @@ def _wide(x):
 
 @triton.jit
 def _tile(t, rows, columns, R, BLOCK: tl.constexpr, ENDING: tl.constexpr):
-    """First pair and number of pairs of a tile, and where O has it: row and column of a matrix.
+    """First pair and number of pairs of tile t, and the tile's row and column in the matrix of O.
 
     Around the ending node O lies as [*, J, I, C], a matrix [* J, I C] here, and a tile is a part of
     the pairs of one i; rows are I, columns J.
@@ -43,7 +43,7 @@ def _tile(t, rows, columns, R, BLOCK: tl.constexpr, ENDING: tl.constexpr):
 
 @triton.jit
 def _place_of_heads(pair, h, rows, columns, H: tl.constexpr, ENDING: tl.constexpr):
-    """Where pair biases [*, H, queries, keys] have the heads h of pairs."""
+    """Offsets of heads h of the given pairs in pair biases [*, H, queries, keys]."""
     per_batch = _wide(rows) * columns
     b, p = pair // per_batch, pair % per_batch
     if ENDING:
@@ -152,7 +152,7 @@ def gated_output_backward(
         of_y = dy.load([first, 0]).to(weight.dtype)
         values = o.load([o_row, o_column * C]).to(tl.float32)
         opened = _sigmoid(gate.load([first, 0]).to(tl.float32))
-        if ENDING:  # behind a tile are pairs of another one
+        if ENDING:  # the rows past this tile's end belong to another tile
             of_y = tl.where(here, of_y, 0.0)
         dgated = tl.dot(of_y, weight)
         gated = values * opened

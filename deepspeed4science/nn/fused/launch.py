@@ -1,4 +1,4 @@
-"""The Triton kernels on tensors: results, tiles, descriptors, and sums of what programs found."""
+"""Launches the Triton kernels on tensors: allocates results, makes descriptors, sums partial sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK_OF_NORM = 32
 def norm_pair_bias(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, eps: float, ending: bool
 ) -> tuple[Tensor, Tensor]:
-    """normed, as x is; z `[*, 1, H, queries, keys]`."""
+    """normed, of x's shape, and z, `[*, 1, H, queries, keys]`."""
     normed = torch.empty_like(x, dtype=weight.dtype)
     *batch, rows, columns, C = x.shape
     heads = (columns, rows) if ending else (rows, columns)
@@ -50,7 +50,7 @@ def gated_output(
     residual: Tensor | None,
     ending: bool,
 ) -> Tensor:
-    """y, in the dtype of residual, or else of weight."""
+    """y, in residual's dtype; without a residual in weight's."""
     *_, rows, columns, C = gate.shape
     N, num_pairs = weight.shape[0], gate.numel() // C
     dtype = weight.dtype if residual is None else residual.dtype
@@ -89,7 +89,7 @@ def gated_output_backward(
     has_bias: bool,
     ending: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dO, and the gradients of weight, of bias and of the gate's bias; dgate is written."""
+    """dO and the gradients of weight, of bias and of the gate's bias; writes into dgate."""
     *_, rows, columns, C = gate.shape
     N, num_pairs = weight.shape[0], gate.numel() // C
     num_tiles = _num_tiles(num_pairs, columns, ending)
@@ -182,29 +182,31 @@ def norm_pair_bias_backward(
 
 
 def _num_tiles(num_pairs: int, columns: int, ending: bool) -> int:
-    """As `_tile` of the kernels takes pairs apart."""
+    """The number of tiles that the kernels' `_tile` divides the pairs into."""
     return num_pairs // columns * -(-columns // _BLOCK) if ending else -(-num_pairs // _BLOCK)
 
 
 def _num_programs(x: Tensor, num_tiles: int, *, per_multiprocessor: int = 1) -> int:
-    """As many as run at the same time: each takes tile after tile."""
+    """The number of programs that run at the same time; each takes tile after tile."""
     count: int = torch.cuda.get_device_properties(x.device).multi_processor_count
     return min(num_tiles, count * per_multiprocessor)
 
 
 def _parts(like: Tensor, *size: int) -> Tensor:
-    """Of a sum, found apart."""
+    """Room for partial sums, one of `size` for each program."""
     return like.new_empty(size, dtype=torch.float32)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """Of pairs as rows of a matrix."""
+    """The descriptor of a tensor of pairs as a matrix with a row for each pair."""
     C = x.shape[-1]
     shape, stride = [x.numel() // C, C], [x.stride(-2), 1]
     return TensorDescriptor(x, shape, stride, [block, C])
 
 
 def _descriptor_of_o(o: Tensor, rows: int, C: int, ending: bool) -> TensorDescriptor:
-    """Around the ending node, where o lies as [*, columns, rows, C], a row of all of a column."""
+    """The descriptor of o. Around the ending node o lies as [*, columns, rows, C], and a row of the
+    matrix holds all pairs of one column.
+    """
     width = rows * C if ending else C
     return TensorDescriptor(o, [o.numel() // width, width], [width, 1], [_BLOCK, C])

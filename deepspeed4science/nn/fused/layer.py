@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHANNELS = (32, 64, 128)  # that a program holds in registers
-_HEADS = (1, 2, 4, 8, 16)  # columns that one product of a tile has
-_LEAST_MAJOR = 9  # of compute capabilities: with a tensor memory accelerator
+_CHANNELS = (32, 64, 128)  # a program holds them in registers
+_HEADS = (1, 2, 4, 8, 16)  # one product of a tile has at most 16 columns
+_LEAST_MAJOR = 9  # compute capability: the first with a tensor memory accelerator
 _SHARED_BYTES = 192 * 1024 + 512  # three tiles of 64 pairs and 128 channels, and barriers
 
 
 def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
-    """Whether kernels of ours take this call."""
+    """Whether the Triton kernels support this call."""
     return (
         x.is_cuda
         and not is_dtensor(x)
@@ -64,8 +64,8 @@ def _compiles_for(device: int) -> bool:
 
 
 def _shared_bytes(device: int) -> int:
-    """Shared memory that a block may have; 0 where Triton cannot be used."""
-    try:  # it compiles a part of itself, for which a C compiler may be missing
+    """Bytes of shared memory that a block may have; 0 where Triton cannot be used."""
+    try:  # Triton compiles a part of itself; a C compiler may be missing
         from triton.runtime import driver
 
         found: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
@@ -76,8 +76,8 @@ def _shared_bytes(device: int) -> int:
 
 
 _compiled_for: dict[int, bool] = {}
-# torch.compile calls it while it traces, and traces none of it: what its decorator would do, which
-# loads all of torch._dynamo.
+# torch.compile calls this function while it traces and does not trace into it. The decorator for
+# this would load all of torch._dynamo.
 _compiles_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -88,11 +88,12 @@ def triangle_attention(
     residual: bool,
     gathers: Callable[[Tensor], Gather] | None = None,
 ) -> Tensor:
-    """`layer(x)`, and x on top of it where `residual` is set.
+    """`layer(x)`, plus x if `residual` is set.
 
     Args:
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
-        gathers: where x is a part of the rows n, begins to gather the pair bias from its part.
+        gathers: if x is one process's part of the rows n: starts to gather the whole pair bias
+            from this process's part of it.
     """
     norm, out, dtype = layer.layer_norm, layer.mha.linear_o, _dtype_of_products(x)
     weight, bias = joined(layer.mha.projections())

@@ -15,8 +15,8 @@ from deepspeed4science.packed import columns, heads
 
 
 class NormPairBias(NamedTuple):
-    """`evoformer_attn_norm_pair_bias` -> norm(x) in the dtype of weight, and its product with
-    weight as attention takes it, `[*, 1, H, L, L]`.
+    """`evoformer_attn_norm_pair_bias` -> norm(x) in weight's dtype, and norm(x) weight^T in the
+    layout of the attention's bias2, `[*, 1, H, L, L]`.
     """
 
     x: Tensor  # [*, I, J, C]
@@ -28,8 +28,8 @@ class NormPairBias(NamedTuple):
 
 
 class NormPairBiasBackward(NamedTuple):
-    """`evoformer_attn_norm_pair_bias_backward` -> gradients of x, and, in float32, of norm_weight,
-    norm_bias and weight.
+    """`evoformer_attn_norm_pair_bias_backward` -> the gradient of x, and the float32 gradients of
+    norm_weight, norm_bias and weight.
     """
 
     dnormed: Tensor  # [*, I, J, C]
@@ -38,7 +38,7 @@ class NormPairBiasBackward(NamedTuple):
     norm_weight: Tensor
     norm_bias: Tensor
     weight: Tensor
-    dresidual: Tensor | None  # [*, I, J, C]: added to that of x
+    dresidual: Tensor | None  # [*, I, J, C]: added to the gradient of x
     eps: float
     ending: bool
 
@@ -57,8 +57,8 @@ class GatedOutput(NamedTuple):
 
 
 class GatedAttentionBackward(NamedTuple):
-    """`evoformer_attn_gated_backward` -> gradients of product, and, in float32, of bias2, of the
-    output's weight and bias and of a bias of the gate (no elements unless has_bias).
+    """`evoformer_attn_gated_backward` -> the gradient of product, and the float32 gradients of
+    bias2, of the output's weight and bias and of the gate's bias (no elements unless has_bias).
     """
 
     dy: Tensor  # [*, I, J, c_out]

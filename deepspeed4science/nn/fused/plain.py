@@ -1,6 +1,4 @@
-"""What the kernels compute (launch.py has the same functions), in plain PyTorch: what tests compare
-them with.
-"""
+"""The functions of launch.py in plain PyTorch: the reference that tests compare the kernels with."""
 
 from __future__ import annotations
 
