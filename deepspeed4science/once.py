@@ -13,7 +13,7 @@ from deepspeed4science.operators import recorded
 
 
 def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The registered operator `name`, with the arguments of `call`; differentiating it is an error."""
+    """The registered operator `name`, with `call`'s arguments; differentiating it is an error."""
 
     def record(*arguments: Any, **named: Any) -> Any:
         operator = getattr(torch.ops.deepspeed4science, name).default

@@ -1,17 +1,17 @@
-// Forward attention with biases for Sm70, Sm75 and Sm80:
+// Forward attention with biases for Sm70, Sm75 and Sm80, docs/math.md (1) to (7):
 //
 //   O = softmax(scale Q K^T + bias1 - shift + bias2) V,   lse = log sum exp of the same
 //
-// One block computes kQueriesPerBlock rows of one (batch, head) and walks over the keys in blocks of kKeysPerBlock;
-// each warp owns 32 rows and 32 keys of every block, scores and probabilities stay in its registers. Schedule, budgets
-// and reasons: docs/kernels/sm80.md. The templates and names are the contract's; what follows Broadcast2_ is ours.
+// One block computes kQueriesPerBlock rows of one (batch, head) and walks over the keys in blocks of kKeysPerBlock.
+// Each warp owns 32 rows and 32 keys of every block; scores and probabilities stay in its registers. Schedule, budgets
+// and reasons: docs/kernels/sm80.md. The templates and names up to Broadcast2_ are the contract's, the others are ours.
 //
-// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), bias2, constants of the block; reused for the merge
-// of the warps and for O. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for
-// each warp, which the merge reuses, and maxima of the rows.
+// Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), bias2, constants of the block; the merge of the
+// warps and O reuse it. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for each
+// warp, which the merge reuses, and maxima of the rows.
 //
-// kernel_forward.h as the seed documents launch it: Params with only their fields (Params::complete() says what the
-// others then are), grid (query blocks, heads, batch), attention_forward<Kernel><<<grid, kNumThreads, kSharedBytes>>>.
+// A caller may launch the kernel with the contract's fields of Params alone (Params::complete() fills in the others):
+// grid (query blocks, heads, batch), attention_forward<Kernel><<<grid, kNumThreads, kSharedBytes>>>.
 #pragma once
 
 #include "epilogue/epilogue_rescale_output.h"
@@ -28,25 +28,26 @@ template <typename scalar_t_,    // half_t; bfloat16_t (Sm80); float
           bool isAligned_,       // Q, K, V, O and matrix bias rows begin at 16 bytes, D and Dv fill 16-byte chunks
           int kQueriesPerBlock,  // 32 to 128
           int kKeysPerBlock_,    // 32 to 128
-          bool kSingleValueIteration_,  // all of O in registers (D <= kHeadDim, Dv <= kHeadDimValue); else any D and Dv
+          bool kSingleValueIteration_,  // O entirely in registers (D <= kHeadDim, Dv <= kHeadDimValue); else any D, Dv
           bool kSupportsBias_ = false, template <typename, typename, typename> class Broadcast1_ = BroadcastNoLoad,
           template <typename, typename, typename> class Broadcast2_ = BroadcastNoLoad,
-          // Tier: the largest D, a multiple of 16; else channels of Q and K at a time. As many as fit, up to 128.
+          // kSingleValueIteration_: the largest D, a multiple of 16. Otherwise: the number of channels of Q and K at a
+          // time. The default is the largest number that fits, up to 128.
           int kHeadDim_ =
               ds4s::default_head_dim<scalar_t_, ArchTag, kQueriesPerBlock, kKeysPerBlock_>(kSingleValueIteration_),
-          // Tier of Dv; else columns of V at a time.
+          // kSingleValueIteration_: the largest Dv. Otherwise: the number of columns of V at a time.
           int kHeadDimValue_ = kSingleValueIteration_ || kHeadDim_ < 64 ? kHeadDim_ : 64,
           bool kTf32_ = false,  // float only: TF32 tensor cores instead of full precision
           int kStripes_ = 1,    // key blocks that arrive in shared memory together
-          int kInFlight_ = 1,   // of these, whose scores a warp computes before it turns to their softmax
-          // Warps to be resident on a multiprocessor, which spread over four register files: 8, 12 or 16 of them leave
-          // 255, 168 or 128 registers a thread. O takes one register a lane for each column of V.
+          int kInFlight_ = 1,   // of these, key blocks whose scores a warp computes before their softmax
+          // Warps resident on a multiprocessor. They share four register files: 8, 12 or 16 warps leave 255, 168 or 128
+          // registers a thread. O takes one register a lane for each column of V.
           int kWarpsWanted_ = getWarpsPerSm<scalar_t_, ArchTag>(),
-          // Every field of Params is set, scale is positive, a matrix bias has rows of whole 16-byte pieces if
-          // isAligned_: what the op's host side has seen to (sm80/forward/launch.h).
+          // The op's host side (sm80/forward/launch.h) guarantees: every field of Params is set, scale is positive, and
+          // if isAligned_ the rows of a matrix bias consist of whole 16-byte pieces.
           bool kIsComplete_ = false,
-          // A matrix bias in Broadcast2_ comes through shared memory, a stage ahead: the registers that it waits in
-          // otherwise are another warp's.
+          // A matrix bias in Broadcast2_ passes through shared memory, loaded a stage ahead, instead of waiting in
+          // registers; these allow another warp.
           bool kStagesBias2_ = false>
 struct AttentionKernel {
   using scalar_t = scalar_t_;
@@ -81,26 +82,26 @@ struct AttentionKernel {
 
   using Traits = ds4s::ArchTraits<ArchTag>;
   using Mma = ds4s::WarpMma<scalar_t, ArchTag, kTf32_>;
-  // Beside an O of 128 registers it would be in local memory, and a load from there, in the loop, waits for bias2.
+  // Beside an O of 128 registers `huge` would lie in local memory, and its load in the loop would wait for bias2.
   static constexpr bool kKeepsHuge = kHeadDimValue < 128;
   using Softmax = ds4s::RowSoftmax<Mma, kKeepsHuge>;
   using Row = typename Softmax::Row;
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
-  // Q is multiplied by it, so that any finite bias is finite in its units (head dimensions up to 4096); half_t has no
-  // such large ones.
+  // Q is multiplied by kQFactor, so that every finite bias stays finite in units of the raw scores (head dimensions up
+  // to 4096). Biases of half_t are never so large.
   static constexpr bool kHasQFactor = !kExact && !cutlass::platform::is_same<scalar_t, cutlass::half_t>::value;
   static constexpr float kQFactor = kHasQFactor ? 1.f / 64 : 1.f;
-  static constexpr bool kScalesQ = kHasQFactor || !kIsComplete;  // or by the sign of scale
+  static constexpr bool kScalesQ = kHasQFactor || !kIsComplete;  // an incomplete scale may be negative
   static constexpr int kStepsD = kHeadDim / Mma::kStepK;
   static constexpr int kStepsKeys = 32 / Mma::kStepK;
   static constexpr int kTilesO = kHeadDimValue / 8;
   static constexpr bool kQInRegisters = kHeadDim * int(sizeof(scalar_t)) <= 64;  // 16 registers a lane
-  // Where K and V are loaded from next: in registers where those suffice, else found again each time.
+  // The next addresses of K and V stay in registers where there are enough; elsewhere they are computed each time.
   static constexpr bool kKeepsLoaders = sizeof(scalar_t) == 2 && (kHeadDim <= 32 || kHeadDim == 64);
-  // A loop of its own for rows n that see all keys; beside a second loop D = 48 spills (36 bytes).
+  // Rows n that see all keys have a loop of their own. With two loops D = 48 would spill (36 bytes).
   static constexpr bool kHasWholeLoop = kHeadDim != 48;
 
-  // Biases. A row bias goes through shared memory (it is every row's), a matrix bias straight into registers.
+  // A row bias is the same for all queries and goes through shared memory; a matrix bias goes straight into registers.
   using TileShape = cutlass::MatrixShape<kQueriesPerBlock, kKeysPerBlock>;
   using RowShape = cutlass::MatrixShape<1, kKeysPerStage>;
   using RowMap = ds4s::RowThreadMap;
@@ -136,7 +137,8 @@ struct AttentionKernel {
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kBias2Bytes + kConstantsBytes <= kMaxShared;
   static constexpr bool kAsync = Traits::kHasCpAsync && kAligned && (kFitsTwice || !kSingleValueIteration);
-  // Where the first keys lie is found while the mask is on its way; they are sent for once it says that they are seen.
+  // The addresses of the first keys are computed while the mask is on its way; their loads are issued as soon as the
+  // mask says that these keys are seen.
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
   static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kBias2Bytes;
@@ -153,7 +155,7 @@ struct AttentionKernel {
   // Pointers, sizes and strides: sm80/forward/params.h.
   using Params = ds4s::ForwardParams<scalar_t, AttentionKernel>;
 
-  // Why a launch with these parameters is not supported; null when it is. On the host, before the launch.
+  // Why a launch with these parameters is not supported; null if it is. Called on the host before the launch.
   static const char* check_supported(const Params& p) { return ds4s::forward_obstacle<AttentionKernel>(p); }
 
   static CUTLASS_DEVICE void attention_kernel(Params& p) {
@@ -176,8 +178,8 @@ struct AttentionKernel {
   }
 };
 
-// The launchable form of a kernel: grid as advance_to_block() says, kNumThreads threads, kSharedBytes of dynamic shared
-// memory.
+// The kernel as it is launched: grid (query blocks, heads, batch) or as launch.h sets it, kNumThreads threads,
+// kSharedBytes of dynamic shared memory.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kNumThreads, Kernel::kMinBlocksPerSm)
     attention_forward(typename Kernel::Params params) {

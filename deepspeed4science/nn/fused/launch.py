@@ -1,4 +1,4 @@
-"""Launches the Triton kernels on tensors: allocates results, makes descriptors, sums partial sums."""
+"""Launches the Triton kernels: allocates results, makes descriptors, adds up partial sums."""
 
 from __future__ import annotations
 

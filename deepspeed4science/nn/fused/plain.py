@@ -1,4 +1,4 @@
-"""The functions of launch.py in plain PyTorch: the reference that tests compare the kernels with."""
+"""The functions of launch.py in plain PyTorch: the tests' reference for the kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // The keys of a row n that a forward block computes: segments, one after another, within which the loop reads no mask.
-// Hidden keys inside a segment are computed as usual; those between two segments, kGapUnits units or more, are neither
-// loaded nor computed. Beginning a segment takes about as long as 32 keys.
+// Keys hidden by math.md (6a) inside a segment are computed as usual; those between two segments, kGapUnits units or
+// more, are neither loaded nor computed. Beginning a segment takes about as long as 32 keys.
 //
 // The mask may come from a kernel that this one overlaps with: ptx::load_written.
 #pragma once

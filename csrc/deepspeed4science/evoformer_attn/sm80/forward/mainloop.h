@@ -1,5 +1,5 @@
-// What one block of kernel_forward.h does: prologue, loop over the key blocks, epilogue. K below is the
-// AttentionKernel: its types and numbers. The loop's state lives in run().
+// One block of kernel_forward.h: prologue, loop over the key blocks (math.md (1) to (7)), epilogue. The template
+// parameter K is the AttentionKernel with its types and numbers. The loop's state lives in run().
 #pragma once
 
 #include "epilogue.h"
@@ -33,9 +33,9 @@ struct ForwardBlock : ForwardLoads<K> {
   using Base::sConstants;
   using Base::thread;
 
-  // mask: of the row n.
+  // mask: the row n's.
   CUTLASS_DEVICE void run(const RowMask& mask) {
-    // Where the first loads come from, found while the mask is on its way.
+    // The addresses of the first loads are computed while the mask is on its way.
     Loader<QTile> loader_q(p.query_ptr, p.q_strideM, p.head_dim, thread);
     SegmentStart start;
     if constexpr (K::kSendsEarly) {
@@ -68,8 +68,8 @@ struct ForwardBlock : ForwardLoads<K> {
       for (int i = 0; i < 8; ++i) o[j][i] = 0.f;
     }
 
-    // Most rows n see all keys. Bounds that come from memory keep ptxas from using uniform registers in the loop:
-    // another loop has them, at 5 % more time.
+    // Most rows n see all keys. ptxas uses no uniform registers in a loop whose bounds come from memory, and such a
+    // loop takes 5 % longer; so only rows n with hidden keys take it.
     KeySegment segment = K::kSkips ? segments.first(mask) : all;
     if (K::kHasWholeLoop && segment.begin == 0 && segment.end == p.num_keys) {
       add_segment</*kWhole=*/true>(o, softmax, all, start, /*is_sent=*/K::kSendsEarly, /*is_first=*/true);
@@ -91,7 +91,7 @@ struct ForwardBlock : ForwardLoads<K> {
   }
 
  protected:
-  // O += P V for the keys of a segment. kWhole: for all of them. is_sent: the first ones have been sent for.
+  // O += P V for the keys of a segment. kWhole: the segment is all keys. is_sent: the first loads have been issued.
   template <bool kWhole>
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   SegmentStart& start, bool is_sent, bool is_first) {
@@ -109,7 +109,7 @@ struct ForwardBlock : ForwardLoads<K> {
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = segment.begin, turn = 0; first < segment.end; first += kKeys, ++turn) {
-      // These keys' K, V and row bias arrive; the next ones' set out.
+      // Waits for K, V and the row bias of these keys and issues the loads of the next ones.
       int stage = (kWhole ? first / kKeys : turn) % K::kStages, next = first + kKeys;
       RowElement next_row;
       if constexpr (K::kAsync) {
@@ -125,13 +125,13 @@ struct ForwardBlock : ForwardLoads<K> {
         __syncthreads();
       }
 
-      // Stripes without keys are left out. The test, always true at first, also keeps ptxas from reordering across it:
+      // Skips stripes without keys. The test, false for the first stripe, also keeps ptxas from reordering across it:
       // 1.25 instead of 1.38 ms at D = 64, 1.20 instead of 1.31 at D = 128.
       int keys_left = segment.end - first;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
-        // Scores.
+        // Scores, math.md (1) and (1a): the shift of a row bias is already subtracted.
         float s[K::kInFlight][4][8];
         int key = first + stripe * K::kKeysPerBlock;
         if constexpr (K::kStagesBias2) this->fetch_bias2(bias2[0], stripe);
@@ -150,7 +150,7 @@ struct ForwardBlock : ForwardLoads<K> {
           if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
-        // Probabilities, and O += P V.
+        // Probabilities and O += P V, math.md (7).
         Row largest[K::kInFlight];
         bool moves = false;
         CUTLASS_PRAGMA_UNROLL

@@ -1,9 +1,9 @@
-// The online softmax of one warp's 32 rows, in base 2 (docs/kernels/sm80.md, Forward).
+// The online softmax of one warp's 32 rows, math.md (7), in base 2 (docs/kernels/sm80.md, Forward).
 //
 //   p = 2^(c s - c m),  l = sum p,  c = scale * log2(e)
 //
-// m is a reference, not the running maximum: it moves only when a row exceeds it by 2^kSlack, because any m gives the
-// same quotient and 2^8 fits every type that P is rounded to. In the common case no lanes talk and nothing is rescaled.
+// m is a reference, not the running maximum. It moves only when a row exceeds it by a factor of 2^kSlack: any m gives
+// the same quotient (5), and 2^8 fits every type that P is rounded to. Usually lanes exchange and rescale nothing.
 #pragma once
 
 #include <cutlass/array.h>
@@ -13,20 +13,20 @@
 
 namespace ds4s {
 
-template <typename Mma, bool kKeepsHuge = true>  // kKeepsHuge: `huge` has a register
+template <typename Mma, bool kKeepsHuge = true>  // kKeepsHuge: `huge` stays in a register
 struct RowSoftmax {
   static constexpr int kSlots = Mma::kSlots;
   static constexpr int kPerSlot = 8 / kSlots;  // values of one row in an accumulator tile
   static constexpr float kSlack = 8.0f;
-  static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
+  static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
   using Row = cutlass::Array<float, kSlots>;
 
-  Row cm;       // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN; 0 where huge
-  Row limit;    // raw score above which m must move: m + kSlack / c, m itself where huge; -inf while nothing is visible
+  Row cm;       // c m; 0 where huge, and 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
+  Row limit;    // m moves for raw scores above: m + kSlack / c; m where huge; -inf before the first visible key
   Row l;        // this lane's part of the sum
   Row m_prime;  // factor of the last move
   float c;
-  bool huge;  // of some row of the warp: all its keys carry a mask like -1e9
+  bool huge;  // some row of the warp has a huge |c m|: all its keys carry a mask like -1e9
 
   CUTLASS_DEVICE explicit RowSoftmax(float scale) : c(scale * kLog2e), huge(false) {
     cm.fill(0.f);
@@ -34,7 +34,8 @@ struct RowSoftmax {
     l.fill(0.f);
   }
 
-  // The lane's largest score of each row; true when some row of the warp must move its reference.
+  // Sets `largest` to the lane's largest score of each row. Returns whether some row of the warp must move its
+  // reference.
   CUTLASS_DEVICE bool must_move(Row& largest, const float (&s)[4][8]) const {
     bool above = false;
     CUTLASS_PRAGMA_UNROLL
@@ -49,7 +50,7 @@ struct RowSoftmax {
     return ptx::any(above);
   }
 
-  // Moves the references to the largest scores; the caller multiplies what it accumulated by m_prime.
+  // Moves the references to the largest scores. The caller multiplies its accumulators by m_prime.
   CUTLASS_DEVICE void move(const Row& largest) {
     bool any_huge = false;
     CUTLASS_PRAGMA_UNROLL
@@ -59,7 +60,7 @@ struct RowSoftmax {
       bool first = limit[slot] == -infinity(), was_huge = is_huge(slot);
       bool moves = first || was_huge ? x > limit[slot] : now > before;
       if (!moves) now = before;
-      // Of a huge reference base 2 has too few digits; its limit is m itself.
+      // c m of a huge reference is too coarse; the difference is taken of m itself, which is the limit.
       float by = was_huge ? moves ? (limit[slot] - x) * c : 0.f : 4 * (before - now);
       m_prime[slot] = first ? 1.f : ptx::exp2(by);
       l[slot] *= m_prime[slot];
@@ -71,12 +72,12 @@ struct RowSoftmax {
     if constexpr (kKeepsHuge) huge = ptx::any(any_huge);
   }
 
-  // s becomes p; l grows.
+  // Replaces s by p and adds p to l.
   CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
     if (some_are_huge()) {
       CUTLASS_PRAGMA_UNROLL
       for (int slot = 0; slot < kSlots; ++slot) {
-        // The exchange with itself keeps the compiler from predicating this rare branch into the common path.
+        // A lane's exchange with itself keeps the compiler from predicating this rare branch into the common path.
         float m = ptx::shfl_xor(is_huge(slot) ? limit[slot] : 0.f, 0);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < 32; ++x) {
@@ -92,17 +93,17 @@ struct RowSoftmax {
     for (int x = 0; x < 32; ++x) l[Mma::slot_of(x % 8)] += s[x / 8][x % 8];
   }
 
-  // c m / 4, which is finite for every finite m. Where huge, the limit is m itself.
+  // c m / 4, which is finite for every finite m. Where m is huge, limit holds m itself.
   CUTLASS_DEVICE float reference(int slot) const { return is_huge(slot) ? limit[slot] * (c / 4) : cm[slot] / 4; }
 
-  // After the last keys, once: the lanes' sums put together. From here on cm is the reference.
+  // Called once, after the last keys: sums l over the lanes and makes cm the reference() of every row.
   CUTLASS_DEVICE void finish() {
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]), cm[slot] = reference(slot);
   }
 
-  // Takes another part of the row in (its reference and l; l is 0 when it saw nothing). m_prime is what was accumulated
-  // here is to be multiplied by, the result what the other part is. Both have finished.
+  // Merges another warp's part of the row, given by its reference and its l (0 if it saw no key). Sets m_prime, the
+  // factor of this part's accumulators, and returns the factor of the other part's. Both parts have finished.
   CUTLASS_DEVICE float join(int slot, float other, float other_l) {
     float before = cm[slot], now = l[slot] == 0.f ? other : other_l == 0.f ? before : fmaxf(before, other);
     m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(4 * (before - now));
@@ -112,12 +113,12 @@ struct RowSoftmax {
     return theirs;
   }
 
-  // Finished.
+  // (6), after finish().
   CUTLASS_DEVICE float logsumexp(int slot) const {
     return l[slot] == 0.f ? -infinity() : fmaf(cm[slot], 4 * kLn2, ptx::log2(l[slot]) * kLn2);
   }
 
-  // o = m_prime * o, or any factor for each slot.
+  // o = factor * o, with a factor for each slot.
   template <int kTiles>
   CUTLASS_DEVICE void rescale(float (&o)[kTiles][8], const Row& factor) const {
     using Rescale = MemoryEfficientAttentionNormalize<float, float, kPerSlot, float, float, /*isFirst=*/false,
@@ -134,7 +135,7 @@ struct RowSoftmax {
     }
   }
 
-  // 0 where nothing is visible, whatever V holds. Behind a vote, which keeps choices out of the common path.
+  // Sets o to 0 in rows that see no key, whatever V holds. The vote keeps the selections out of the common path.
   template <int kTiles>
   CUTLASS_DEVICE void clear_unseen(float (&o)[kTiles][8]) const {
     bool unseen = false;
@@ -167,7 +168,7 @@ struct RowSoftmax {
   }
 
  private:
-  // Also, without kKeepsHuge, where nothing is visible yet.
+  // Without kKeepsHuge also true before the first visible key.
   CUTLASS_DEVICE bool some_are_huge() const {
     if constexpr (kKeepsHuge) return huge;
     float largest = fabsf(limit[0]);

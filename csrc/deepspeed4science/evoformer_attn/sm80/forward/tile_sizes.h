@@ -1,5 +1,5 @@
-// Tile sizes of the forward for Sm70, Sm75 and Sm80, with the limit or the measurement that chose them (H200, bf16,
-// both biases; docs/history/sm80-forward-design.md, Outcome).
+// Tile sizes of the forward for Sm70, Sm75 and Sm80, each with the limit or the measurement behind it (H200, bf16, both
+// biases; docs/history/sm80-forward-design.md, Outcome).
 #pragma once
 
 #include "kernel_forward.h"
@@ -9,11 +9,11 @@ namespace ds4s {
 // Meanings: AttentionKernel's parameters.
 struct ForwardTiles {
   int queries, keys, stripes, in_flight, warps;
-  int head_dim, head_dim_value;  // tiers; past kLargestTier what passes at a time
+  int head_dim, head_dim_value;  // tiers; past kLargestTier the number of channels at a time
   bool stages_bias2 = false;
 };
 
-// Up to here all of Q, K, V and O is there at once; kSingleValueIteration = false beyond.
+// Up to this head dimension a block holds Q, K, V and O whole; beyond it kSingleValueIteration is false.
 constexpr int kLargestTier = 128;
 
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kBias1, bool kBias2>
@@ -22,17 +22,17 @@ constexpr ForwardTiles forward_tiles() {
   constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
   constexpr int D = kHeadDim, Dv = kHeadDimValue;
   constexpr bool kHasBias = kBias1 || kBias2;
-  // Not timed: 44 KiB, which 7.5 has room for, without spills.
+  // Not timed; chosen for 44 KiB of shared memory, which compute capability 7.5 has, and no spills.
   if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
   constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
   constexpr bool kStaged = kRoomy && has_large_shared_memory();
   if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps, D, Dv};
-  // (1,768,768,4,32): 1.44 ms, with one stripe 1.58, two 1.57; 16 warps 1.73, two stripes in flight 1.69. Without
-  // biases 1.09 with one stripe, 1.14 with four: nothing but K and V is waited for, and the loop is no shorter.
+  // (1,768,768,4,32): 1.44 ms; with one stripe 1.58, with two 1.57, with 16 warps 1.73, with two stripes in flight
+  // 1.69. Without biases 1.09 with one stripe and 1.14 with four: the loop waits for K and V only and is no shorter.
   if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
-  // bias2 needs no registers while it is on its way: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe 0.492;
-  // (1,256,1024,4,64) 1.16 instead of 1.26, for 12 warps fit. Wider heads have no room for it; at D <= 32 it loses.
+  // bias2 in shared memory takes no registers on its way: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
+  // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no room; at D <= 32 it loses.
   constexpr bool kStagesBias2 = kStaged && kBias2 && kLargest > 32 && kLargest <= 64;
   if (kStagesBias2) return {128, 32, 2, 1, 12, D, Dv, kStagesBias2};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
