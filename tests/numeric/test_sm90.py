@@ -203,3 +203,22 @@ def test_poison_behind_the_tensors_is_never_seen(L):
     plain = DS4Sci_EvoformerAttention(*clean[:3], clean[3:])
     assert torch.equal(o, plain)
     assert (o.double() - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize(("Lq", "Lk", "D"), [(2090, 2000, 32), (2610, 2560, 32), (2610, 2560, 64)])
+def test_long_calls_whose_blocks_keep_step(Lq, Lk, D, plans):
+    """Where bias2 does not fit into the L2 cache, blocks take tiles in another order, and wait for
+    each other: of each row n the same comes out as of a call with few of them.
+    """
+    x = Case("long", B=2, N=49, Lq=Lq, Lk=Lk, H=4, D=D).inputs(torch.bfloat16, "cuda")
+    x.bias1[0, 1, ..., :1000] = -torch.inf
+    with torch.no_grad():
+        whole = DS4Sci_EvoformerAttention(x.q, x.k, x.v, [x.bias1, x.bias2])
+        parts = [
+            DS4Sci_EvoformerAttention(
+                *(one[:, n] for one in (x.q, x.k, x.v)), [x.bias1[:, n], x.bias2]
+            )
+            for n in (slice(0, 20), slice(20, 49))
+        ]
+    assert [plan.get("groups_of_band") for plan in plans] == ["12", None, None]
+    assert torch.equal(whole, torch.cat(parts, dim=1))

@@ -34,8 +34,18 @@ def plan(tmp_path_factory):
         ((24, 1, 768, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 48 tiles
         ((24, 1, 4096, 16, False, 132), "kernel=one_row workspace_bytes=0"),  # 256
         ((24, 1, 4096, 16, False, 264), "kernel=few_tiles workspace_bytes=0"),
-        ((32, 2, 100, 3, True, 132), "kernel=many_rows bias2=copied workspace_bytes=62400"),
+        ((32, 2, 100, 3, True, 132), "kernel=many_rows bias2=copied workspace_bytes=62464"),
         ((128, 8, 64, 2, False, 132), "kernel=many_rows workspace_bytes=0"),
+        ((32, 1536, 1536, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
+        (
+            (32, 2048, 2048, 4, False, 132),
+            "kernel=many_rows groups_of_band=12 workspace_bytes=0",
+        ),
+        (
+            (32, 3072, 3072, 4, False, 132),
+            "kernel=many_rows groups_of_band=12 parts_begun@0 workspace_bytes=256",
+        ),
+        ((32, 47, 2048, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
     ],
 )
 def test_plan_of(call, expected, plan):

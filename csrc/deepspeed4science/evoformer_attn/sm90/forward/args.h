@@ -16,8 +16,11 @@ struct ForwardArgs {
   int64_t row_mask_stride[2];
 
   int32_t N, H, Lq, Lk;
-  int32_t num_tiles;  // query blocks, innermost, times H, times groups of kRows rows n, times B
-  cutlass::FastDivmod by_query_blocks, by_heads, by_row_groups;
+  // Tiles of a band of groups of kRows rows n: its groups, innermost, times query blocks, times H. Then the next band;
+  // the last one may have fewer groups.
+  int32_t num_tiles, num_bands;
+  int32_t* parts_begun;  // by all blocks together (sm90/pace.h); null: nobody waits
+  cutlass::FastDivmod by_band_tiles, by_groups, by_last_groups, by_query_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head
 
   // Scores are kept as s = Q' K^T + f (bias1 + bias2), Q' = q_factor Q, f = q_factor / scale; softmax(s / f) is what is

@@ -88,9 +88,15 @@ struct ForwardConfig {
   };
   CUTLASS_DEVICE static Coordinates locate(const ForwardArgs& args, int tile) {
     Coordinates at;
-    args.by_query_blocks(tile, at.query, tile);
-    args.by_heads(tile, at.head, tile);
-    args.by_row_groups(at.batch, at.row, tile);
+    int band, group;
+    args.by_band_tiles(band, tile, tile);
+    if (band + 1 < args.num_bands) {
+      args.by_groups(tile, group, tile);
+    } else {
+      args.by_last_groups(tile, group, tile);
+    }
+    args.by_query_blocks(at.head, at.query, tile);
+    args.by_row_groups(at.batch, at.row, band * args.by_groups.divisor + group);
     at.query *= kBlockQueries, at.row *= kRows;
     return at;
   }

@@ -28,7 +28,7 @@ struct ForwardLaunch {
   static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
   static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
 
-  static cudaError_t run(const FwdParams& p, const TensorView<5>& bias2, cudaStream_t stream) {
+  static cudaError_t run(const FwdParams& p, const ForwardPlan& plan, const TensorView<5>& bias2, cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     ForwardMaps maps{};
@@ -42,7 +42,7 @@ struct ForwardLaunch {
       error = make_tile_map<Element, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
     if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
-    ForwardArgs args = make_args(p, bias2);
+    ForwardArgs args = make_args(p, plan, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
     Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
     launch.overlap();
@@ -54,7 +54,7 @@ struct ForwardLaunch {
   }
 
  private:
-  static ForwardArgs make_args(const FwdParams& p, const TensorView<5>& bias2) {
+  static ForwardArgs make_args(const FwdParams& p, const ForwardPlan& plan, const TensorView<5>& bias2) {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
@@ -64,8 +64,15 @@ struct ForwardLaunch {
                             reinterpret_cast<uintptr_t>(p.bias1) % 16 == 0;
     for (int d = 0; d < 2; ++d) args.row_mask_stride[d] = p.row_mask_stride[d];
     args.N = int32_t(p.N), args.H = int32_t(p.H), args.Lq = int32_t(p.Lq), args.Lk = int32_t(p.Lk);
+    const int64_t groups = num_row_groups(p) * p.B, bands = ceil_div(groups, plan.groups_of_band);
+    const int64_t of_band = ceil_div(groups, bands);  // about as many in each
+    args.by_groups = cutlass::FastDivmod(int(of_band));
+    args.num_bands = int32_t(ceil_div(groups, of_band));
+    args.by_last_groups = cutlass::FastDivmod(int(groups - (args.num_bands - 1) * of_band));
     args.by_query_blocks = cutlass::FastDivmod(int(num_query_blocks(p)));
-    args.by_heads = cutlass::FastDivmod(int(p.H)), args.by_row_groups = cutlass::FastDivmod(int(num_row_groups(p)));
+    args.by_row_groups = cutlass::FastDivmod(int(num_row_groups(p)));
+    args.parts_begun = at<int32_t>(p.workspace, plan.parts_begun);
+    args.by_band_tiles = cutlass::FastDivmod(int(num_query_blocks(p) * p.H * of_band));
     args.num_tiles = int32_t(num_tiles(p));
     args.bias2_H = bias2.size[2] > 1, args.bias2_B = bias2.size[4] > 1;
     args.q_factor = Config::kScalesQ ? std::exp2(std::floor(std::log2(p.scale))) : 1.f;
@@ -77,7 +84,11 @@ struct ForwardLaunch {
 
 template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
 struct Forward {
-  static int64_t workspace_bytes(const FwdParams& p) { return Bias2View(p).workspace_bytes(); }
+  static int64_t workspace_bytes(const FwdParams& p) {
+    ForwardPlan plan;
+    plan_workspace(plan, p);
+    return plan.workspace_bytes;
+  }
 
   static int run(const FwdParams& p, cudaStream_t stream) {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -93,13 +104,17 @@ struct Forward {
     const Bias2View view(p);
     if (cudaError_t error = copy_bias2_rows<Element>(view, p.workspace, stream); error != cudaSuccess) return error;
     const TensorView<5> bias2 = view.read(p.workspace);
+    if (plan.parts_begun >= 0) {
+      const cudaError_t error = cudaMemsetAsync(at<int32_t>(p.workspace, plan.parts_begun), 0, 4, stream);
+      if (error != cudaSuccess) return error;
+    }
     switch (plan.kernel) {
       case ForwardKernel::kManyRows:
-        return Launch<typename Choice::ManyRows>::run(p, bias2, stream);
+        return Launch<typename Choice::ManyRows>::run(p, plan, bias2, stream);
       case ForwardKernel::kOneRow:
-        return Launch<typename Choice::OneRow>::run(p, bias2, stream);
+        return Launch<typename Choice::OneRow>::run(p, plan, bias2, stream);
       default:
-        return Launch<typename Choice::FewTiles>::run(p, bias2, stream);
+        return Launch<typename Choice::FewTiles>::run(p, plan, bias2, stream);
     }
   }
 

@@ -21,11 +21,15 @@ struct ForwardFacts : DeviceFacts {
 struct ForwardPlan {
   ForwardKernel kernel = ForwardKernel::kManyRows;
   bool copies_bias2 = false;
-  int64_t workspace_bytes = 0;  // of the copy; it depends on no device
+  int64_t groups_of_band = 1;          // of rows n; see ForwardArgs
+  int64_t parts_begun = kNotReserved;  // offset in the workspace, where blocks keep step (sm90/pace.h)
+  int64_t workspace_bytes = 0;
 
   void print(PlanText& text) const {
     text.add("kernel", kForwardKernelNames[int(kernel)]);
     if (copies_bias2) text.add("bias2", "copied");
+    if (groups_of_band > 1) text.add("groups_of_band", groups_of_band);
+    text.add_offset("parts_begun", parts_begun);
     text.add("workspace_bytes", workspace_bytes);
   }
 };
@@ -35,18 +39,32 @@ int64_t num_forward_tiles(const FwdParams& p) {
   return ceil_div(p.Lq, 64 * Tiles::kQueryTiles) * ceil_div(p.N, Tiles::kRows) * p.H * p.B;
 }
 
+// The part of a plan that depends on no device. bias2 of a batch may be more than the L2 cache keeps: then blocks that
+// run at the same time have few of its rows; and where it is far more, they keep step too. (1,2048,2048,4,32): 17.0;
+// bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in step 136.
+inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
+  constexpr int64_t kMiB = 1 << 20, kGroups = 12;
+  const Bias2View bias2(p);
+  plan.copies_bias2 = bias2.copied;
+  const int64_t bytes = p.bias2 ? 2 * bias2.view.size[0] * bias2.view.size[1] * bias2.view.size[2] : 0;
+  const bool shares = p.N >= 4 * kGroups;
+  if (shares && bytes > 24 * kMiB) plan.groups_of_band = kGroups;
+  WorkspaceLayout layout;
+  layout.reserve(bias2.copied, bias2.workspace_bytes());
+  plan.parts_begun = layout.reserve(shares && bytes > 48 * kMiB, 4);
+  plan.workspace_bytes = layout.bytes();
+}
+
 // A single row n has no other to share bias2 with. Tiles of 64 queries are chosen where larger ones leave
 // multiprocessors idle.
 template <int kHeadDim>
 ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
-  const Bias2View bias2(p);
   ForwardPlan plan;
   if (p.N == 1) {
     const bool few = num_forward_tiles<typename ForwardChoice<kHeadDim>::OneRow>(p) < device.one_row_blocks;
     plan.kernel = few ? ForwardKernel::kFewTiles : ForwardKernel::kOneRow;
   }
-  plan.copies_bias2 = bias2.copied;
-  plan.workspace_bytes = bias2.workspace_bytes();
+  plan_workspace(plan, p);
   return plan;
 }
 

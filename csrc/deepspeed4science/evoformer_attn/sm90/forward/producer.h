@@ -6,6 +6,7 @@
 #include "sm90/forward/bias1.h"
 #include "sm90/forward/first_mask.h"
 #include "sm90/forward/maps.h"
+#include "sm90/pace.h"
 
 namespace ds4s::sm90 {
 
@@ -24,6 +25,7 @@ struct ForwardProducer {
   static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr bool kBias2 = Config::kBias2;
+  static constexpr int kPartSteps = 8;  // of a part (sm90/pace.h)
 
   // One thread: everything that is tiles.
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const ForwardMaps& maps) {
@@ -31,6 +33,7 @@ struct ForwardProducer {
     QPipe q_pipe;
     // Nobody is ahead of a block's first tile: its first step is loaded, seen or not, while its mask is looked at.
     int num_ahead = Config::num_ahead(args, int(blockIdx.x));
+    Pace pace(args.parts_begun, int(gridDim.x));
     if (num_ahead > 0) {
       const Coordinates at = Config::locate(args, int(blockIdx.x));
       load_q(shared, 0, maps, at);
@@ -50,6 +53,7 @@ struct ForwardProducer {
       steps.skip(num_ahead);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = num_ahead; step < num_steps; ++step, pipe.advance()) {
+        if (step % kPartSteps == 0) pace.begin_part();
         const int key = steps.next();
         shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
         load_keys(shared, pipe.index, args, maps, at, key);
@@ -58,6 +62,7 @@ struct ForwardProducer {
       }
       end_mask(shared, mask, q_pipe);
     }
+    pace.end();
   }
 
   // One warp: bias1.
