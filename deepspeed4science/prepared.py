@@ -117,7 +117,9 @@ class PreparedBackward(_Prepared):
             and p.device.type == "cuda"
             and p.dtype != torch.float32
             and {p.bias1_dtype, p.bias2_dtype} <= {None, p.dtype}
-            and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
+            and (
+                p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED or choice.backend.rounds_dbias2(p)
+            )
         )
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:

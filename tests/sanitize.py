@@ -28,6 +28,9 @@ SM90_CALLS = (
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # one pass for dk, dv and dq, twice over the keys of a second head
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
+    (78, 1540, 130, 1, 32),  # of three
+    (60, 2310, 130, 1, 32),  # of four
+    (1, 130, 520, 2, 32),  # of five, each with a part of the keys
     (132, 100, 200, 2, 48),  # both again for wider heads
     (132, 400, 130, 1, 48),
     (3, 70, 300, 40, 64),  # dq by additions to accumulators in L2

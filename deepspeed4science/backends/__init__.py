@@ -41,6 +41,9 @@ class Backend(Protocol):
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         """The call with tensors that kernels can read. They compute in the dtype of that q."""
 
+    def rounds_dbias2(self, problem: Problem) -> bool:
+        """Whether dbias2 in the dtype of Q takes no sums in float32: then it comes so."""
+
     def options(self) -> Options:
         """The settings of the process that are parameters of kernels."""
 

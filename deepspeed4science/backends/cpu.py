@@ -45,6 +45,9 @@ class CpuBackend:
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         return unit_strides(call)
 
+    def rounds_dbias2(self, problem: Problem) -> bool:
+        return False
+
     def options(self) -> Options:
         return Options(openmp.threads(torch.get_num_threads()), 1)  # always deterministic
 

@@ -74,6 +74,9 @@ class CudaBackend:
             )
         return spec
 
+    def rounds_dbias2(self, problem: Problem) -> bool:
+        return False
+
     def options(self) -> Options:
         return Options(0, int(torch.are_deterministic_algorithms_enabled()))
 

@@ -44,6 +44,12 @@ class Sm90Backend(CudaBackend):
     def spec(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> CudaKernel:
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
+    def rounds_dbias2(self, problem: Problem) -> bool:
+        """One row n, and its keys in a cluster of blocks: `splits_keys` of sm90/backward/plan.h."""
+        p = problem
+        narrow = max(p.D, p.Dv) <= 32
+        return p.N == 1 and narrow and p.Lq <= 768 and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
+
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         """A gradient of O may have any layout (that of a mean over L is one row, expanded). It is
         copied where TMA cannot read it, which costs far less than another family's backward, which

@@ -121,6 +121,7 @@ PASSES = (
     (3, 70, 300, 40, 64),
     (2, 60, 300, 60, 128),
     (1, 130, 130, 50, 32),
+    (1, 130, 200, 25, 32),
     (9, 100, 72, 2, 32),
 )
 each_pass = pytest.mark.parametrize("shape", PASSES, ids=str)

@@ -4,10 +4,13 @@ import random
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 
 import pytest
 
+from deepspeed4science.backends.sm90 import Sm90Backend
 from op_builder import paths
+from op_builder.ops.instantiations import FAMILIES
 from op_builder.toolchain import host_compiler
 
 HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
@@ -38,6 +41,9 @@ def plan(tmp_path_factory):
     return run
 
 
+LONE_ROW = {"N": 1, "Lq": 768, "Lk": 768, "H": 16}
+
+
 def square(L, **more):
     return {"N": L, "Lq": L, "Lk": L, **more}
 
@@ -50,7 +56,23 @@ def square(L, **more):
         (square(256), "fused", None, "square_dbias2"),
         (square(768), "long_fused", None, "paired_dbias2"),
         (square(1536), "split_fused", None, "paired_dbias2"),
-        (square(1600), "keys", "queries", "paired_dbias2"),
+        (square(1600), "triple_fused", None, "paired_dbias2"),
+        (square(2304), "triple_fused", None, "paired_dbias2"),
+        (square(2305), "quad_fused", None, "paired_dbias2"),
+        (square(3072), "quad_fused", None, "paired_dbias2"),
+        (square(3073), "keys", "queries", "paired_dbias2"),
+        (square(2048, clusters=0), "keys", "queries", "single_dbias2"),
+        ({"N": 8, "Lq": 2048, "Lk": 2048, "H": 2}, "keys", "queries", "paired_dbias2"),
+        ({**LONE_ROW, "dbias2": 0}, "cluster_fused", None, None),
+        (
+            {**LONE_ROW, "dbias2": 0, "rounded_dbias2": 1, "row_mask": 1, "bias1": 1},
+            *("cluster_fused", None, "rounded_with_dkdv"),
+        ),
+        ({**LONE_ROW, "Lq": 769, "dbias2": 0}, "few_keys", "few_queries", None),
+        ({**LONE_ROW, "Lk": 128, "dbias2": 0}, "keys", "few_queries", None),
+        ({**LONE_ROW, "Lk": 1024, "dbias2": 0}, "cluster_fused", None, None),
+        ({**LONE_ROW, "Lk": 1025, "dbias2": 0}, "few_keys", "few_queries", None),
+        ({**LONE_ROW, "dbias2": 0, "clusters": 0}, "few_keys", "few_queries", None),
         (square(384, clusters=0), "fused", None, "single_dbias2"),
         (square(1536, clusters=0), "keys", "queries", "single_dbias2"),
         (square(384, no_fused=1), "keys", "queries", "paired_dbias2"),
@@ -158,3 +180,18 @@ def test_pieces_of_the_workspace_are_apart(plan):
             assert end - offset >= least.get(name, 1), (seed, call, found, name)
         seen |= {name for _, name in pieces}
     assert seen == set(OFFSETS) - {"bias1"}, seed
+
+
+def test_rounded_dbias2_without_sums(plan):
+    """The backend, which allocates what is written, says of all calls what the plan does."""
+    seed = random.randrange(2**31)
+    pick = random.Random(seed)
+    backend = Sm90Backend(FAMILIES["sm90"])
+    answers = set()
+    for _ in range(100):
+        p = Namespace(N=pick.choice((1, 1, 2)), D=pick.choice((24, 32, 48)), H=pick.randint(1, 16))
+        p.Lq, p.Lk, p.Dv = pick.randint(700, 800), pick.choice((8, 7)) * pick.randint(20, 220), p.D
+        found = plan(**(vars(p) | {"dbias2": 0, "rounded_dbias2": 1}))
+        answers.add(expected := found.get("dbias2") == "rounded_with_dkdv")
+        assert backend.rounds_dbias2(p) == expected, (seed, p, found)
+    assert answers == {True, False}, seed

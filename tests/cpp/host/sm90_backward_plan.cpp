@@ -1,6 +1,7 @@
 // sm90/backward/plan.h: `sm90_backward_plan NAME=VALUE...` prints the plan of a call. Names: D B N Lq Lk H, bias1,
-// bias2, row_mask, odd_bias2 (rows that have to be copied), deterministic; dq dk dv dbias1 dbias2 (which are wanted);
-// blocks (multiprocessors), clusters (of two blocks), no_fused (no room for kernels that keep dq in shared memory).
+// bias2, row_mask, odd_bias2 (rows that have to be copied), deterministic; dq dk dv dbias1 dbias2 (which are wanted),
+// rounded_dbias2; blocks (multiprocessors), clusters (of two blocks), no_fused (no room for kernels that keep dq in
+// shared memory).
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -31,6 +32,7 @@ int main(int argc, char** argv) {
   p.row_mask = static_cast<uint8_t*>(pointer("row_mask"));
   p.dq = pointer("dq"), p.dk = pointer("dk"), p.dv = pointer("dv");
   p.dbias1 = static_cast<float*>(pointer("dbias1")), p.dbias2 = static_cast<float*>(pointer("dbias2"));
+  p.rounded_dbias2 = pointer("rounded_dbias2");
   p.deterministic = int32_t(given["deterministic"]);
   p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = 1;
   const int64_t row = given["odd_bias2"] ? p.Lk + 1 : p.Lk;
@@ -42,7 +44,11 @@ int main(int argc, char** argv) {
   for (Kernel kernel : {Kernel::kSplitFused, Kernel::kPairedDbias2}) {
     device.resident_blocks[int(kernel)] = 2 * given["clusters"];
   }
-  for (Kernel kernel : {Kernel::kFused, Kernel::kLongFused, Kernel::kSplitFused}) {
+  device.resident_blocks[int(Kernel::kTripleFused)] = 2 * given["clusters"] / 3 * 3;
+  device.resident_blocks[int(Kernel::kQuadFused)] = given["clusters"] / 2 * 4;
+  device.resident_blocks[int(Kernel::kClusterFused)] = given["clusters"] / 4 * 8;
+  for (Kernel kernel : {Kernel::kFused, Kernel::kLongFused, Kernel::kSplitFused, Kernel::kTripleFused,
+                        Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
   const BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)

@@ -48,7 +48,8 @@ class Postprocess {
       round(p_.rounded_dbias1, p_.dbias1, bn * p_.Lk + key0 + lane_, bn * p_.Lk + end, /*step=*/32);
     }
     for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) mend_dq(x / p_.Lq, x % p_.Lq);
-    for (int64_t x = warp; p_.dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
+    const bool has_dbias2 = p_.dbias2 != nullptr || p_.rounded_dbias2 != nullptr;
+    for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
       mend_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
       __syncwarp();
       round(p_.rounded_dbias2, p_.dbias2, x * p_.Lk + lane_, (x + 1) * p_.Lk, /*step=*/32);
@@ -66,7 +67,7 @@ class Postprocess {
  private:
   // Elements first, first + step, ... below end; nothing if `rounded` is null.
   CUTLASS_DEVICE static void round(void* rounded, const float* sums, int64_t first, int64_t end, int64_t step) {
-    if (rounded == nullptr) return;
+    if (rounded == nullptr || sums == nullptr) return;  // or it came rounded
     constexpr int kAtOnce = 8;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t x = first; x < end; x += kAtOnce * step) {
@@ -226,11 +227,12 @@ class Postprocess {
     }
     hides = ptx::any(hides), sees_one = ptx::any(sees_one);
     if (!hides && !sees_one) return;
-    float* row = p_.dbias2 + ((b * p_.H + h) * p_.Lq + q) * p_.Lk;
+    const int64_t row = ((b * p_.H + h) * p_.Lq + q) * p_.Lk;
+    scalar_t* const rounded = p_.dbias2 == nullptr ? static_cast<scalar_t*>(p_.rounded_dbias2) : nullptr;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t key0 = 0; key0 < p_.Lk; key0 += 32) {
       const int64_t key = key0 + lane_;
-      bool wrong = hides && key < p_.Lk && isnan(row[key]);
+      bool wrong = hides && key < p_.Lk && isnan(rounded ? float(rounded[row + key]) : p_.dbias2[row + key]);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int64_t n = 0; sees_one && n < p_.N; ++n) wrong |= only_key(b * p_.N + n) == key;
       uint32_t left = __ballot_sync(0xffffffffu, wrong);
@@ -243,7 +245,12 @@ class Postprocess {
         for (int64_t n = 0; n < p_.N; ++n) {
           if (!is_hidden(b * p_.N + n, h, q)) sum += score(b, n, h, q, mine < p_.Lk ? mine : p_.Lk - 1).ds;
         }
-        if ((left >> of_group_ & 1) != 0 && sublane_ == 0) row[mine] = sum;
+        if ((left >> of_group_ & 1) == 0 || sublane_ != 0) continue;
+        if (rounded) {
+          rounded[row + mine] = scalar_t(sum);
+        } else {
+          p_.dbias2[row + mine] = sum;
+        }
       }
     }
   }

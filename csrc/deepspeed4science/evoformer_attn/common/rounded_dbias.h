@@ -33,7 +33,8 @@ struct RoundedDbias {
     explicit Sums(const BwdParams& p) {
       WorkspaceLayout layout;
       dbias1 = layout.reserve(p.rounded_dbias1 != nullptr, p.B * p.N * p.Lk * 4);
-      dbias2 = layout.reserve(p.rounded_dbias2 != nullptr, p.B * p.H * p.Lq * p.Lk * 4);
+      const bool rounds = p.rounded_dbias2 != nullptr && Backward::rounds_dbias2(p);
+      dbias2 = layout.reserve(p.rounded_dbias2 != nullptr && !rounds, p.B * p.H * p.Lq * p.Lk * 4);
       bytes = layout.bytes();
     }
     BwdParams added_to(BwdParams p, void* workspace) const {

@@ -39,6 +39,7 @@ class Backward : BackwardHost {
     query_device(device);
     return make_plan(p, device, kUnit).workspace_bytes;
   }
+  static bool rounds_dbias2(const BwdParams&) { return false; }  // its sums come first, in float32
   static void print_plan(const BwdParams& p, PlanText& text) {
     DeviceFacts device;
     query_device(device);

@@ -41,7 +41,7 @@ struct BackwardArgs {
   bool stores_first, stores_second;  // kernel_dq_dkdv: which results are wanted
   bool stores_dbias1;                // each head its own part
   bool adds_dbias2;                  // several slices add into one result
-  bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv of queries stores it
+  bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv stores it; rounded where it splits keys
   bool waits;                        // the kernel before brings what this one reads
   bool waits_before_stores;          // the kernel before writes there too: accumulators of dq
 
@@ -50,6 +50,11 @@ struct BackwardArgs {
   float scale;
   float unit;  // 1 / scale
   float c;     // scale log2(e)
+
+  // kernel_dq_dkdv in clusters.
+  int32_t queries_of_block;  // the last may have fewer
+  bool heads_outside;        // one head's rows n follow one another
+  bool splits_keys;          // each block has all queries and a tile of keys
 
   // The index of a row n among all B N.
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }

@@ -1,5 +1,5 @@
-// Barriers and stores between the blocks of a cluster: mbarrier.arrive and mbarrier.try_wait (PTX ISA 9.7.13.15) with
-// the scope of the cluster, st.async (9.7.9.12), whose barrier counts the bytes.
+// Barriers, stores and loads between the blocks of a cluster: mbarrier.arrive and mbarrier.try_wait (PTX ISA 9.7.13.15)
+// with the scope of the cluster, st.async (9.7.9.12), whose barrier counts the bytes.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -44,6 +44,16 @@ CUTLASS_DEVICE void store_async(uint32_t address, const float* four, uint32_t an
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(announces)
       : "memory");
+}
+
+// From another block's shared memory (9.7.9.8).
+CUTLASS_DEVICE float4 load_four(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
 
 }  // namespace ds4s::sm90

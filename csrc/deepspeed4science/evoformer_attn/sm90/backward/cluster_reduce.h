@@ -1,6 +1,12 @@
-// Two blocks of a cluster have the same keys and each one half of the queries: the first finishes dk, the second dv.
-// Each warpgroup writes what it has of the other result into its partner's shared memory, where a barrier counts the
-// bytes, and adds what comes from there.
+// Two to four blocks of a cluster have the same keys and each a part of the queries: the first finishes dk, the second
+// dv. Each warpgroup writes what it has of the other result into its partner's shared memory, where a barrier counts
+// the bytes, and adds what comes from there. The third block then sends its dk, or both, to the first two, the fourth
+// its dv.
+//
+//   blocks   swapped              then sent
+//   2        0 <-> 1
+//   3        0 <-> 1              2 -> 0 dk, 2 -> 1 dv
+//   4        0 <-> 1, 2 <-> 3     2 -> 0 dk, 3 -> 1 dv
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
@@ -15,44 +21,69 @@ struct ClusterReduce {
   using Result = float[Config::kHeadDim / 2];
   static_assert(sizeof(OwnedPair) >= 128 * sizeof(Result), "a result goes where the owned tiles were");
 
+  Shared& shared;
+  float4* buffer;  // of this thread, where owned tiles were
+  uint32_t parity;
+  const ConsumerCoord& at;
+
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
-    for (auto& barrier : dq.ready) barrier.init(128);
-    for (auto& barrier : dq.received) barrier.init(1);
+    for (auto& barriers : dq.ready) {
+      for (auto& barrier : barriers) barrier.init(128);
+    }
+    for (auto& barriers : dq.received) {
+      for (auto& barrier : barriers) barrier.init(1);
+    }
   }
 
-  // Nothing reads the owned tiles any more. Of both results one is complete afterwards.
+  // Nothing reads the owned tiles any more. Afterwards dk is complete in the first block, dv in the second.
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& dk, Result& dv, uint32_t& parity,
                                       const ConsumerCoord& at) {
-    if (Config::rank() == 0) {
-      exchange(shared, owned, dk, dv, 1, parity, at);
+    const ClusterReduce reduce{shared, reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128, parity, at};
+    if (Config::rank() == 2 && cute::cluster_shape().x == 3) {
+      reduce.send(dk, 0, 1, 1), reduce.send(dv, 1, 2, 1);
+    } else if (Config::rank() % 2 == 0) {
+      reduce.run(dk, dv);
     } else {
-      exchange(shared, owned, dv, dk, 0, parity, at);
+      reduce.run(dv, dk);
     }
     parity ^= 1;
   }
 
  private:
-  CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& mine, const Result& theirs,
-                                      uint32_t partner, uint32_t parity, const ConsumerCoord& at) {
-    float4* buffer = reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128;
-    auto& ready = shared.dq.ready[at.tile];
-    auto& received = shared.dq.received[at.tile];
-    if (at.issues()) received.arrive_and_expect_tx(128 * sizeof(Result));
-    arrive_relaxed(ready, partner);  // what this buffer held is in registers
-    wait_relaxed(ready, parity);
-    uint32_t remote = cute::set_block_rank(shared_address(buffer), partner);
-    uint32_t announced = cute::set_block_rank(shared_address(&received), partner);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
-      store_async(remote + 2048 * i, theirs + 4 * i, announced);
+  CUTLASS_DEVICE void run(Result& mine, const Result& theirs) const {
+    const uint32_t rank = Config::rank(), blocks = cute::cluster_shape().x;
+    announce(rank ^ 1, 0, 0);
+    send(theirs, rank ^ 1, 0, 0);
+    receive(mine, 0);
+    if (blocks == 2) return;
+    if (rank < 2) {
+      announce(min(rank + 2, blocks - 1), 1 + rank, 1);
+      receive(mine, 1);
+    } else {
+      send(mine, rank - 2, rank - 1, 1);
     }
-    wait_in_cluster(received, parity);
+  }
+
+  // This block's buffer is free: what it held is in registers.
+  CUTLASS_DEVICE void announce(uint32_t partner, int its_ready, int my_received) const {
+    if (at.issues()) shared.dq.received[my_received][at.tile].arrive_and_expect_tx(128 * sizeof(Result));
+    arrive_relaxed(shared.dq.ready[its_ready][at.tile], partner);
+  }
+  CUTLASS_DEVICE void send(const Result& x, uint32_t partner, int my_ready, int its_received) const {
+    wait_relaxed(shared.dq.ready[my_ready][at.tile], parity);
+    uint32_t remote = cute::set_block_rank(shared_address(buffer), partner);
+    uint32_t announced = cute::set_block_rank(shared_address(&shared.dq.received[its_received][at.tile]), partner);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) store_async(remote + 2048 * i, x + 4 * i, announced);
+  }
+  CUTLASS_DEVICE void receive(Result& sum, int my_received) const {
+    wait_in_cluster(shared.dq.received[my_received][at.tile], parity);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
       float4 x = buffer[128 * i];
-      mine[4 * i] += x.x, mine[4 * i + 1] += x.y, mine[4 * i + 2] += x.z, mine[4 * i + 3] += x.w;
+      sum[4 * i] += x.x, sum[4 * i + 1] += x.y, sum[4 * i + 2] += x.z, sum[4 * i + 3] += x.w;
     }
-    at.sync();  // everybody has read what the finished result is written over
+    at.sync();  // everybody has read what is written over next
   }
 };
 

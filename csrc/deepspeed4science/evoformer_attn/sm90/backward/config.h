@@ -36,7 +36,7 @@ struct DqDkdvConfig {
   // registers then, not through it.
   // With dq in shared memory: (1,768,768,4,32) 2.67 instead of 2.71; not measured at D = 48.
   static constexpr bool kReleasesEarly = kBuffers == 1 && (kDqInShared ? kHeadDim <= 32 && kClusterBlocks == 1 : true);
-  static_assert(kClusterBlocks <= 2, "one block finishes dk, the other dv");
+  static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   using Registers = cute::conditional_t<kDqInGlobal, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
                                         RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
@@ -74,8 +74,8 @@ struct DqDkdvConfig {
     DqTile tiles[kQueries / kColumns];
     EmptyBarrier full[kStages][kTiles];  // dS is there
     EmptyBarrier keys_read[kBuffers];
-    EmptyBarrier ready[kTiles];  // split (cluster_reduce.h)
-    FullBarrier received[kTiles];
+    EmptyBarrier ready[3][kTiles];  // in clusters (cluster_reduce.h)
+    FullBarrier received[2][kTiles];
   };
   struct NoDq {};
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: of dq in its accumulator
@@ -140,9 +140,10 @@ struct DqDkdvConfig {
   CUTLASS_DEVICE static Columns columns(const BackwardArgs& args) {
     int all = kKeys ? args.Lq : args.Lk;
     if (kClusterBlocks == 1) return {0, all};
-    int part = (all + kClusterBlocks * kColumns - 1) / (kClusterBlocks * kColumns) * kColumns, begin = rank() * part;
-    return {begin, min(begin + part, all)};
+    const int begin = splits_keys(args) ? 0 : rank() * args.queries_of_block;
+    return {begin, min(begin + args.queries_of_block, all)};
   }
+  CUTLASS_DEVICE static bool splits_keys(const BackwardArgs& args) { return kClusterBlocks > 1 && args.splits_keys; }
   CUTLASS_DEVICE static int rank() { return kClusterBlocks == 1 ? 0 : int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
 
@@ -150,6 +151,11 @@ struct DqDkdvConfig {
     Coordinates at;
     at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
     if constexpr (kDqInGlobal) {  // bias2 of one head after another, and dbias2, stay in L2
+      at.row = tile % args.N, tile /= args.N;
+      at.head = tile % args.H, at.batch = tile / args.H;
+      return at;
+    }
+    if (kClusterBlocks > 1 && args.heads_outside) {
       at.row = tile % args.N, tile /= args.N;
       at.head = tile % args.H, at.batch = tile / args.H;
       return at;
@@ -190,7 +196,7 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    if (x.warpgroups == 0) return x;
+    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // else it has a part in dq, of zeros
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

@@ -45,7 +45,7 @@ struct DqDkdvConsumer {
       const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
       DqTileState dq{maps, block, owned_pipe, false, false};
       if constexpr (kDqInShared) {
-        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end;
+        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end && !Config::splits_keys(args);
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kDqInGlobal: every warpgroup has a part in dq of all keys; hidden ones have P = 0.

@@ -3,6 +3,7 @@
 // goes from key to key.
 #pragma once
 
+#include "sm90/backward/cluster_barrier.h"
 #include "sm90/backward/config.h"
 #include "sm90/backward/maps.h"
 
@@ -69,7 +70,35 @@ struct DqShared {
     }
   }
 
+  // dq of a (b, n, h) whose keys are shared out among the blocks of a cluster: each sums up some of the tiles, in the
+  // order of the blocks.
+  CUTLASS_DEVICE static void sum_in_cluster(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
+    const ConsumerCoord at = ConsumerCoord::of_thread<kTiles>();
+    const int num_blocks = int(cute::cluster_shape().x), num_steps = Config::columns(args).num_steps();
+    const auto block = Config::locate(args, int(cute::cluster_id_in_grid().x) * args.num_blocks);
+    const typename Config::OwnedPipe owned_pipe;
+    const TileState state{maps, block, owned_pipe, true, true};
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int index = Config::rank() * kTiles + at.tile; index < num_steps; index += num_blocks * kTiles) {
+      auto& tile = shared.dq.tiles[index];
+      const uint32_t mine = shared_address(tile.x[0][threadIdx.x % 128]);
+      Sum sum = {};
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int rank = 0; rank < num_blocks; ++rank) add_remote(sum, cute::set_block_rank(mine, rank));
+      at.sync();  // everybody has read what is written over now
+      store_out(state, tile, sum, index * kColumns, args, at);
+    }
+    if (at.issues()) cute::tma_store_wait<0>();
+  }
+
  private:
+  CUTLASS_DEVICE static void add_remote(Sum& sum, uint32_t address) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      const float4 x = load_four(address + 2048 * i);
+      sum[4 * i] += x.x, sum[4 * i + 1] += x.y, sum[4 * i + 2] += x.z, sum[4 * i + 3] += x.w;
+    }
+  }
   CUTLASS_DEVICE static void store_out(const TileState& state, typename Config::DqTile& tile, const Sum& sum, int query,
                                        const BackwardArgs& args, const ConsumerCoord& at) {
     const float scale[2] = {args.scale, args.scale};

@@ -22,8 +22,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
+    const int readers = 128 * (kWarpgroups + kDqInShared) + (kClusterBlocks && args.stores_dbias2);
     for (int s = 0; s < Config::kStages; ++s)
-      shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(128 * (kWarpgroups + kDqInShared));
+      shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(readers);
     if constexpr (kDqInShared) DqShared<Config>::init(shared.dq);
     if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers), shared.tile_queue.init();
     if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
@@ -45,21 +46,34 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
     DqDkdvConsumer<Config>::run(shared, args, maps);
+    if constexpr (kClusterBlocks) {
+      if (args.splits_keys) {
+        cute::cluster_sync();  // dq of all blocks is there
+        DqShared<Config>::sum_in_cluster(shared, args, maps);
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && cute::elect_one_sync()) DqDkdvProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) DqDkdvProducer<Config>::run_statistics(shared, args, warp - 1);
     if constexpr (kDqInShared) {
-      if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+      if (!kClusterBlocks || !args.splits_keys) {
+        if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+      } else if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
+        DqDkdvProducer<Config>::run_dbias2(shared, args, maps);
+      }
     }
     if constexpr (Config::kDqInGlobal) {
       if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);
       if (warp == 3) DqGlobal<Config>::run_dq(shared, args, maps.dq_rows);
     }
     __syncwarp();
+    if constexpr (kClusterBlocks) {
+      if (args.splits_keys) cute::cluster_sync();
+    }
   }
-  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other block may still write here
+  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other blocks may still write or read here
 }
 
 }  // namespace ds4s::sm90

@@ -11,9 +11,8 @@
 
 namespace ds4s::sm90 {
 
-template <typename Config>
-using DqDkdvGrid =
-    PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, Config::kSharedBytes, Config::kClusterBlocks>;
+template <typename Config, int kCluster = Config::kClusterBlocks>
+using DqDkdvGrid = PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
 template <typename Config, int kCluster>
 using Dbias2Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
 
@@ -65,6 +64,11 @@ struct BackwardKernels {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
+      if (Tiles::kHasLargeClusters) {
+        count(Kernel::kTripleFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 3>{});
+        count(Kernel::kQuadFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 4>{});
+        count(Kernel::kClusterFused, DqDkdvGrid<OfKeys<typename Tiles::ClusterFused>, kMostClusterBlocks>{});
+      }
     }
     if constexpr (kBias2) {
       if constexpr (Tiles::kHasDqGlobal) count(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});

@@ -16,6 +16,11 @@ class Backward {
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
     return known ? make_plan<kHeadDim, kBias2>(p, device).workspace_bytes : 0;
   }
+  // Into rounded_dbias2, without sums in dbias2.
+  static bool rounds_dbias2(const BwdParams& p) {
+    BackwardFacts device;
+    return fits(p) && Kernels::query(device) == cudaSuccess && make_plan<kHeadDim, kBias2>(p, device).rounds_dbias2;
+  }
   static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if (!fits(p)) return cudaErrorInvalidValue;
@@ -49,7 +54,7 @@ class Backward {
   int launch_all() {
     launches_.check(copy_bias2_rows<Element>(fill_.bias2(), fill_.template at<void>(plan_.bias2), launches_.stream()));
     preprocess();
-    const bool dbias2_is_first = plan_.dbias2 != Kernel::kNone && !plan_.dq_global;
+    const bool dbias2_is_first = plan_.dbias2 != Kernel::kNone && !plan_.dbias2_is_last;
     if (dbias2_is_first) launch_dbias2(/*waits=*/true);
     if (plan_.keys != Kernel::kNone) launch_keys(/*waits=*/!dbias2_is_first);
     if (plan_.dbias2 != Kernel::kNone && !dbias2_is_first) launch_dbias2(/*waits=*/false);
@@ -104,7 +109,11 @@ class Backward {
       using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
       if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
       if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
-      if (plan_.keys == Kernel::kSplitFused) launch_dq_dkdv<Split>(waits);
+      if (plan_.keys == Kernel::kClusterFused) {
+        launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::ClusterFused>>(waits);
+      } else if (plan_.cluster_blocks > 1) {
+        launch_dq_dkdv<Split>(waits);
+      }
     }
     if constexpr (Tiles::kHasDqGlobal && kBias2) {
       using Global = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
@@ -142,17 +151,16 @@ class Backward {
     const BackwardArgs args = fill_.template dq_dkdv<Config>(waits);
     const DqDkdvMaps maps = dq_dkdv_maps<Config>();
     // Blocks that find something to do.
-    const int64_t most =
-        Config::kDqInShared ? args.num_tiles / args.num_blocks * Config::kClusterBlocks : args.num_tiles;
-    start<kernel_dq_dkdv<Config>, Config, Config::kClusterBlocks>(Config::kKeys ? plan_.keys : plan_.queries, most,
-                                                                  args, maps);
+    const int64_t most = Config::kDqInShared ? args.num_tiles / args.num_blocks * plan_.cluster_blocks : args.num_tiles;
+    start<kernel_dq_dkdv<Config>, Config>(Config::kKeys ? plan_.keys : plan_.queries, plan_.cluster_blocks, most, args,
+                                          maps);
   }
   template <typename Config, int kCluster>
   void launch_dbias2(bool waits) {
     const BackwardArgs args = fill_.dbias2(dbias2_cluster_tile<kHeadDim>(plan_.dbias2), waits);
     const Dbias2Maps maps = dbias2_maps<Config>();
-    start<kernel_dbias2<Config>, Config, kCluster>(plan_.dbias2, args.num_tiles * plan_.num_slices * kCluster, args,
-                                                   maps);
+    start<kernel_dbias2<Config>, Config>(plan_.dbias2, kCluster, args.num_tiles * plan_.num_slices * kCluster, args,
+                                         maps);
   }
   void launch_order_dbias2() {
     if constexpr (Tiles::kHasDqGlobal && kBias2) {
@@ -165,12 +173,13 @@ class Backward {
   }
 
   // A persistent kernel on all multiprocessors, or on as many blocks as find something to do.
-  template <auto kKernel, typename Config, int kCluster, typename Maps>
-  void start(Kernel kernel, int64_t most, const BackwardArgs& args, const Maps& maps) {
+  template <auto kKernel, typename Config, typename Maps>
+  void start(Kernel kernel, int cluster, int64_t most, const BackwardArgs& args, const Maps& maps) {
     const int64_t blocks = device_.blocks_of(kernel);
     if (blocks == 0) return launches_.check(cudaErrorInvalidConfiguration);
-    launches_.start_overlapping(kKernel, std::min(blocks, most), Config::kNumThreads, Config::kSharedBytes, kCluster,
-                                args, maps);
+    // A block with keys of its own has one tile.
+    launches_.start_overlapping(kKernel, kernel == Kernel::kClusterFused ? most : std::min(blocks, most),
+                                Config::kNumThreads, Config::kSharedBytes, cluster, args, maps);
   }
 
   template <typename Config>
@@ -185,6 +194,7 @@ class Backward {
       if (p_.dk) make_map<Owned>(maps.result_first, dk());
       if (p_.dv) make_map<Owned>(maps.result_second, dv());
       if (Config::kDqInShared) make_map<Owned>(maps.dq, dq());
+      if (plan_.rounds_dbias2) make_map<typename Config::BiasTile>(maps.dbias2, rounded_dbias2(p_));
     } else {
       make_map<Owned>(maps.owned_first, q()), make_map<Owned>(maps.owned_second, do_());
       make_map<Streamed>(maps.streamed_first, k()), make_map<Streamed>(maps.streamed_second, v());

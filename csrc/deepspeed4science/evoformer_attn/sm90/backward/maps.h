@@ -11,6 +11,7 @@ struct DqDkdvMaps {
   CUtensorMap dq;                         // kDqInShared
   TensorView<5> first_rows, second_rows;  // the results again, for kReleasesEarly
   TensorView<5> dq_rows;                  // kDqInGlobal
+  CUtensorMap dbias2;                     // rounded, where the keys of a (b, n, h) are split
 };
 
 struct Dbias2Maps {

@@ -17,11 +17,14 @@ namespace ds4s::sm90 {
 // kernel_dq_dkdv and kernel_dbias2, with the tiles of tile_sizes.h that have these names.
 enum class Kernel : int {
   kNone,
-  kFused,       // dk, dv and dq; dq in shared memory
-  kLongFused,   // the same for more queries
-  kSplitFused,  // the same in clusters of two blocks, each with half of the queries
-  kDqGlobal,    // dk, dv and dq; dq by additions
-  kKeys,        // dk and dv
+  kFused,         // dk, dv and dq; dq in shared memory
+  kLongFused,     // the same for more queries
+  kSplitFused,    // the same in clusters of two blocks, each with half of the queries
+  kTripleFused,   // the same in clusters of three
+  kQuadFused,     // the same in clusters of four
+  kClusterFused,  // the same in clusters whose blocks have all queries and a tile of keys each
+  kDqGlobal,      // dk, dv and dq; dq by additions
+  kKeys,          // dk and dv
   kFewKeys,
   kQueries,  // dq
   kFewQueries,
@@ -29,10 +32,10 @@ enum class Kernel : int {
   kSingleDbias2,
   kSquareDbias2,
 };
-constexpr int kNumKernels = 12;
-constexpr const char* kKernelNames[kNumKernels] = {"none",        "fused",         "long_fused",    "split_fused",
-                                                   "dq_global",   "keys",          "few_keys",      "queries",
-                                                   "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+constexpr int kNumKernels = 15;
+constexpr const char* kKernelNames[kNumKernels] = {
+    "none", "fused",    "long_fused", "split_fused", "triple_fused",  "quad_fused",    "cluster_fused", "dq_global",
+    "keys", "few_keys", "queries",    "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // 0: the device has no room for one
@@ -40,12 +43,21 @@ struct BackwardFacts : DeviceFacts {
   int64_t blocks_of(Kernel kernel) const { return resident_blocks[int(kernel)]; }
 };
 
+constexpr int kMostClusterBlocks = 8;  // that every device has room for
+
+inline TensorView<5> rounded_dbias2(const BwdParams& p) {
+  return {p.rounded_dbias2, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
+}
+
 struct BackwardPlan {
   // In the order in which they run; but the one for dbias2 comes behind kDqGlobal.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
-  bool stores_dbias2 = false;  // N = 1: dS is dbias2, and the kernel for dq stores it
+  bool stores_dbias2 = false;   // N = 1: dS is dbias2, and the kernel for dq stores it
+  bool dbias2_is_last = false;  // of the passes
+  bool rounds_dbias2 = false;   // N = 1: the kernel for keys does, rounded
   // Slices of the rows n of kernel_dbias2; chosen on the device by what is visible, at most so many.
   int64_t num_slices = 1;
+  int cluster_blocks = 1;  // of the kernel for keys
   bool device_chooses_slices = false;
   bool adds_dbias2 = false;            // several slices add into one result
   int64_t keys_per_list = 0;           // of the lists of rows n that see a tile of keys; 0: no lists
@@ -116,11 +128,13 @@ class BackwardPlanner {
   // unless one of the others has it from its dS.
   void choose_kernels() {
     const bool of_keys = p_.dk || p_.dv || p_.dbias1;
-    if (of_keys && p_.dq) plan_.keys = fused_kernel();
+    if (of_keys && p_.dq) plan_.keys = splits_keys() ? Kernel::kClusterFused : fused_kernel();
     // Above D = 32 additions are faster than two blocks for a (b, n, h): tile_sizes.h.
     const bool fuses = plan_.keys != Kernel::kNone && (kHeadDim <= 32 || plan_.keys != Kernel::kSplitFused);
     if (!fuses) plan_.dq_global = plan_dq_global();
     if (plan_.dq_global) plan_.keys = Kernel::kDqGlobal;
+    plan_.rounds_dbias2 = plan_.keys == Kernel::kClusterFused && p_.rounded_dbias2;
+    plan_.cluster_blocks = int(cluster_blocks_of(plan_.keys));
     if (plan_.keys == Kernel::kNone) {
       if (of_keys)
         plan_.keys =
@@ -129,6 +143,8 @@ class BackwardPlanner {
         plan_.queries = fewer_rounds<typename Tiles::FewQueries, typename Tiles::Queries>(Kernel::kFewQueries,
                                                                                           Kernel::kQueries, p_.Lq);
     }
+    // Larger clusters leave multiprocessors idle, and the accumulators of kDqGlobal may lie in dbias2.
+    plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
   }
@@ -140,16 +156,35 @@ class BackwardPlanner {
       // Both blocks of a cluster would store the same parts of dbias1.
       const bool same_parts = p_.dbias1 && p_.deterministic;
       if (!same_parts && suits<typename Tiles::SplitFused>(Kernel::kSplitFused)) return Kernel::kSplitFused;
+      for (Kernel kernel : {Kernel::kTripleFused, Kernel::kQuadFused}) {
+        if (!same_parts && Tiles::kHasLargeClusters && suits<typename Tiles::SplitFused>(kernel)) return kernel;
+      }
     }
     return Kernel::kNone;
+  }
+  // A single row n: the keys of a (b, n, h) are shared out among the blocks of a cluster, and dS, rounded, is dbias2.
+  // Where dbias2 is wanted in float32, or its rows do not begin at 16 bytes, others have it.
+  bool splits_keys() const {
+    const int64_t blocks = cluster_blocks_of(Kernel::kClusterFused);
+    const bool fits = p_.N == 1 && p_.Lq <= Tiles::ClusterFused::kQueries && blocks > 1 && blocks <= kMostClusterBlocks;
+    return Tiles::kHasLargeClusters && fits && device_.blocks_of(Kernel::kClusterFused) > 0 && p_.dbias2 == nullptr &&
+           (p_.rounded_dbias2 == nullptr || has_tensor_map(rounded_dbias2(p_)));
+  }
+  // Blocks of a cluster of a kernel that has gradients of keys.
+  int64_t cluster_blocks_of(Kernel kernel) const {
+    if (kernel == Kernel::kClusterFused) return ceil_div(p_.Lk, Tiles::ClusterFused::kTiles * kOwned);
+    return kernel == Kernel::kSplitFused    ? 2
+           : kernel == Kernel::kTripleFused ? 3
+           : kernel == Kernel::kQuadFused   ? 4
+                                            : 1;
   }
   // It takes about 0.7 of the time of two where all its warpgroups have keys and all blocks a (b, n, h), and is still
   // faster where three in eight have none.
   template <typename Fused>
   bool suits(Kernel kernel) const {
-    const int64_t most = Fused::kClusterBlocks * Fused::kQueries, too_few = most - Fused::kQueries;
-    if (p_.Lq <= too_few || p_.Lq > most) return false;  // each block of a cluster has queries
-    const int64_t clusters = device_.blocks_of(kernel) / Fused::kClusterBlocks;
+    const int64_t blocks = cluster_blocks_of(kernel), most = blocks * Fused::kQueries;
+    if (p_.Lq > most || (blocks > 1 && p_.Lq <= most - Fused::kQueries)) return false;
+    const int64_t clusters = device_.blocks_of(kernel) / blocks;
     if (clusters == 0) return false;
     const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;
     const int64_t computed = ceil_div(key_tiles, Fused::kTiles) * Fused::kTiles * ceil_div(pairs, clusters) * clusters;
@@ -221,6 +256,7 @@ inline void BackwardPlan::print(PlanText& text) const {
   };
   kernel("dbias2", dbias2), kernel("dkdv", keys), kernel("dq", queries);
   if (stores_dbias2) text.add("dbias2", "stored_with_dq");
+  if (rounds_dbias2) text.add("dbias2", "rounded_with_dkdv");
   if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
   if (preprocess_finds_keys) text.add("visible_keys", "found_with_delta");

@@ -181,6 +181,28 @@ struct DqDkdvProducer {
     }
   }
 
+  // Where the keys of a (b, n, h) are split and dbias2 is dS: one thread, which sends it off from where it is.
+  CUTLASS_DEVICE static void run_dbias2(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
+    typename Config::Pipe pipe;
+    typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args);
+    const Coordinates at = Config::locate(args, tiles.tile);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int query = 0; query < args.Lq; query += kColumns, pipe.advance()) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        shared.dq.full[pipe.index][t].wait(pipe.phase);
+        const int key = at.owned + t * kOwned;
+        if (key < args.Lk) {
+          cute::SM90_TMA_STORE_5D::copy(&maps.dbias2, shared.stages[pipe.index].bias2[t], key, query, at.head, 0,
+                                        at.batch);
+        }
+      }
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();
+      shared.empty[pipe.index].arrive();
+    }
+  }
+
   // kDqInShared, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those
   // before the first of its tiles and behind the last.
   CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
@@ -201,7 +223,7 @@ struct DqDkdvProducer {
     if (begin >= end) return;
     // One block of two stores dk, the other dv.
     if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
-    if (args.stores_second && Config::rank() == Config::kClusterBlocks - 1) {
+    if (args.stores_second && Config::rank() == (Config::kClusterBlocks == 1 ? 0 : 1)) {
       store_zeros(maps.second_rows, at, begin, end, thread);
     }
     if (!args.stores_dbias1) return;

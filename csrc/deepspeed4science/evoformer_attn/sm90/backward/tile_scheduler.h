@@ -4,6 +4,8 @@
 // on, so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/backward/args.h"
 #include "sm90/backward/tile_sizes.h"
 #include "sm90/mma/pipeline.h"
@@ -85,13 +87,24 @@ struct GroupedTileScheduler {
   }
 
  private:
-  CUTLASS_DEVICE static int first_pair() { return int(blockIdx.x) / Config::kClusterBlocks; }
-  CUTLASS_DEVICE static int step() { return int(gridDim.x) / Config::kClusterBlocks; }
+  CUTLASS_DEVICE static int first_pair() {
+    return int(Config::kClusterBlocks == 1 ? blockIdx.x : cute::cluster_id_in_grid().x);
+  }
+  CUTLASS_DEVICE static int step() {
+    return int(Config::kClusterBlocks == 1 ? gridDim.x : cute::cluster_grid_dims().x);
+  }
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int pair) {
-    return pair * args.num_blocks < args.num_tiles ? args.mask.keys(pair / args.H, args.Lk) : make_int2(0, 0);
+    if (pair * args.num_blocks >= args.num_tiles) return make_int2(0, 0);
+    if (Config::kClusterBlocks == 1) return args.mask.keys(pair / args.H, args.Lk);
+    const typename Config::Coordinates at = Config::locate(args, pair * args.num_blocks);
+    return args.mask.keys(args.row_index(at.batch, at.row), args.Lk);
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int pair) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
+    if (Config::splits_keys(args)) {
+      tile = pair * args.num_blocks + Config::rank(), end = tile + 1, first = true;
+      return;
+    }
     const bool sees = keys_.x < keys_.y;
     tile = end = pair * args.num_blocks, first = true;
     tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
