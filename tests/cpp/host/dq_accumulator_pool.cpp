@@ -9,6 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "sm80/backward/dq_accumulator_plan.h"
+
 using namespace ds4s;
 
 struct Call {
