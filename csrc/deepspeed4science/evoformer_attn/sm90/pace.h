@@ -1,18 +1,18 @@
-// Blocks that keep step: none is far ahead of the others' mean, so that what many blocks read (bias2, K and V) is read
-// while it is in the L2 cache. Multiprocessors differ by a few per cent, which comes to many tiles in a long call.
+// Blocks keep step: none runs far ahead of the mean of all, so that bias2, K and V, which many blocks read, are read
+// while they are in the L2 cache. Multiprocessors differ by a few per cent, many tiles in a long call.
 //
-// Only time depends on it. Where blocks do not run (another kernel has their place), the first that waits too long ends
-// it for all.
+// Results do not depend on it. If some blocks do not run (another kernel has their place), the first block that has
+// waited too long ends the waiting for all.
 #pragma once
 
 #include "common/ptx.h"
 
 namespace ds4s::sm90 {
 
-// Belongs to one thread of a block.
+// Used by one thread of a block.
 class Pace {
  public:
-  // begun: parts of their work that all blocks together have begun, 0 at first; null: nobody waits.
+  // begun: counts the parts that all blocks together have begun, 0 at first; null: no block waits.
   CUTLASS_DEVICE Pace(int32_t* begun, int num_blocks)
       : begun_(begun), num_blocks_(num_blocks), needed_(-kAhead * num_blocks) {}
 
@@ -24,10 +24,10 @@ class Pace {
       __nanosleep(100);
       seen_ = ptx::load_acquire(begun_);
     }
-    seen_ = atomicAdd(begun_, 1);  // looked at when the next part begins, so that it costs no time
+    seen_ = atomicAdd(begun_, 1);  // read only when the next part begins, so that its latency costs no time
     needed_ += num_blocks_;
   }
-  // Nobody waits any more.
+  // Ends the waiting of all blocks.
   CUTLASS_DEVICE void end() {
     if (begun_ != nullptr) atomicAdd(begun_, kMany);
     begun_ = nullptr;

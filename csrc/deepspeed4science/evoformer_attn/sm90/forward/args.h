@@ -1,4 +1,4 @@
-// What the forward kernel needs beside its tensor maps.
+// The forward kernel's arguments beside its tensor maps.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -23,9 +23,9 @@ struct ForwardArgs {
   cutlass::FastDivmod by_band_tiles, by_groups, by_last_groups, by_query_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head
 
-  // Scores are kept as s = Q' K^T + f (bias1 + bias2), Q' = q_factor Q, f = q_factor / scale; softmax(s / f) is what is
-  // wanted. For bfloat16, q_factor is a power of two, so that Q' is exact, and f at most 1, so that no finite bias
-  // overflows; float16's range leaves room, but has few subnormals, and Q is left as it is.
+  // The kernel computes s = Q' K^T + f (bias1 + bias2), Q' = q_factor Q, f = q_factor / scale, and softmax(s / f). In
+  // bfloat16 q_factor is a power of two, so that Q' is exact, and f at most 1, so that no finite bias overflows. In
+  // float16 q_factor is 1: no bias is near a float's limit, and Q' could become subnormal.
   float q_factor;
   float f;
   float c;  // log2(e) / f

@@ -1,17 +1,17 @@
-// How a warp brings bias1 of a step into shared memory, f (bias1 - shift) as floats and -inf past the last key. TMA
-// would not take rows that begin anywhere. The loads of a step are under way while its stage is waited for.
+// How a warp stores bias1 of a step in shared memory: f (bias1 - shift), math.md (1a), as floats, and -inf past the
+// last key. TMA cannot load rows that begin at any byte. The loads of a step run while the warp waits for its stage.
 #pragma once
 
 #include "sm90/forward/config.h"
 
 namespace ds4s::sm90 {
 
-// Rows on 16 bytes, of whole 16-byte pieces: a lane has neighbours.
+// For rows that begin at 16 bytes and consist of whole 16-byte pieces: a lane loads neighbouring keys.
 template <typename Config>
 class Bias1Vectors {
  public:
   using Element = typename Config::Element;
-  static constexpr int kKeys = Config::kKeys, kCount = Config::kRows * kKeys / 32;  // of a lane
+  static constexpr int kKeys = Config::kKeys, kCount = Config::kRows * kKeys / 32;  // values of a lane
   using Vector = cute::conditional_t<kCount == 4, uint2, uint32_t>;
   static_assert(sizeof(Vector) == kCount * sizeof(Element), "two or four of 16 bits");
 
@@ -43,7 +43,7 @@ class Bias1Vectors {
   alignas(8) uint32_t pairs_[kCount / 2];
 };
 
-// Rows with any strides: a lane has every 32nd.
+// For rows with any strides: a lane loads every 32nd key.
 template <typename Config>
 class Bias1Elements {
  public:

@@ -23,11 +23,11 @@ struct ForwardConfig {
   static constexpr bool kPipelined = Tiles::kPipelined;
 
   static constexpr int kQueries = 64;  // rows of one wgmma
-  static constexpr int kKeys = 64;     // keys of a step
+  static constexpr int kKeys = 64;     // keys a step
   static constexpr int kBlockQueries = kQueries * kQueryTiles;
   static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
-  // float16 has few subnormals, and its largest bias fits whatever the factor (args.h).
+  // float16 has few subnormals, and its largest bias is finite with any factor (args.h).
   static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
 
   using Registers = RegisterShares<kWarpgroups, kBlocksPerSm>;
@@ -35,7 +35,7 @@ struct ForwardConfig {
   using QTile = SwizzledTile<kQueries, kHeadDim>;
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
   using BiasTile = SwizzledTile<kQueries, kKeys>;
-  // One load brings all tiles of a kind, in the order in which Shared has them; wider heads have two boxes for a tile.
+  // One load brings all tiles of a kind in the order of Shared. Tiles of wider heads consist of two boxes.
   static constexpr bool kOneLoad = QTile::kNumBoxes == 1;
   using QBox = SwizzledTile<kOneLoad ? kBlockQueries : kQueries, kHeadDim>;
   using BiasBox = SwizzledTile<kBlockQueries, kKeys>;
@@ -52,27 +52,27 @@ struct ForwardConfig {
   };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
-  // Where it has that of a key: a lane's four values of 16 keys are neighbours.
+  // The place of a key's value: the four values of a lane among 16 keys are neighbours.
   CUTLASS_DEVICE static int bias1_place(int key) {
     return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);
   }
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
-  static constexpr int kFirstWarps = 4 * kQueryTiles;  // that look at a row n of the first tile (first_mask.h)
-  // What is known of a block's tile when its Q has arrived.
+  static constexpr int kFirstWarps = 4 * kQueryTiles;  // warps that read a row n of the first tile (first_mask.h)
+  // What the producer tells the consumers about a tile together with its Q.
   struct Visible {
-    int num_steps;   // that are loaded: those with a visible key, and num_unseen
-    int num_unseen;  // 1: the first of them was loaded ahead, and nobody sees it
-    int tail_units;  // 1 or 2: of the last one only the first 16 tail_units keys are visible
-    uint32_t rows;   // a bit for each row n: it sees a key
+    int num_steps;   // loaded steps: those with a visible key, and num_unseen
+    int num_unseen;  // 1: the first loaded step was loaded ahead and has no visible key
+    int tail_units;  // 1 or 2: only the first 16 tail_units keys of the last step are visible
+    uint32_t rows;   // a bit for each row n that sees a key
   };
   struct Shared {
-    alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // of this tile and the next; O leaves through it
+    alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // this tile's and the next one's; O leaves through it
     KeyStage keys[kStages];
     ValueStage values[kStages];
     alignas(16) Bias1Stage bias1[kStages];
-    Mask mask[2];  // of this tile and the next
+    Mask mask[2];  // this tile's and the next one's
     FirstMaskParts<kRows, kFirstWarps> first_mask;
     Visible visible[2];
     EmptyBarrier mask_full[2], mask_empty[2];
@@ -82,7 +82,7 @@ struct ForwardConfig {
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes * kBlocksPerSm <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
 
-  // What a block works on at a time: kRows rows from `row` on, kBlockQueries queries from `query` on.
+  // One tile of a block: kRows rows n from `row` on, kBlockQueries queries from `query` on.
   struct Coordinates {
     int query, head, row, batch;
   };
@@ -101,13 +101,13 @@ struct ForwardConfig {
     return at;
   }
 
-  // Steps of a block's first tile that are loaded before what it sees is known.
+  // The number of steps of a block's first tile that are loaded before its mask is known.
   CUTLASS_DEVICE static int num_ahead(const ForwardArgs& args, int tile) {
     return args.has_mask() && tile == int(blockIdx.x) ? 1 : 0;
   }
 
   using Pipe = PipelineState<kStages>;
-  using QPipe = PipelineState<2>;  // of masks too
+  using QPipe = PipelineState<2>;  // for Q and masks
 };
 
 }  // namespace ds4s::sm90

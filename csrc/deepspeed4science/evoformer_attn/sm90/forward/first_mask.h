@@ -1,4 +1,4 @@
-// The visible keys of a block's first tile, found by all its consumers together, which are still idle. One warp
+// All consumers of a block, which are idle at first, find the visible keys of its first tile together. One warp
 // (RowScan) would take 2 us, a sixth of the forward of (1,1,768,16,24).
 #pragma once
 
@@ -9,10 +9,10 @@ namespace ds4s::sm90 {
 template <typename Config>
 class FirstMask {
  public:
-  // Otherwise the scanning warps do it.
+  // Whether the consumers find the first mask; otherwise the scanning warps do.
   CUTLASS_DEVICE static bool is_found(const ForwardArgs& args) { return args.has_mask() && args.Lk <= kFirstMaskKeys; }
 
-  // By all consumers.
+  // Called by all consumers.
   CUTLASS_DEVICE static void find(typename Config::Shared& shared, const ForwardArgs& args) {
     auto& parts = shared.first_mask;
     const int lane = int(threadIdx.x) % 32, row = int(threadIdx.x) / 32 / kWarps, warp = int(threadIdx.x) / 32 % kWarps;
@@ -46,7 +46,7 @@ class FirstMask {
       if (lane == 0) parts.end[row][step] = seen ? step * kStepKeys + end_of_votes(votes) : 0;
     }
     sync();
-    // All warps of a row n combine its parts: if only some did, the others would lose uniform registers.
+    // All warps of a row n combine its parts. If only one warp did, the others would lose their uniform registers.
     const int end = lane < kMostSteps ? parts.end[row][lane] : 0;
     const uint32_t steps = __ballot_sync(0xffffffffu, end != 0);
     const int last = __reduce_max_sync(0xffffffffu, end);
@@ -55,13 +55,13 @@ class FirstMask {
       mask.steps[row][0] = steps | Config::num_ahead(args, int(blockIdx.x)), mask.end[row] = last;
       mask.sees_first[row] = steps & 1, mask.sees_any[row] = steps != 0, mask.shift[row] = Rule::shift(largest);
     }
-    if (warp == 0) shared.mask_full[0].arrive();  // every lane for what it wrote itself
+    if (warp == 0) shared.mask_full[0].arrive();  // each lane arrives for its own writes
   }
 
  private:
   using Element = typename Config::Element;
   using Rule = MaskRule<Element>;
-  static constexpr int kWarps = Config::kFirstWarps;  // of each row n
+  static constexpr int kWarps = Config::kFirstWarps;  // for each row n
   static constexpr int kMostSteps = kFirstMaskKeys / kStepKeys;
   static constexpr int kSteps = kMostSteps / kWarps;
   static_assert(Config::kRows == Config::kScanningWarps, "one warp of each row n arrives");

@@ -1,11 +1,11 @@
-// O = softmax(scale Q K^T + bias1 + bias2) V on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
+// The forward, docs/math.md (1) to (7), on Hopper: TMA, mbarriers, wgmma, registers moved between warpgroups.
 //
-// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 at a time,
-// without steps in which none of its rows n sees a key, and of the last one 16 or 32 where that is all they see.
-// Each of its kRows * kQueryTiles consumer warpgroups (mainloop.h) has one tile of one n; the last warpgroup
-// (producer.h) brings Q, and in two pipelines of kStages stages keys with their biases, and values. Tiles of bias2
-// are shared by the rows, keys and values by the query tiles. Blocks are persistent: they take tile blockIdx.x,
-// + gridDim.x, ..., so that the next tile is on its way while the last one is written.
+// A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 a step. It skips
+// steps in which none of its rows n sees a key; a last step has 16 or 32 keys where its rows n see no others. Each of
+// its kRows * kQueryTiles consumer warpgroups (mainloop.h) computes one tile of one n. The last warpgroup (producer.h)
+// loads Q, and through two pipelines of kStages stages keys with their biases, and values. The rows n share tiles of
+// bias2, the query tiles share keys and values. Blocks are persistent: they take tiles blockIdx.x, blockIdx.x +
+// gridDim.x, ..., and the next tile is loaded while the last one is stored.
 //
 // Shared memory, D = 32, 2 x 2 tiles, 4 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 0.5 KiB.
 #pragma once

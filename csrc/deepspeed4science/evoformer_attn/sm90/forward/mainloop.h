@@ -1,9 +1,9 @@
-// What computes: a warpgroup for each tile of 64 queries of one row n, 16 queries a warp.
+// The consumers of the forward: a warpgroup computes one tile of 64 queries of one row n, 16 queries a warp.
 //
-//   step:   s = f (bias1 - shift + bias2)      from shared memory
-//           s += Q' K^T                wgmma, both from shared memory
-//           p = 2^(c s - c m)          in registers, rounded to 16 bits
-//           O += P V                   wgmma, P from registers
+//   step:   s = f (bias1 - shift + bias2)      from shared memory; math.md (1), (1a)
+//           s += Q' K^T                        wgmma, both from shared memory
+//           p = 2^(c s - c m)                  in registers, rounded to 16 bits; math.md (7)
+//           O += P V                           wgmma, P from registers
 #pragma once
 
 #include "sm90/forward/config.h"
@@ -28,7 +28,7 @@ struct ForwardMainloop {
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
   using Softmax = RowSoftmax<Element>;
 
-  // Q' = factor Q, in place.
+  // Multiplies Q by `factor` in place: Q'.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
     constexpr int kVectors = QTile::kBytes / 16 / 128;
     CUTLASS_PRAGMA_UNROLL
@@ -43,8 +43,8 @@ struct ForwardMainloop {
     at.sync();
   }
 
-  // Low words of the descriptors of this warpgroup's operands in stage 0.
-  // And the address of this lane's row of bias2, as ldmatrix wants it.
+  // Low words of the descriptors of this warpgroup's operands in stage 0, and the address that this lane passes to
+  // ldmatrix for bias2.
   struct Operands {
     uint32_t k, v;
     int bias2;
@@ -56,7 +56,7 @@ struct ForwardMainloop {
           v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
           bias2(shared_address(shared.keys[0].bias2[kBias2 ? at.tile : 0]) +
                 BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      if (kBias2) ptx::keep(bias2);  // or it is computed again in every step
+      if (kBias2) ptx::keep(bias2);  // otherwise every step computes it again
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
       return (KTile::kDescriptorHigh | (k + stage * kNextKeys)) + KTile::columns_step(step);
@@ -66,7 +66,7 @@ struct ForwardMainloop {
     }
   };
 
-  // s = f (bias1 - shift + bias2); nothing without them.
+  // s = f (bias1 - shift + bias2). Without biases s stays undefined and the first product overwrites it.
   template <int kCount>
   CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
                                           float f, const ConsumerCoord& at) {
@@ -107,7 +107,7 @@ struct ForwardMainloop {
     wgmma_commit();
   }
 
-  // Without bias1, which brings its own -inf, keys past the last are hidden here.
+  // Hides keys past the last one. Not needed with bias1, which is -inf there.
   template <int kCount>
   CUTLASS_DEVICE static void hide_tail(float (&s)[kCount], int keys_left, int lane) {
     CUTLASS_PRAGMA_UNROLL
@@ -117,7 +117,7 @@ struct ForwardMainloop {
     }
   }
 
-  // p of finished scores. True when o is to be multiplied by `factor`.
+  // Computes p from finished scores. Returns whether o must be multiplied by `factor`.
   template <bool kFirst = false, int kCount>
   CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], float (&s)[kCount],
                                           Softmax& softmax, int keys_left, const ConsumerCoord& at) {
@@ -143,8 +143,8 @@ struct ForwardMainloop {
     wgmma_commit();
   }
 
-  // All visible keys, one step after another; of the last one, where it is narrow, only its first 16 tail_units keys.
-  // While a step's exponentials are computed the tensor cores work for others.
+  // Attends to all visible keys, one step after another; of a narrow last step only to its first 16 tail_units keys.
+  // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups.
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                     const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                     Softmax& softmax, const ConsumerCoord& at) {
@@ -184,10 +184,10 @@ struct ForwardMainloop {
     uint32_t p[kWidth / 4];
     step(s, p);
     pipe.advance();
-    wgmma_wait<0>();  // for which p stays
+    wgmma_wait<0>();  // p, the product's operand, ends here
   }
 
-  // The same with O += P V of a step beside the exponentials of the next.
+  // As attend(), but O += P V of a step runs beside the exponentials of the next step.
   CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
                                               const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                               Softmax& softmax, const ConsumerCoord& at) {
@@ -206,7 +206,7 @@ struct ForwardMainloop {
     int key = kKeys;
     auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
       const Pipe values = pipe;
-      const bool values_here =  // asked early: the answer takes a while
+      const bool values_here =  // tested early, because the answer takes a while
           shared.v_full[values.index].test_wait(values.phase);
       pipe.advance();
       shared.k_full[pipe.index].wait(pipe.phase);
@@ -253,7 +253,7 @@ struct ForwardMainloop {
     }
   }
 
-  // O = O / l through shared memory; lse.
+  // Stores O / l, math.md (5), through shared memory, and lse, (6).
   CUTLASS_DEVICE static void finish(uint8_t* tile, const ForwardArgs& args, const CUtensorMap& map_o,
                                     const Coordinates& block, float (&o)[kHeadDim / 2], Softmax& softmax,
                                     const ConsumerCoord& at) {
@@ -274,11 +274,11 @@ struct ForwardMainloop {
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) inverse[r] = softmax.l[r] == 0.f ? 0.f : inverse[r];
     }
-    at.sync();  // no warp's products read Q any more
+    at.sync();  // the products of all warps have read Q
     store_tile<Element, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
   }
 
-  // Steps of which nothing is computed.
+  // Releases the stages of steps that this warpgroup does not compute.
   CUTLASS_DEVICE static void release(Shared& shared, Pipe& pipe, int num_steps) {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < num_steps; ++step, pipe.advance()) {
@@ -316,7 +316,7 @@ struct ForwardMainloop {
           attend(shared, args, pipe, q_low, end, seen, pending, o, softmax, at);
         }
         finish(q, args, map_o, block, o, softmax, at);
-      } else {  // nothing to compute, but stages go round
+      } else {  // nothing to compute, but the stages must be released
         pending.finish(shared.q_empty, at);
         release(shared, pipe, num_steps);
         if (exists) {  // a row n that sees no key
@@ -327,7 +327,7 @@ struct ForwardMainloop {
       }
       pending.buffer = q_pipe.index;
     }
-    if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
+    if (at.issues()) cute::tma_store_wait<0>();  // the block's shared memory must outlive the reads of the stores
   }
 };
 

@@ -16,7 +16,7 @@ constexpr int kStepKeys = 64;
 
 template <int kRows>
 struct TileMask {
-  static constexpr int kWordKeys = 32 * kStepKeys;  // of one word
+  static constexpr int kWordKeys = 32 * kStepKeys;  // keys of one word
   static constexpr int kWords = 32;                 // keys past 65536 count as visible, which only costs time
   static_assert(kWords == 32, "cleared by a warp");
 
@@ -93,7 +93,7 @@ class RowScan {
   }
 
  private:
-  // Behind the last key of a step that is visible.
+  // The end (last visible key + 1) of a step's visible keys.
   CUTLASS_DEVICE int end_of(int step, float largest) const {
     if (step < 0) return 0;
     uint32_t votes[2];
@@ -106,8 +106,8 @@ class RowScan {
     return step * kStepKeys + end_of_votes(votes);
   }
 
-  // The largest bias1 of 32 steps from `key` on, in lane i of the i-th one; NaN where the step has one. largest: the
-  // largest finite one that this lane has read.
+  // Reads 32 steps from `key` on. Lane i gets the largest bias1 of step i, NaN if the step has one. largest: grows to
+  // the largest finite bias1 that this lane has read.
   CUTLASS_DEVICE float read(int key, float& largest) const {
     if constexpr (!kBias1) {
       largest = 0.f;
@@ -116,7 +116,7 @@ class RowScan {
     return in_vectors_ ? read_vectors(key, largest) : read_elements(key, largest);
   }
 
-  // Four lanes read a step, eight steps at a time: for a tile that sees nothing, latency decides. Lk is a multiple
+  // Four lanes read a step, eight steps at a time, because latency decides where a tile sees nothing. Lk is a multiple
   // of 8.
   CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
     constexpr int kLanes = 4, kAtOnce = 32 / kLanes, kVectors = kStepKeys / kLanes / 8;
@@ -177,11 +177,11 @@ class RowScan {
   }
   CUTLASS_DEVICE static float larger_finite(float x, float y) { return y < infinity() ? fmaxf(x, y) : x; }
 
-  const Element* bias1_;  // of this row, or null
+  const Element* bias1_;  // this row's, or null
   int64_t stride_;
   int Lk_, lane_;
   bool in_vectors_;
-  bool sees_nothing_;  // or does not exist
+  bool sees_nothing_;  // also for a row that does not exist
 };
 
 template <int kRows>
@@ -198,7 +198,7 @@ class TileSteps {
     for (int word = 1; word < num_words_ && word < kWords; ++word) count_ += __popc(load(word));
   }
   CUTLASS_DEVICE int count() const { return count_; }
-  // The first steps, which are among them.
+  // Leaves out the first num_steps steps of the tile; all of them must be among the steps to come.
   CUTLASS_DEVICE void skip(int num_steps) { bits_ &= ~0u << num_steps; }
   // The first key of the next step; called at most count() times.
   CUTLASS_DEVICE int next() {

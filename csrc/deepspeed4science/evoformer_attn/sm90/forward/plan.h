@@ -1,5 +1,5 @@
-// The plan of a forward on Hopper, its kernel and workspace: a value that follows from the call, the device and the
-// tier of D. No CUDA here: a host test plans for any device.
+// The plan of a forward on Hopper, its kernel and workspace: a value computed from the call, the device and the tier of
+// D. No CUDA here, so that a host test can plan for any device.
 #pragma once
 
 #include "common/device_facts.h"
@@ -39,9 +39,9 @@ int64_t num_forward_tiles(const FwdParams& p) {
   return ceil_div(p.Lq, 64 * Tiles::kQueryTiles) * ceil_div(p.N, Tiles::kRows) * p.H * p.B;
 }
 
-// The part of a plan that depends on no device. bias2 of a batch may be more than the L2 cache keeps: then blocks that
-// run at the same time have few of its rows; and where it is far more, they keep step too. (1,2048,2048,4,32): 17.0;
-// bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in step 136.
+// The part of a plan that depends on no device. Where bias2 of a batch exceeds the L2 cache, bands let blocks that run
+// at the same time share few of its rows; where it far exceeds the cache, blocks keep step, too. (1,2048,2048,4,32):
+// 17.0; bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in step 136.
 inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
   constexpr int64_t kMiB = 1 << 20, kGroups = 12;
   const Bias2View bias2(p);
@@ -55,8 +55,7 @@ inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
   plan.workspace_bytes = layout.bytes();
 }
 
-// A single row n has no other to share bias2 with. Tiles of 64 queries are chosen where larger ones leave
-// multiprocessors idle.
+// N = 1: no second row n shares bias2. Tiles of 64 queries are chosen where larger ones leave multiprocessors idle.
 template <int kHeadDim>
 ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
   ForwardPlan plan;

@@ -1,6 +1,6 @@
-// What brings tiles into shared memory: one thread for everything that TMA takes, one warp for bias1, up to two for
-// what is visible of a tile. Each waits until a stage is empty, fills it, and lets its barrier complete when the bytes
-// have arrived.
+// The producers of the forward, which load tiles into shared memory: one thread issues all TMA loads, one warp loads
+// bias1, up to two warps find the visible keys of a tile. Each waits until a stage is empty and fills it; the stage's
+// barrier completes when the bytes have arrived.
 #pragma once
 
 #include "sm90/forward/bias1.h"
@@ -27,11 +27,12 @@ struct ForwardProducer {
   static constexpr bool kBias2 = Config::kBias2;
   static constexpr int kPartSteps = 8;  // of a part (sm90/pace.h)
 
-  // One thread: everything that is tiles.
+  // Run by one thread: all TMA loads.
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const ForwardMaps& maps) {
     Pipe pipe;
     QPipe q_pipe;
-    // Nobody is ahead of a block's first tile: its first step is loaded, seen or not, while its mask is looked at.
+    // Nothing else runs before a block's first tile, so its first step is loaded, visible or not, while its mask is
+    // computed.
     int num_ahead = Config::num_ahead(args, int(blockIdx.x));
     Pace pace(args.parts_begun, int(gridDim.x));
     if (num_ahead > 0) {
@@ -65,7 +66,7 @@ struct ForwardProducer {
     pace.end();
   }
 
-  // One warp: bias1.
+  // Run by one warp: bias1.
   template <typename Bias1>  // Bias1Vectors, Bias1Elements
   CUTLASS_DEVICE static void run_bias1(Shared& shared, const ForwardArgs& args) {
     const int lane = int(threadIdx.x) % 32;
@@ -73,7 +74,7 @@ struct ForwardProducer {
     QPipe q_pipe;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
       Bias1 bias1(args, Config::locate(args, tile), lane);
-      bias1.load(0);  // often the first that is seen, and under way before the mask is known
+      bias1.load(0);  // often the first visible step; its load runs before the mask is known
       const Mask* mask = begin_mask(shared, args, q_pipe);
       bias1.take_shift(*mask);
       Steps steps(mask, args.Lk);
@@ -86,14 +87,14 @@ struct ForwardProducer {
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
         shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
         bias1.store(shared.bias1[pipe.index], args.f);
-        shared.k_full[pipe.index].arrive();  // every lane for what it wrote itself
+        shared.k_full[pipe.index].arrive();  // each lane arrives for its own writes
         if (step < num_steps) bias1.load(steps.next());
       }
-      end_mask(shared, mask, q_pipe);  // every lane for what it read itself
+      end_mask(shared, mask, q_pipe);  // each lane arrives for its own reads
     }
   }
 
-  // One of kScanningWarps warps: what its rows n see of each tile.
+  // Run by each of kScanningWarps warps: finds the visible keys of its rows n for each tile.
   CUTLASS_DEVICE static void run_mask(Shared& shared, const ForwardArgs& args, int warp) {
     QPipe pipe;
     int tile = int(blockIdx.x);
@@ -111,7 +112,7 @@ struct ForwardProducer {
   }
 
  private:
-  // Q is full when all of it has arrived and shared.visible is known.
+  // Q counts as full when all its bytes have arrived and shared.visible is written.
   CUTLASS_DEVICE static void load_q(Shared& shared, int buffer, const ForwardMaps& maps, const Coordinates& at) {
     FullBarrier& full = shared.q_full[buffer];
     full.expect_transaction(kWarpgroups * QTile::kBytes);
@@ -142,7 +143,7 @@ struct ForwardProducer {
       load_tile<KTile>(maps.v, full, shared.values[stage].v[r], 0, key, at.head, at.row + r, at.batch);
     }
   }
-  // The mask of a tile; null without one. Between the two it stays where it is.
+  // The mask of a tile, null without one. It stays valid from here to end_mask().
   CUTLASS_DEVICE static const Mask* begin_mask(Shared& shared, const ForwardArgs& args, const QPipe& pipe) {
     if (!args.has_mask()) return nullptr;
     shared.mask_full[pipe.index].wait(pipe.phase);

@@ -1,7 +1,7 @@
-// The online softmax of one thread's two rows, in base 2: p = 2^(c s - c m), l = sum p.
+// The online softmax of one thread's two rows, math.md (2), (3), (4) and (7), in base 2: p = 2^(c s - c m), l = sum p.
 //
 // m is a reference, not the running maximum: any m gives the same quotient as long as p and its sums fit their types.
-// It moves when a row exceeds it by far. In the common case no lanes talk and nothing is rescaled.
+// It moves when a row exceeds it by far. Usually lanes exchange nothing and nothing is rescaled.
 #pragma once
 
 #include "common/ptx.h"
@@ -11,22 +11,23 @@ namespace ds4s::sm90 {
 
 template <typename Element>
 struct RowSoftmax {
-  // Whether m is too small, l tells where P has a float's range: it grows so large by more than millions of keys alone,
-  // for which m moves in vain, in every step. Elsewhere p itself is asked.
+  // The test for a too small m. Where P has a float's range (bfloat16), l is tested: without a too small m it exceeds
+  // kLargestSum only after a million keys, and then m moves in every step without need. In float16 p itself is tested.
   static constexpr bool kWide = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
   static constexpr float kLargestSum = 1048576.0f, kLargestP = 256.0f;
-  static constexpr float kHuge = 65536.0f;  // |c m| from which c s - c m, one rounding of c m aside, is too coarse
+  static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
 
   float c;
-  float cm[2];   // c m; 0 while nothing is visible: 2^(-inf - 0) is the right 0, -inf - -inf would be NaN
-  float m[2];    // -inf while nothing is visible
+  float cm[2];   // c m; 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
+  float m[2];    // -inf before the first visible key
   float l[2];    // this thread's part of the sum
-  bool careful;  // of some row of the warp, nothing is visible yet, or m is huge: all its keys carry a mask like -1e9
+  bool careful;  // some row of the warp has seen no key yet, or its m is huge: all its keys carry a mask like -1e9
 
   CUTLASS_DEVICE explicit RowSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
 
-  // A first reference, from a quarter of a tile's first scores. Where they see nothing, or are huge, it waits for all.
+  // Takes the first reference from a quarter of a tile's first scores. Where these are all hidden, or huge, the
+  // reference waits for exponentiate(), which looks at all scores.
   template <int kCount>
   CUTLASS_DEVICE void begin(const float (&s)[kCount]) {
     float x[2];
@@ -44,7 +45,8 @@ struct RowSoftmax {
     careful = false;
   }
 
-  // p, packed; l grows. True when m has moved: what was accumulated is to be multiplied by `factor`.
+  // Computes p, packed, and adds it to l. Returns whether m has moved; if so, the accumulators must be multiplied by
+  // `factor`.
   template <int kCount>
   CUTLASS_DEVICE bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], const float (&s)[kCount]) {
     if (!careful) {
@@ -62,7 +64,7 @@ struct RowSoftmax {
     return true;
   }
 
-  // The sums of the four threads of each row put together; once, after the last keys.
+  // Called once, after the last keys: sums l over the four threads of each row.
   CUTLASS_DEVICE void finish_sums() {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -71,13 +73,13 @@ struct RowSoftmax {
     }
   }
 
-  // Natural logarithm of the sum of exponentials; -inf for a row that saw nothing.
+  // (6); -inf for a row that has seen no key.
   CUTLASS_DEVICE float logsumexp(int r) const {
     return l[r] == 0.f ? -infinity() : (m[r] * c + ptx::log2(l[r])) * kLn2;
   }
 
  private:
-  // m is too small for these p.
+  // Whether m is too small for these p.
   template <int kCount>
   CUTLASS_DEVICE bool exceeds(const uint32_t (&p)[kCount]) const {
     if constexpr (kWide) {

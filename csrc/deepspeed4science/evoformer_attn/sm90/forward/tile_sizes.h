@@ -1,5 +1,5 @@
-// Tile sizes of the Hopper forward for each tier, with what was measured (H200, bf16, both biases, ms;
-// docs/history/sm90-design.md has more). Numbers only: the plan of a call needs them, too.
+// Tile sizes of the Hopper forward for each tier, with measurements (H200, bf16, both biases, ms;
+// docs/history/sm90-design.md has more). Numbers only, because the host's plan includes this file, too.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@ struct ForwardChoice {
   using ManyRows = std::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
                                       std::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
                                                          ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
-  // One row n has no other to share bias2 with. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
+  // N = 1: no second row n shares bias2. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
   using OneRow = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
   using FewTiles = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
 };
