@@ -101,7 +101,7 @@ def test_every_cited_equation_is_there():
         assert not unknown, f"{file.relative_to(ROOT)} cites {unknown}"
 
 
-@pytest.mark.parametrize("folder", ["cpu", "sm80"])
+@pytest.mark.parametrize("folder", ["cpu", "sm80", "sm90"])
 def test_each_family_cites_every_equation_of_the_kernels(folder):
     """(17) is the error law."""
     found = set().union(*(cited(file.read_text()) for file in sources(folder)))

@@ -1,4 +1,4 @@
-// What the passes of the Hopper backward need beside their tensor maps, and the statistics of a row of scores.
+// Arguments of the Hopper backward's kernels beside their tensor maps, and the statistics of a row of scores.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -10,49 +10,49 @@
 namespace ds4s::sm90 {
 
 struct BackwardArgs {
-  const void* bias1;        // [B, N, Lk], neighbours side by side, or null
+  const void* bias1;        // [B, N, Lk] with stride 1 over keys, or null
   int64_t bias1_stride[2];  // B, N
-  const void* bias2;        // [B, H, Lq, Lk] with rows of 8-element pieces, or null
+  const void* bias2;        // [B, H, Lq, Lk] with rows of whole 8-element pieces, or null
   int64_t bias2_stride[3];  // B, H, Lq
   KeyMask mask;
-  RowLists row_lists;           // of kernel_dbias2's tiles of keys
+  RowLists row_lists;           // for each of kernel_dbias2's tiles of keys
   const float* lse;             // [B, N, H, Lq], of the shifted scores
   const float* negative_delta;  // [B, N, H, Lq]
-  float* dbias1;                // [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
+  float* dbias1;                // math.md (15): [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_accumulators;     // [num_dq_accumulators] of what dq_global.h adds to, zeros where nobody does; or null
-  int32_t* dq_progress;       // [B N H], in the order of tiles: blocks that have added, and then that have written dq
-  int32_t* dq_released;       // [B N H]: accumulators that have been released, from 1 on, one after another
-  int32_t* dq_num_released;   // how many have
-  int32_t* next_tile;         // which no block has taken yet (tile_scheduler.h)
-  int32_t* next_dbias2_tile;  // the same for kernel_dbias2 (cluster_tile_scheduler.h); null: every block has its own
-  float* dbias2_global;       // where the pass over keys adds dS (dbias2_global.h), or null
+  float* dq_accumulators;     // [num_dq_accumulators] accumulators of dq_global.h, zeros while not in use; or null
+  int32_t* dq_progress;       // [B N H] in the order of tiles: number of blocks that have added or written dq
+  int32_t* dq_released;       // [B N H]: released accumulators, numbered from 1, in the order of release
+  int32_t* dq_num_released;   // number of entries of dq_released
+  int32_t* next_tile;         // the first tile that no block has taken (tile_scheduler.h)
+  int32_t* next_dbias2_tile;  // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
+  float* dbias2_global;       // the pass over keys adds dS to it (dbias2_global.h); or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;
   int32_t num_blocks;      // kernel_dq_dkdv: blocks of tiles per row n and head
   int32_t num_row_groups;  // kernel_dq_dkdv: N in groups of kRows
   int32_t num_tiles;       // of the whole grid
-  int32_t num_slices;      // kernel_dbias2: into so many the rows n are cut; 0: it chooses itself
-  // kernel_dbias2: its tiles of one slice, innermost first.
+  int32_t num_slices;      // kernel_dbias2: number of slices of the rows n; 0: the kernel chooses
+  // kernel_dbias2: the tiles of one slice, innermost dimension first.
   cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches;
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
   bool stores_first, stores_second;  // kernel_dq_dkdv: which results are wanted
-  bool stores_dbias1;                // each head its own part
+  bool stores_dbias1;                // each head stores a part of its own
   bool adds_dbias2;                  // several slices add into one result
   bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv stores it; rounded where it splits keys
-  bool waits;                        // the kernel before brings what this one reads
-  bool waits_before_stores;          // the kernel before writes there too: accumulators of dq
+  bool waits;                        // this kernel reads what the one before it writes
+  bool waits_before_stores;          // the kernel before also writes where this one stores: accumulators of dq
 
-  // Scores are kept as s = Q K^T + (bias1 + bias2 - lse) / scale, some of the terms in the accumulator from the
-  // beginning and some in the exponent: P = 2^(c s).
+  // The kernels compute s = Q K^T + (bias1 + bias2 - lse) / scale and P = 2^(c s), math.md (8). Some terms are initial
+  // values of the accumulator, the others are added in the exponent.
   float scale;
   float unit;  // 1 / scale
   float c;     // scale log2(e)
 
   // kernel_dq_dkdv in clusters.
-  int32_t queries_of_block;  // the last may have fewer
+  int32_t queries_of_block;  // the last block may have fewer
   bool heads_outside;        // one head's rows n follow one another
   bool splits_keys;          // each block has all queries and a tile of keys
 
@@ -60,8 +60,8 @@ struct BackwardArgs {
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }
 };
 
-// bias1 of one (b, n), its shift taken off; -inf past the end, 0 where there is none. What is loaded early is used
-// late: `load` does not wait, `value` does.
+// bias1 - shift of one (b, n), math.md (1a); -inf past the end, 0 without bias1. `load` starts the load and does not
+// wait; `value`, called later, does.
 template <typename Element>
 struct Bias1OfRow {
   const Element* ptr = nullptr;
@@ -80,8 +80,8 @@ struct Bias1OfRow {
   }
 };
 
-// -lse and -delta of the queries of one (b, n, h). Queries that see no key, or do not exist, have -inf, so that their P
-// is 0 (so have those below -kLargestLse).
+// -lse and -delta, math.md (6) and (9), of the queries of one (b, n, h). For queries that see no key, do not exist or
+// have an lse below -kLargestLse, -lse is replaced by -inf, so that their P is 0.
 struct QueryStatistics {
   const float* lse;
   const float* delta;

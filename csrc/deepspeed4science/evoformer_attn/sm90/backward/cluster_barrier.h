@@ -8,7 +8,7 @@
 
 namespace ds4s::sm90 {
 
-// Relaxed: there are no writes for the other block to see.
+// Relaxed, because no writes need to become visible to the other block.
 CUTLASS_DEVICE void arrive_relaxed(EmptyBarrier& barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    cute::set_block_rank(shared_address(&barrier), rank))
@@ -32,7 +32,7 @@ CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_
 CUTLASS_DEVICE void wait_in_cluster(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
 #undef DS4S_TRY_WAIT
 
-// Stores to the same address in the block `rank`, whose barrier at this address counts the bytes.
+// Stores to the same address in the shared memory of block `rank`, whose barrier `announces` counts the bytes.
 CUTLASS_DEVICE void store_async(int* address, int value, FullBarrier& announces, uint32_t rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
                    cute::set_block_rank(shared_address(address), rank)),
@@ -46,7 +46,7 @@ CUTLASS_DEVICE void store_async(uint32_t address, const float* four, uint32_t an
       : "memory");
 }
 
-// From another block's shared memory (9.7.9.8).
+// Loads four floats from another block's shared memory (9.7.9.8).
 CUTLASS_DEVICE float4 load_four(uint32_t address) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

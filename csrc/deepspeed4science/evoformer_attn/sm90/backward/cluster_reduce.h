@@ -1,7 +1,7 @@
-// Two to four blocks of a cluster have the same keys and each a part of the queries: the first finishes dk, the second
-// dv. Each warpgroup writes what it has of the other result into its partner's shared memory, where a barrier counts
-// the bytes, and adds what comes from there. The third block then sends its dk, or both, to the first two, the fourth
-// its dv.
+// Sums dk and dv over the blocks of a cluster, which have the same keys and each a part of the queries: the first block
+// gets dk, the second dv. First pairs of blocks swap: each warpgroup writes its part of the partner's result into the
+// partner's shared memory, where a barrier counts the bytes, and adds the part that it receives. Then the third block
+// sends its dk (without a fourth block both results) to the first two, the fourth its dv.
 //
 //   blocks   swapped              then sent
 //   2        0 <-> 1
@@ -22,7 +22,7 @@ struct ClusterReduce {
   static_assert(sizeof(OwnedPair) >= 128 * sizeof(Result), "a result goes where the owned tiles were");
 
   Shared& shared;
-  float4* buffer;  // of this thread, where owned tiles were
+  float4* buffer;  // this thread's part of the room of the owned tiles
   uint32_t parity;
   const ConsumerCoord& at;
 
@@ -35,7 +35,8 @@ struct ClusterReduce {
     }
   }
 
-  // Nothing reads the owned tiles any more. Afterwards dk is complete in the first block, dv in the second.
+  // Called when no product reads the owned tiles any more. Afterwards dk is complete in the first block, dv in the
+  // second.
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& dk, Result& dv, uint32_t& parity,
                                       const ConsumerCoord& at) {
     const ClusterReduce reduce{shared, reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128, parity, at};
@@ -64,7 +65,7 @@ struct ClusterReduce {
     }
   }
 
-  // This block's buffer is free: what it held is in registers.
+  // Tells the partner that this block's buffer is free: its contents are in registers.
   CUTLASS_DEVICE void announce(uint32_t partner, int its_ready, int my_received) const {
     if (at.issues()) shared.dq.received[my_received][at.tile].arrive_and_expect_tx(128 * sizeof(Result));
     arrive_relaxed(shared.dq.ready[its_ready][at.tile], partner);
@@ -83,7 +84,7 @@ struct ClusterReduce {
       float4 x = buffer[128 * i];
       sum[4 * i] += x.x, sum[4 * i + 1] += x.y, sum[4 * i + 2] += x.z, sum[4 * i + 3] += x.w;
     }
-    at.sync();  // everybody has read what is written over next
+    at.sync();  // all threads have read the buffer that the next message overwrites
   }
 };
 

@@ -9,15 +9,15 @@
 
 namespace ds4s::sm90 {
 
-// dk and dv of owned keys, streaming queries (kKeys), or dq of owned queries, streaming keys.
+// kernel_dq_dkdv computes dk and dv of owned keys and streams queries (kKeys), or dq of owned queries and streams keys.
 //
-//                 owned: first, second    streamed: first, second    results over the owned
-//   kKeys         K, V                    Q, dO                         dk, dv
-//   not kKeys     Q, dO                   K, V                          dq, -
-//   kDqInShared        as kKeys, and dq from dS
+//                 owned: first, second    streamed: first, second    results for the owned rows
+//   kKeys         K, V                    Q, dO                      dk, dv
+//   not kKeys     Q, dO                   K, V                       dq, -
+//   kDqInShared   as kKeys                as kKeys                   dk, dv; and dq from dS
 template <typename Element_,  // half_t, bfloat16_t
           int kHeadDim_,      // tier of D and Dv
-          bool kKeys_,        // what is owned
+          bool kKeys_,        // a warpgroup owns keys, not queries
           bool kBias2_,       // bias2 is given
           typename Tiles>     // DqDkdvTiles
 struct DqDkdvConfig {
@@ -32,9 +32,9 @@ struct DqDkdvConfig {
   static constexpr bool kDqInShared = Tiles::kQueries > 0;
   static constexpr int kQueries = Tiles::kQueries, kClusterBlocks = Tiles::kClusterBlocks;  // kDqInShared
   static constexpr bool kDqInGlobal = Tiles::kDqInGlobal, kAddsDbias2 = Tiles::kAddsDbias2;
-  // With one buffer for owned tiles, it is released as soon as nothing reads them any more. Results leave from
-  // registers then, not through it.
-  // With dq in shared memory: (1,768,768,4,32) 2.67 instead of 2.71; not measured at D = 48.
+  // A single buffer for owned tiles is released as soon as the last product has read them; results then leave from
+  // registers instead of through the buffer. With dq in shared memory: (1,768,768,4,32) 2.67 instead of 2.71; not
+  // measured at D = 48.
   static constexpr bool kReleasesEarly = kBuffers == 1 && (kDqInShared ? kHeadDim <= 32 && kClusterBlocks == 1 : true);
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
@@ -51,7 +51,7 @@ struct DqDkdvConfig {
   static constexpr int kHeadSteps = (kHeadDim + 15) / 16, kColumnSteps = kColumns / 16;
   static_assert(StreamedTile::kBytes % 1024 == 0, "tiles lie one behind the other");
 
-  // What a block works on at a time: kRows rows from `row` on, kTiles tiles from `owned` on.
+  // One tile of a block: kRows rows n from `row` on, kTiles owned tiles from `owned` on.
   struct Coordinates {
     int owned, head, row, batch;
   };
@@ -62,24 +62,24 @@ struct DqDkdvConfig {
   };
   struct Stage {
     Pair<StreamedTile> streamed[kRows];
-    // kDqInShared: dS is written over it.
+    // kDqInShared: dS overwrites bias2.
     alignas(1024) uint8_t bias2[kBias2 || kDqInShared ? kTiles : 1][kBias2 || kDqInShared ? BiasTile::kBytes : 16];
   };
   static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
-  // kDqInShared: dq of all queries, as a warpgroup's accumulators have it.
+  // kDqInShared: dq of all queries in the order of a warpgroup's accumulators.
   struct DqTile {
     alignas(1024) float x[kHeadDim / 8][128][4];
   };
   struct Dq {
     DqTile tiles[kQueries / kColumns];
-    EmptyBarrier full[kStages][kTiles];  // dS is there
+    EmptyBarrier full[kStages][kTiles];  // dS is stored
     EmptyBarrier keys_read[kBuffers];
-    EmptyBarrier ready[3][kTiles];  // in clusters (cluster_reduce.h)
+    EmptyBarrier ready[3][kTiles];  // for clusters (cluster_reduce.h)
     FullBarrier received[2][kTiles];
   };
   struct NoDq {};
-  static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: of dq in its accumulator
-  // kDqInGlobal: dS on its way from one warpgroup to all, dq on its way from an accumulator.
+  static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
+  // kDqInGlobal: dS on its way from one warpgroup to all, and dq on its way from an accumulator to the result.
   struct DqGlobalTiles {
     static constexpr int kDsStages = 4, kSums = 4;
     alignas(1024) uint8_t ds[kDsStages][kTiles][BiasTile::kBytes];
@@ -88,24 +88,25 @@ struct DqDkdvConfig {
   struct DqGlobalBarriers {
     EmptyBarrier full[DqGlobalTiles::kDsStages][kTiles], empty[DqGlobalTiles::kDsStages];
     EmptyBarrier accumulator_free, added;
-    int accumulator;  // of the tile that accumulator_free is about
+    int accumulator;  // index of the accumulator that accumulator_free announces
   };
-  using Queue = TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kDqInGlobal: all warps but the one that takes
-  // What there is to compute of a tile.
+  using Queue =
+      TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kDqInGlobal: read by all warps but the one that fills it
+  // What the producer tells the consumers about a tile.
   struct UnlocatedVisible {
-    int tile;  // this one and the next two: as below, unused
+    int tile;  // `tile`, `first` and `end` are unused; see LocatedVisible
     bool first;
     int end;
     int num_steps;        // 0: nothing
-    uint32_t warpgroups;  // a bit for each one that sees a key, or whose keys are seen
+    uint32_t warpgroups;  // a bit for each warpgroup whose queries see a key, or whose keys are seen
   };
-  // kDqInShared: and which tile it is. Consumers read that together with its operands.
+  // kDqInShared: also which tile it is; consumers read this together with the tile's operands.
   struct alignas(16) LocatedVisible {
     Coordinates at;
-    int tile;       // args.num_tiles or more behind the last one
-    bool first;     // of a (b, n, h)
-    int end;        // behind the last one of this (b, n, h)
-    int num_steps;  // as above
+    int tile;       // at least args.num_tiles: there is no more tile
+    bool first;     // the first tile of its (b, n, h)
+    int end;        // the last tile of its (b, n, h), + 1
+    int num_steps;  // 0: nothing
     uint32_t warpgroups;
   };
   using Visible = cute::conditional_t<kDqInShared, LocatedVisible, UnlocatedVisible>;
@@ -114,11 +115,11 @@ struct DqDkdvConfig {
     Stage stages[kStages];
     cute::conditional_t<kDqInShared, Dq, NoDq> dq;
     cute::conditional_t<kDqInGlobal, DqGlobalTiles, NoDq> dq_global;
-    // -delta of queries, owned or streamed, and what it is multiplied with (sm90/mma/rank1_mma.h).
+    // -delta of queries, owned or streamed, and the ones that it is multiplied by (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
     alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
-    // The other terms: of owned keys log2(e) bias1, of owned queries -log2(e) lse, for the exponents; of streamed
-    // queries -lse / scale, of keys bias1 / scale, for the accumulators to begin with.
+    // The other terms. Exponents: log2(e) bias1 of owned keys, -log2(e) lse of owned queries. Initial values of the
+    // accumulators (scores): -lse / scale of streamed queries, bias1 / scale of streamed keys.
     float exponents[kBuffers][kWarpgroups][kOwned];
     alignas(8) float scores[kStages][kRows][kColumns];
     Visible visible[kBuffers];
@@ -132,7 +133,7 @@ struct DqDkdvConfig {
   using Pipe = PipelineState<kStages>;
   using OwnedPipe = PipelineState<kBuffers>;
 
-  // What a block streams: everything, or its part in whole steps.
+  // The columns that a block streams: all, or in a cluster its part in whole steps.
   struct Columns {
     int begin, end;
     CUTLASS_DEVICE int num_steps() const { return (end - begin + kColumns - 1) / kColumns; }
@@ -150,7 +151,7 @@ struct DqDkdvConfig {
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
     at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
-    if constexpr (kDqInGlobal) {  // bias2 of one head after another, and dbias2, stay in L2
+    if constexpr (kDqInGlobal) {  // one head after another, so that its bias2 and dbias2 stay in L2
       at.row = tile % args.N, tile /= args.N;
       at.head = tile % args.H, at.batch = tile / args.H;
       return at;
@@ -165,7 +166,7 @@ struct DqDkdvConfig {
     at.batch = tile / args.num_row_groups;
     return at;
   }
-  // What a tile streams: all queries, or the steps with visible keys.
+  // The steps of a tile: all queries, or the steps with visible keys.
   struct QuerySteps {
     int column;
     CUTLASS_DEVICE int next() {
@@ -196,7 +197,7 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // else it has a part in dq, of zeros
+    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // with split keys it adds zeros to dq
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

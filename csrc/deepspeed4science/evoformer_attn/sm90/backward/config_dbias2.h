@@ -18,10 +18,11 @@ struct Dbias2Config {
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
-  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics are many: where there is room
+  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // many for statistics, where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
-  // No more than rows n in flight, so that none is a whole round of stages ahead: a barrier could not tell that.
+  // At most as many warps as rows n in flight, so that no warp gets a whole round of stages ahead, which the parity of
+  // a barrier could not tell.
   static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;
 
   using QueryTile = SwizzledTile<kBlockQueries, kHeadDim>;
@@ -52,7 +53,7 @@ struct Dbias2Config {
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Pipe = PipelineState<kStages>;
 
-  // What a block works on at a time: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
+  // One tile of a block: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
   struct Coordinates {
     int query, key, head, batch, slice;
   };
@@ -71,7 +72,7 @@ struct Dbias2Config {
   // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
   // key it is N, of which the tensor memory accelerator reads zeros.
   struct Rows {
-    const int32_t* list;  // from the first one on; null: they are neighbours
+    const int32_t* list;  // from the tile's first row n on; null: neighbouring rows n
     int first, count;
 
     CUTLASS_DEVICE Rows(const BackwardArgs& args, int num_slices, const Coordinates& at) {

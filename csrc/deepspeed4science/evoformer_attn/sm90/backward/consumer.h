@@ -1,4 +1,4 @@
-// A consumer warpgroup of kernel_dq_dkdv: one owned tile after another.
+// A consumer warpgroup of kernel_dq_dkdv, which computes one owned tile after another.
 #pragma once
 
 #include "sm90/backward/epilogue.h"
@@ -19,7 +19,7 @@ struct DqDkdvConsumer {
   static constexpr int kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kDqInShared = Config::kDqInShared, kDqInGlobal = Config::kDqInGlobal;
 
-  // kDqInGlobal: where it is among all accumulators.
+  // kDqInGlobal: the warpgroup's position among the accumulators of dq.
   struct DqGlobalState {
     typename DqGlobal<Config>::State state;
   };
@@ -30,7 +30,7 @@ struct DqDkdvConsumer {
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     PendingStore pending;
-    uint32_t exchanged = 0;  // parity of how often results have been
+    uint32_t exchanged = 0;  // parity of the number of exchanges of results
     cute::conditional_t<kDqInGlobal, DqGlobalState, NoDqGlobal> dq_global;
     for (typename Config::template Scheduler<TileReader::kConsumer> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
@@ -42,13 +42,13 @@ struct DqDkdvConsumer {
       }
       const typename Config::Visible visible = shared.visible[buffer];
       if constexpr (kDqInShared) block = visible.at;
-      const bool computed = uniform(visible.num_steps > 0) != 0;  // the compiler keeps uniform what follows from it
+      const bool computed = uniform(visible.num_steps > 0) != 0;  // uniform, so that the compiler uses uniform branches
       DqTileState dq{maps, block, owned_pipe, false, false};
       if constexpr (kDqInShared) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end && !Config::splits_keys(args);
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
-      // kDqInGlobal: every warpgroup has a part in dq of all keys; hidden ones have P = 0.
+      // kDqInGlobal: every warpgroup computes a part of dq of all keys; hidden keys have P = 0.
       const bool computes = kDqInGlobal ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
       if constexpr (kDqInGlobal) dq_global.state.begins = true;
       Results results{};
@@ -63,7 +63,7 @@ struct DqDkdvConsumer {
           const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
           Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
-      } else {  // nothing to compute, but stages go round
+      } else {  // nothing to compute, but the stages must be released
         if constexpr (Config::kReleasesEarly && !kDqInShared) shared.owned_empty[buffer].arrive();
         if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);
@@ -87,9 +87,9 @@ struct DqDkdvConsumer {
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kReleasesEarly) continue;
       pending.buffer = buffer;
-      if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next tiles wait for this buffer
+      if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next owned tiles need this buffer
     }
-    if (at.issues()) cute::tma_store_wait<0>();  // shared memory must outlive the reads of it
+    if (at.issues()) cute::tma_store_wait<0>();  // the block's shared memory must outlive the reads of the stores
     ptx::wait_for_kernel_before();
   }
 };

@@ -1,6 +1,6 @@
-// dq in kernel_dq_dkdv of keys. The warpgroups of a block store what they have of dS, queries by keys, and take turns
-// at multiplying it, dq += dS K of all keys of the block. dq of one (b, n, h) stays in shared memory while its block
-// goes from key to key.
+// dq, math.md (13), in shared memory, in kernel_dq_dkdv of keys. All warpgroups of a block store their part of dS,
+// queries by keys; in turn, one of them multiplies it: dq += dS K over all keys of the block. dq of one (b, n, h) stays
+// in shared memory while the block iterates over the keys.
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
@@ -25,22 +25,23 @@ struct DqShared {
     for (auto& barrier : dq.keys_read) barrier.init(128 * kTiles);
   }
 
-  // What is known of one tile of keys.
+  // One tile of keys.
   struct TileState {
     const DqDkdvMaps& maps;
     const typename Config::Coordinates& block;
     const typename Config::OwnedPipe& owned_pipe;
-    bool first, last;  // of the blocks of this (b, n, h) that see a key
+    bool first, last;  // among the tiles of this (b, n, h) with a visible key
   };
 
-  // The product of a step, the index-th of its state, if it is this warpgroup's turn. All others store theirs soon.
+  // Multiplies dS of step `index` if it is this warpgroup's turn. The wait for the parts of the others ends: they store
+  // them without waiting for this warpgroup.
   CUTLASS_DEVICE static void add(const TileState& state, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;
     const bool first = state.first, last = state.last;
     const typename Config::Columns columns = Config::columns(args);
     auto& tile = shared.dq.tiles[index];
-    if (first && index < kTiles) {  // what this warpgroup stored of the last (b, n, h) has left shared memory
+    if (first && index < kTiles) {  // this warpgroup's stores of the last (b, n, h) must have left shared memory
       if (at.issues()) cute::tma_store_wait<0>();
       at.sync();
     }
@@ -54,15 +55,15 @@ struct DqShared {
       store(mine, sum);
       return;
     }
-    at.sync();  // everybody has read what is written over now
+    at.sync();  // all threads have read the tile that store_out overwrites
     store_out(state, tile, sum, columns.begin + index * kColumns, args, at);
   }
 
-  // dq of a (b, n, h) that sees no key.
+  // Stores dq = 0 of a (b, n, h) that sees no key.
   CUTLASS_DEVICE static void store_zeros(const TileState& state, Shared& shared, const BackwardArgs& args,
                                          const ConsumerCoord& at) {
     const typename Config::Columns columns = Config::columns(args);
-    if (at.issues()) cute::tma_store_wait<0>();  // of the last (b, n, h)
+    if (at.issues()) cute::tma_store_wait<0>();  // for the stores of the last (b, n, h)
     at.sync();
     const Sum zeros = {};
     for (int index = at.tile; index < columns.num_steps(); index += kTiles) {
@@ -70,8 +71,8 @@ struct DqShared {
     }
   }
 
-  // dq of a (b, n, h) whose keys are shared out among the blocks of a cluster: each sums up some of the tiles, in the
-  // order of the blocks.
+  // Stores dq of a (b, n, h) whose keys are divided among the blocks of a cluster: each block sums some of the tiles
+  // over all blocks, in the order of the blocks.
   CUTLASS_DEVICE static void sum_in_cluster(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_thread<kTiles>();
     const int num_blocks = int(cute::cluster_shape().x), num_steps = Config::columns(args).num_steps();
@@ -85,7 +86,7 @@ struct DqShared {
       Sum sum = {};
       CUTLASS_PRAGMA_NO_UNROLL
       for (int rank = 0; rank < num_blocks; ++rank) add_remote(sum, cute::set_block_rank(mine, rank));
-      at.sync();  // everybody has read what is written over now
+      at.sync();  // all threads have read the tile that store_out overwrites
       store_out(state, tile, sum, index * kColumns, args, at);
     }
     if (at.issues()) cute::tma_store_wait<0>();

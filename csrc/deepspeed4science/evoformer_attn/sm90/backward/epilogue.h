@@ -1,4 +1,5 @@
-// Results of one owned tile of kernel_dq_dkdv, out to global memory: dk and dv, or dq, and the tile's share of dbias1.
+// Stores the results of one owned tile of kernel_dq_dkdv: dk and dv, or dq, and the tile's part of dbias1, math.md
+// (15).
 #pragma once
 
 #include "sm90/backward/cluster_reduce.h"
@@ -47,7 +48,7 @@ struct DqDkdvEpilogue {
       return;
     }
     if constexpr (kDqInShared) shared.dq.keys_read[pipe.index].wait(pipe.phase);
-    at.sync();  // no warp's products read the owned tiles any more
+    at.sync();  // the products of all warps have read the owned tiles
     if constexpr (Config::kClusterBlocks > 1) {
       if (!args.splits_keys) {
         if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);

@@ -10,7 +10,7 @@
 
 namespace ds4s::sm90 {
 
-// A consumer warpgroup: one tile after another.
+// A consumer warpgroup, which computes one tile after another.
 template <typename Config>
 struct Dbias2Consumer {
   using Shared = typename Config::Shared;
@@ -29,7 +29,7 @@ struct Dbias2Consumer {
         Mainloop::load_bias2(bias2, args, block, at);
         Mainloop::run_steps(shared, args, pipe, block, bias2, dbias2, at);
         Mainloop::store(dbias2, args, block, at);
-      } else {  // nothing to compute, but stages must be released
+      } else {  // nothing to compute, but the stages must be released
         int left = 0;
         do {
           for (int product = 0; product < 2; ++product, pipe.advance()) {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     __syncwarp();
   }
-  cute::cluster_sync();  // the other block's barriers are used until here
+  cute::cluster_sync();  // until here the other block may use this one's barriers
 }
 
 }  // namespace ds4s::sm90

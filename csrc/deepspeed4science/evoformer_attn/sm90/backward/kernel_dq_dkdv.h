@@ -1,5 +1,5 @@
-// dk and dv (Config::kKeys), or dq, on Hopper: each tile of 64 keys or queries of one (b, n, h) belongs to a warpgroup
-// that streams all queries or keys. Blocks are persistent; who does what: producer.h, mainloop.h.
+// dk and dv, math.md (14) and (12) (Config::kKeys), or dq, (13), on Hopper: a warpgroup owns 64 keys or queries of one
+// (b, n, h) and streams all queries or keys. Blocks are persistent. Producers: producer.h; consumers: consumer.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     DqDkdvConsumer<Config>::run(shared, args, maps);
     if constexpr (kClusterBlocks) {
       if (args.splits_keys) {
-        cute::cluster_sync();  // dq of all blocks is there
+        cute::cluster_sync();  // all blocks have finished their parts of dq
         DqShared<Config>::sum_in_cluster(shared, args, maps);
       }
     }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       if (args.splits_keys) cute::cluster_sync();
     }
   }
-  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other blocks may still write or read here
+  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other blocks may still access this block's shared memory
 }
 
 }  // namespace ds4s::sm90

@@ -1,14 +1,14 @@
-// The mainloop of kernel_dq_dkdv: a consumer warpgroup for each owned tile of 64 rows, 16 rows a warp. Of keys, all of
-// it is the transpose of what the names say: rows of s are keys then, columns queries.
+// The mainloop of kernel_dq_dkdv: a consumer warpgroup computes an owned tile of 64 rows, 16 rows a warp. If it owns
+// keys, all matrices are the transposes of their names: rows of s are keys, columns queries. math.md (8) to (14):
 //
-//   step:   s = bias2 / scale + column terms       from shared memory
-//           s += Q K^T, dp = dO V^T - delta        wgmma, both from shared memory; delta by sm90/mma/rank1_mma.h
-//           P = 2^(c s + row term)                 in registers
-//           dS = P dp                              rounded to 16 bits, as P is
-//           dv += P^T dO, dk += dS^T Q; or dq += dS K        wgmma, P and dS from registers
+//   step:   s = bias2 / scale + column terms              from shared memory
+//           s += Q K^T, dp = dO V^T - delta               wgmma, both from shared memory; delta: sm90/mma/rank1_mma.h
+//           P = 2^(c s + row term)                        in registers
+//           dS = P dp                                     rounded to 16 bits, as P is
+//           dv += P^T dO, dk += dS^T Q; or dq += dS K     wgmma, P and dS from registers
 //
-// The products of a step's last line run beside the exponentials of the next one. With dq in shared memory dS
-// goes there too (dq_smem.h). Where dq comes by additions, the order is another one: mainloop_dq_global.h.
+// The products of a step's last line run beside the exponentials of the next step. With dq in shared memory dS is
+// stored there, too (dq_smem.h). The order of products with dq by additions: mainloop_dq_global.h.
 #pragma once
 
 #include "sm90/backward/dq_smem.h"
@@ -38,7 +38,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
   static constexpr int kColumns = Config::kColumns, kColumnSteps = Config::kColumnSteps, kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kDqInShared = Config::kDqInShared;
 
-  // dS for dq: queries by keys, each element where this warp has read its bias2.
+  // Stores dS for dq, queries by keys, each element where this warp has read its bias2.
   CUTLASS_DEVICE static void store_ds(const Packed& ds, Shared& shared, int stage, const ConsumerCoord& at) {
     uint32_t address = bias2_address(shared, stage, at);
     CUTLASS_PRAGMA_UNROLL
@@ -46,7 +46,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     cutlass::arch::fence_view_async_shared();
     shared.dq.full[stage][at.tile].arrive();
   }
-  // dS of keys that are hidden or do not exist is 0, as bias2 is of the latter.
+  // Stores dS = 0 for keys that are hidden or do not exist; for the latter bias2, and so the tile, is 0 already.
   CUTLASS_DEVICE static void store_zero_ds(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
     if (!kBias2 || exists) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
@@ -75,8 +75,8 @@ struct DqDkdvMainloop : StepProducts<Config> {
     results.dbias2 += kColumns, results.keys_left -= kColumns;
   }
 
-  // P and dS of a step whose s and dp are under way, packed. What was under way before dp is finished on the way: s,
-  // and the results of the step before, which had `last_stage`.
+  // Packs P and dS of a step whose products s and dp have been started. Also waits for the results of the step before,
+  // whose stage was last_stage, and releases that stage.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
                                            Shared& shared, const BackwardArgs& args, int stage, int last_stage,
                                            PendingStore& pending, const ConsumerCoord& at) {
@@ -84,7 +84,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     fence_registers(s);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
-    fence_registers(s);  // all of it before waiting for more
+    fence_registers(s);  // all exponentials come before the next wait
     wgmma_wait<1>();
     if (kKeys) keep(p);
     keep(ds);
@@ -118,7 +118,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     wgmma_commit();
   }
 
-  // All visible columns, one step after another.
+  // Runs num_steps steps.
   CUTLASS_DEVICE static void run_steps(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
                                        int num_steps, const Operands& operands, PendingStore& pending, Results& results,
                                        const DqTileState& dq, const ConsumerCoord& at) {
@@ -132,7 +132,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     fence_registers(results.of_p);
     wgmma_begin();
     start_scores(s, operands.owned, operands.streamed + pipe.index * Operands::kNextStage);
-    wgmma_commit();  // of no results yet
+    wgmma_commit();  // an empty group in place of results
     start_products(dp, operands, pipe.index);
     for (int step = 1;; ++step) {
       finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);
@@ -143,7 +143,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
       last_stage = pipe.index;
       pipe.advance();
       if (step == num_steps) break;
-      // The results of this step beside the exponentials of the next.
+      // The products of this step's results run beside the exponentials of the next step.
       shared.full[pipe.index].wait(pipe.phase);
       begin(s, shared, pipe.index, args.unit, at);
       wgmma_begin();

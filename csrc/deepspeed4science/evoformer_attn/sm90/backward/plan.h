@@ -1,5 +1,5 @@
-// Which kernels a backward on Hopper runs, with which tiles, and where in the workspace their pieces lie: a value that
-// follows from the call, the device and the tier of D. No CUDA here: a host test plans for any device.
+// The plan of a backward on Hopper, its kernels, tiles and workspace: a value computed from the call, the device and
+// the tier of D. No CUDA here, so that a host test can plan for any device.
 //
 //   choose_kernels   which kernels run
 //   plan_dbias2      how kernel_dbias2 cuts the rows n into slices
@@ -14,7 +14,7 @@
 
 namespace ds4s::sm90 {
 
-// kernel_dq_dkdv and kernel_dbias2, with the tiles of tile_sizes.h that have these names.
+// kernel_dq_dkdv and kernel_dbias2 with the tiles of these names in tile_sizes.h.
 enum class Kernel : int {
   kNone,
   kFused,         // dk, dv and dq; dq in shared memory
@@ -43,25 +43,25 @@ struct BackwardFacts : DeviceFacts {
   int64_t blocks_of(Kernel kernel) const { return resident_blocks[int(kernel)]; }
 };
 
-constexpr int kMostClusterBlocks = 8;  // that every device has room for
+constexpr int kMostClusterBlocks = 8;  // every device has room for clusters of 8 blocks
 
 inline TensorView<5> rounded_dbias2(const BwdParams& p) {
   return {p.rounded_dbias2, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
 }
 
 struct BackwardPlan {
-  // In the order in which they run; but the one for dbias2 comes behind kDqGlobal.
+  // In the order in which they run, but dbias2 runs last if dbias2_is_last, and behind kDqGlobal.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
   bool stores_dbias2 = false;   // N = 1: dS is dbias2, and the kernel for dq stores it
-  bool dbias2_is_last = false;  // of the passes
-  bool rounds_dbias2 = false;   // N = 1: the kernel for keys does, rounded
-  // Slices of the rows n of kernel_dbias2; chosen on the device by what is visible, at most so many.
+  bool dbias2_is_last = false;  // the pass for dbias2 runs after the others
+  bool rounds_dbias2 = false;   // N = 1: the kernel for keys stores dbias2, rounded
+  // Slices of the rows n of kernel_dbias2; the largest number if the device chooses it by the visible keys.
   int64_t num_slices = 1;
-  int cluster_blocks = 1;  // of the kernel for keys
+  int cluster_blocks = 1;  // blocks of a cluster of the kernel for keys
   bool device_chooses_slices = false;
   bool adds_dbias2 = false;            // several slices add into one result
-  int64_t keys_per_list = 0;           // of the lists of rows n that see a tile of keys; 0: no lists
-  bool preprocess_finds_keys = false;  // that are visible; with lists a kernel in front of it does
+  int64_t keys_per_list = 0;           // keys of the tile that each list of rows n is for; 0: no lists
+  bool preprocess_finds_keys = false;  // preprocess finds the visible keys; with lists a kernel before it does
   DqGlobalPlan dq_global;
 
   // Offsets in the workspace.

@@ -1,11 +1,12 @@
-// Before the other kernels of the Hopper backward: delta of each query, lists of rows n, and zeros where they add.
+// The first kernel of the Hopper backward: delta of each query, math.md (9), lists of rows n, and zeros where the other
+// kernels add.
 #pragma once
 
 #include "common/preprocess.h"
 
 namespace ds4s::sm90 {
 
-// Rows on 16 bytes, as the tensor memory accelerator needs them.
+// All rows begin at 16 bytes, as the tensor memory accelerator needs them.
 template <typename Element, int kHeadDim_>
 struct PrepareConfig {
   using scalar_t = Element;
@@ -13,7 +14,7 @@ struct PrepareConfig {
   static constexpr bool kAligned = true, kTf32 = false;
 };
 
-// Floats, or integers, that become 0 before others add to them.
+// Floats or integers to be set to 0 before other kernels add to them.
 struct Zeros {
   float* ptr;
   int64_t count;
@@ -30,7 +31,7 @@ struct Zeros {
   }
 };
 
-// All that one launch needs to know.
+// The arguments of the kernel.
 struct PreprocessArgs {
   ds4s::BackwardArgs rows;  // parameters and mask
   float* negative_delta;    // [B, N, H, Lq]
@@ -38,12 +39,12 @@ struct PreprocessArgs {
   RowLists row_lists;
   int32_t num_lists, keys_per_list;
   KeyMaskArgs key_mask;
-  int32_t num_masked;                            // rows n whose visible keys are found here, or 0: they are known
-  Zeros dbias1, dbias2, accumulators, counters;  // of dq_global.h the last two
+  int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: they are known
+  Zeros dbias1, dbias2, accumulators, counters;  // the last two are dq_global.h's
 };
 
-// The first blocks find what each row n sees, or list what sees each tile of keys of kernel_dbias2; the others have
-// queries, and a share of what becomes 0.
+// The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
+// keys. The others compute delta of their queries and set their part of the zeros.
 template <typename Config, bool kFindsVisibleKeys>
 __global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_constant__ PreprocessArgs args) {
   static_assert(kPrepareThreads == kKeyMaskThreads, "find_visible_keys_of");

@@ -1,5 +1,5 @@
-// What brings tiles to kernel_dq_dkdv: one thread for everything that TMA takes, a warp of each row n for the
-// statistics of its queries and keys, which begin anywhere.
+// The producers of kernel_dq_dkdv: one thread issues all TMA loads; for each row n a warp loads the statistics of its
+// queries and keys, whose rows may begin at any byte.
 #pragma once
 
 #include "sm90/backward/config.h"
@@ -19,7 +19,7 @@ struct DqDkdvProducer {
   static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
   static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
 
-  // One thread: everything that is tiles.
+  // Run by one thread: all TMA loads.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     constexpr uint32_t kStageBytes = 2 * kRows * StreamedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Pipe pipe;
@@ -113,7 +113,7 @@ struct DqDkdvProducer {
     }
   }
 
-  // One warp for each row n: statistics. The next step's values are on their way while this one's wait for their stage.
+  // Run by one warp for each row n: statistics. The next step's values are loaded while this step's wait for a stage.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
@@ -181,7 +181,7 @@ struct DqDkdvProducer {
     }
   }
 
-  // Where the keys of a (b, n, h) are split and dbias2 is dS: one thread, which sends it off from where it is.
+  // Run by one thread where the keys of a (b, n, h) are split and dS is dbias2: stores dS from its stage by TMA.
   CUTLASS_DEVICE static void run_dbias2(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     typename Config::Pipe pipe;
     typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args);
@@ -203,8 +203,8 @@ struct DqDkdvProducer {
     }
   }
 
-  // kDqInShared, two more warps: zeros in dk, dv and dbias1's parts of the keys that a (b, n, h) leaves out, those
-  // before the first of its tiles and behind the last.
+  // Run by two warps, kDqInShared: stores zeros in dk, dv and dbias1's parts for the keys of a (b, n, h) before its
+  // first tile and behind its last one.
   CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
@@ -221,7 +221,7 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
                                          int begin, int end, int thread) {
     if (begin >= end) return;
-    // One block of two stores dk, the other dv.
+    // The first block of a cluster stores dk, the second dv.
     if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
     if (args.stores_second && Config::rank() == (Config::kClusterBlocks == 1 ? 0 : 1)) {
       store_zeros(maps.second_rows, at, begin, end, thread);
@@ -232,7 +232,7 @@ struct DqDkdvProducer {
   }
   CUTLASS_DEVICE static void store_zeros(const TensorView<5>& out, const Coordinates& at, int begin, int end,
                                          int thread) {
-    const int pieces = int(out.size[0]) / 8;  // of 16 bytes
+    const int pieces = int(out.size[0]) / 8;  // 16-byte pieces of a row
     Element* base = static_cast<Element*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
                     at.row * out.stride[3] + at.batch * out.stride[4];
     for (int i = thread; i < (end - begin) * pieces; i += kZeroThreads) {

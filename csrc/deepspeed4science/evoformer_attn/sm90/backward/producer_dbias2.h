@@ -1,5 +1,5 @@
-// What brings tiles to kernel_dbias2: one thread for everything that TMA takes, warps in turn for the statistics of
-// queries and keys, which begin anywhere.
+// The producers of kernel_dbias2: one thread issues all TMA loads; warps in turn load the statistics of queries and
+// keys, whose rows may begin at any byte.
 #pragma once
 
 #include "sm90/backward/config_dbias2.h"
@@ -16,7 +16,7 @@ struct Dbias2Producer {
   using QueryTile = typename Config::QueryTile;
   using KeyTile = typename Config::KeyTile;
 
-  // One thread: everything that is tiles. In a cluster one block brings K to both, the other V.
+  // Run by one thread: all TMA loads. In a cluster one block loads K for both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const Dbias2Maps& maps) {
     const int rank = Config::rank();
     constexpr int kRowsAhead = 4;  // taking a tile takes as long
@@ -57,16 +57,16 @@ struct Dbias2Producer {
     }
   }
 
-  // Statistics of rows and columns of one n, from global memory.
+  // Statistics of rows and columns of one n.
   struct Statistics {
     static constexpr int kRows = Config::kBlockQueries / 32, kColumns = Config::kBlockKeys / 32;  // of a lane
     float shift;
     uint32_t column[kColumns];
     float2 row[kRows];
 
-    // Does not wait for what it loads; `store` does.
+    // Starts the loads; `store` waits for them.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      n = min(n, args.N - 1);  // where no row n sees a key, anything
+      n = min(n, args.N - 1);  // where no row n sees a key, any valid one
       Bias1OfRow<Element> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       shift = bias1.shift;
@@ -92,7 +92,8 @@ struct Dbias2Producer {
     }
   };
 
-  // Warps in turn, each its own n, the loads for its next one under way: a step is shorter than they take.
+  // Run by several warps in turn, each for its own n. A step is shorter than the loads, so a warp starts those for its
+  // next n a round ahead.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int warp) {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;

@@ -1,7 +1,9 @@
-// The tiles of a persistent block, one after another: every gridDim.x-th, those of every so many-th (b, n, h), or the
-// next one that no block has taken.
-// The last come from a counter, and from the block's producer to all its warps. Blocks take them in order as they get
-// on, so that those of one (b, n, h) run at the same time, and no block waits for one that has not begun.
+// The order of a persistent block's tiles: every gridDim.x-th tile, all tiles of every so many-th (b, n, h), or the
+// next tile that no block has taken.
+//
+// In the third order the block's producer takes the next tile from a counter and passes it to all warps. Blocks take
+// tiles in ascending order, so the tiles of one (b, n, h) run at the same time, and no block waits for one that has not
+// begun.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -74,8 +76,8 @@ struct TileScheduler {
 template <typename Config>
 struct GroupedTileScheduler {
   int tile;
-  bool first;  // of its (b, n, h)
-  int end;     // behind the last one
+  bool first;  // the first tile of its (b, n, h)
+  int end;     // the last tile of its (b, n, h), + 1
 
   CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args)
       : keys_(load(args, first_pair())) {
@@ -114,7 +116,7 @@ struct GroupedTileScheduler {
   int2 keys_;  // in which the next (b, n, h) has visible ones
 };
 
-// The same for its consumers, who are told with the owned tiles.
+// The same order for the consumers, who read it together with the owned tiles.
 template <typename Config>
 struct PublishedTileScheduler {
   int tile;
