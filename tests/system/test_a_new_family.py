@@ -30,7 +30,7 @@ LAUNCH = """\
 
 namespace ds4s::sm100 {
 
-template <typename Element, int kHeadDim>
+template <typename scalar_t, int kHeadDim>
 struct Forward {
   static int64_t workspace_bytes(const FwdParams& p) { return p.Lk * int64_t(sizeof(float)); }
   static int run(const FwdParams& p, cudaStream_t) {
@@ -50,15 +50,15 @@ struct Forward {
     return b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
   }
   static void one_query(const FwdParams& p, int64_t b, int64_t n, int64_t h, int64_t i) {
-    const auto* q = static_cast<const Element*>(p.q) + at(p.q_stride, b, n, i, h);
-    auto* o = static_cast<Element*>(p.o) + at(p.o_stride, b, n, i, h);
+    const auto* q = static_cast<const scalar_t*>(p.q) + at(p.q_stride, b, n, i, h);
+    auto* o = static_cast<scalar_t*>(p.o) + at(p.o_stride, b, n, i, h);
     auto* weights = static_cast<float*>(p.workspace);
-    const auto* bias1 = static_cast<const Element*>(p.bias1);
-    const auto* bias2 = static_cast<const Element*>(p.bias2);
+    const auto* bias1 = static_cast<const scalar_t*>(p.bias1);
+    const auto* bias2 = static_cast<const scalar_t*>(p.bias2);
     const int64_t* stride1 = p.bias1_stride;
     double sum = 0;
     for (int64_t j = 0; j < p.Lk; ++j) {
-      const auto* k = static_cast<const Element*>(p.k) + at(p.k_stride, b, n, j, h);
+      const auto* k = static_cast<const scalar_t*>(p.k) + at(p.k_stride, b, n, j, h);
       float score = 0;
       for (int64_t d = 0; d < p.D; ++d) score += q[d] * k[d];
       score *= p.scale;
@@ -68,10 +68,10 @@ struct Forward {
     }
     std::vector<double> total(p.Dv);
     for (int64_t j = 0; j < p.Lk; ++j) {
-      const auto* v = static_cast<const Element*>(p.v) + at(p.v_stride, b, n, j, h);
+      const auto* v = static_cast<const scalar_t*>(p.v) + at(p.v_stride, b, n, j, h);
       for (int64_t d = 0; d < p.Dv; ++d) total[d] += weights[j] * v[d];
     }
-    for (int64_t d = 0; d < p.Dv; ++d) o[d] = Element(total[d] / sum);
+    for (int64_t d = 0; d < p.Dv; ++d) o[d] = scalar_t(total[d] / sum);
   }
 };
 

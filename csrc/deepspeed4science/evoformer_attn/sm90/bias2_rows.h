@@ -7,7 +7,7 @@
 
 namespace ds4s::sm90 {
 
-template <typename Element>
+template <typename scalar_t>
 cudaError_t copy_bias2_rows(const Bias2View& bias2, void* copy, cudaStream_t stream) {
   if (!bias2.copied) return cudaSuccess;
   if (copy == nullptr) return cudaErrorInvalidValue;
@@ -21,7 +21,7 @@ cudaError_t copy_bias2_rows(const Bias2View& bias2, void* copy, cudaStream_t str
                        bias2.pitch(),
                        bias2.num_rows() * bias2.pitch() / 8};
   const int64_t blocks = (p.num_vectors + 255) / 256;
-  repack_rows<Element><<<unsigned(blocks < 65536 ? blocks : 65536), 256, 0, stream>>>(p);
+  repack_rows<scalar_t><<<unsigned(blocks < 65536 ? blocks : 65536), 256, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

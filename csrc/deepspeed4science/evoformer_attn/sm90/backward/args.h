@@ -62,21 +62,21 @@ struct BackwardArgs {
 
 // bias1 - shift of one (b, n), math.md (1a); -inf past the end, 0 without bias1. `load` starts the load and does not
 // wait; `value`, called later, does.
-template <typename Element>
+template <typename scalar_t>
 struct Bias1OfRow {
-  const Element* ptr = nullptr;
+  const scalar_t* ptr = nullptr;
   float shift;
   int Lk;
 
   CUTLASS_DEVICE Bias1OfRow(const BackwardArgs& args, int b, int n)
       : shift(args.mask.shift_of(args.row_index(b, n))), Lk(args.Lk) {
     if (args.bias1 == nullptr) return;
-    ptr = static_cast<const Element*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
+    ptr = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
   }
   CUTLASS_DEVICE uint32_t load(int k) const { return ptr != nullptr ? ptx::load_bits(ptr + min(k, Lk - 1)) : 0; }
   CUTLASS_DEVICE float value(uint32_t bits, int k) const { return value(bits, shift, k, Lk); }
   CUTLASS_DEVICE static float value(uint32_t bits, float shift, int k, int Lk) {
-    return k < Lk ? ptx::bits_to_float<Element>(bits) - shift : -infinity();
+    return k < Lk ? ptx::bits_to_float<scalar_t>(bits) - shift : -infinity();
   }
 };
 

@@ -15,13 +15,13 @@ namespace ds4s::sm90 {
 //   kKeys         K, V                    Q, dO                      dk, dv
 //   not kKeys     Q, dO                   K, V                       dq, -
 //   kDqInShared   as kKeys                as kKeys                   dk, dv; and dq from dS
-template <typename Element_,  // half_t, bfloat16_t
-          int kHeadDim_,      // tier of D and Dv
-          bool kKeys_,        // a warpgroup owns keys, not queries
-          bool kBias2_,       // bias2 is given
-          typename Tiles>     // DqDkdvTiles
+template <typename scalar_t_,  // half_t, bfloat16_t
+          int kHeadDim_,       // tier of D and Dv
+          bool kKeys_,         // a warpgroup owns keys, not queries
+          bool kBias2_,        // bias2 is given
+          typename Tiles>      // DqDkdvTiles
 struct DqDkdvConfig {
-  using Element = Element_;
+  using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kKeys = kKeys_, kBias2 = kBias2_;
   static constexpr int kRows = Tiles::kRows, kTiles = Tiles::kTiles, kColumns = Tiles::kColumns;

@@ -8,9 +8,9 @@
 namespace ds4s::sm90 {
 
 // dbias2 of 64 queries by 64 or 128 keys for each warpgroup, for all rows n that see one of the keys.
-template <typename Element_, int kHeadDim_, typename Tiles>
+template <typename scalar_t_, int kHeadDim_, typename Tiles>
 struct Dbias2Config {
-  using Element = Element_;
+  using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
   static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;

@@ -9,7 +9,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqDkdvConsumer {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using Mainloop = DqDkdvMainloop<Config>;

@@ -24,7 +24,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqGlobal {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using OwnedTile = typename Config::OwnedTile;
   using StreamedTile = typename Config::StreamedTile;
@@ -91,7 +91,7 @@ struct DqGlobal {
         start_address(shared.dq_global.ds[0]) + (state.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumns / 16; ++step) {
-      wgmma<Element, 2 * kCount, Major::MN, Major::MN>(
+      wgmma<scalar_t, 2 * kCount, Major::MN, Major::MN>(
           dk, DsTile::descriptor(ds + DsTile::rows_step(step)),
           StreamedTile::descriptor(queries + StreamedTile::rows_step(step)));
     }
@@ -107,7 +107,7 @@ struct DqGlobal {
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kOwned / 16; ++step) {
-        wgmma<Element, kQueries, Major::K, Major::MN>(
+        wgmma<scalar_t, kQueries, Major::K, Major::MN>(
             sum, OwnedTile::descriptor(keys + t * kNextKeys + OwnedTile::rows_step(step)),
             DsTile::descriptor(ds + t * kNextDs + DsTile::columns_step(step)),
             t == 0 && step == 0 ? ScaleOut::Zero : ScaleOut::One);
@@ -189,8 +189,8 @@ struct DqGlobal {
     constexpr int kVectors = 64 * 16 / 4, kOfPart = kPart / (64 * 16);  // float4 of 16 queries
     constexpr int kStages = Config::DqGlobalTiles::kSums;
     const int lane_query = lane % 16 / 4 * 2 + lane % 2, lane_column = lane / 16 * 16 + lane % 4 / 2 * 8;
-    Element* out = static_cast<Element*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
-                   at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
+    scalar_t* out = static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
+                    at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
     float4* in = reinterpret_cast<float4*>(accumulator) + lane;
     const int count = (num_parts(args) - block + args.num_blocks - 1) / args.num_blocks * kOfPart;
     auto part_of = [&](int i) { return block + i / kOfPart * args.num_blocks; };
@@ -214,7 +214,7 @@ struct DqGlobal {
       for (int x = 0; x < kVectors; x += 32) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
       const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
       const int query = part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
-      Element* rows = out + query * dq.stride[1] + column;
+      scalar_t* rows = out + query * dq.stride[1] + column;
       const int valid = int(dq.size[0]) - column - lane_column;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {  // 8 queries each
@@ -241,7 +241,7 @@ struct DqGlobal {
     uint32_t pairs[4];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t pair = ptx::pack<Element>(x[16 * (2 * i + second)] * scale, x[16 * (2 * i + 1 - second)] * scale);
+      uint32_t pair = ptx::pack<scalar_t>(x[16 * (2 * i + second)] * scale, x[16 * (2 * i + 1 - second)] * scale);
       pairs[i] = __byte_perm(pair, 0, second ? 0x1032 : 0x3210);
     }
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

@@ -11,7 +11,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqShared {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using OwnedTile = typename Config::OwnedTile;
   using DsTile = typename Config::BiasTile;
@@ -103,8 +103,8 @@ struct DqShared {
   CUTLASS_DEVICE static void store_out(const TileState& state, typename Config::DqTile& tile, const Sum& sum, int query,
                                        const BackwardArgs& args, const ConsumerCoord& at) {
     const float scale[2] = {args.scale, args.scale};
-    store_tile<Element, OwnedTile>(state.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
-                                   state.block.head, state.block.row, state.block.batch);
+    store_tile<scalar_t, OwnedTile>(state.maps.dq, reinterpret_cast<uint8_t*>(&tile), sum, scale, at, query,
+                                    state.block.head, state.block.row, state.block.batch);
   }
   CUTLASS_DEVICE static void load(Sum& sum, const float4* mine) {
     CUTLASS_PRAGMA_UNROLL
@@ -128,7 +128,7 @@ struct DqShared {
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kOwned / 16; ++step) {
-        wgmma<Element, Config::kHeadDim, Major::MN>(
+        wgmma<scalar_t, Config::kHeadDim, Major::MN>(
             sum, DsTile::descriptor(ds + t * kNextDs + DsTile::columns_step(step)),
             OwnedTile::descriptor(keys + t * kNextKeys + OwnedTile::rows_step(step)));
       }

@@ -10,7 +10,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqDkdvEpilogue {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using OwnedTile = typename Config::OwnedTile;
@@ -41,9 +41,9 @@ struct DqDkdvEpilogue {
     }
     bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
     if constexpr (Config::kReleasesEarly) {
-      if (stores_second) store_rows<Element>(maps.second_rows, results.of_p, 1.f, at, l, block.head, n, block.batch);
+      if (stores_second) store_rows<scalar_t>(maps.second_rows, results.of_p, 1.f, at, l, block.head, n, block.batch);
       if (stores_first) {
-        store_rows<Element>(maps.first_rows, results.of_ds, args.scale, at, l, block.head, n, block.batch);
+        store_rows<scalar_t>(maps.first_rows, results.of_ds, args.scale, at, l, block.head, n, block.batch);
       }
       return;
     }
@@ -57,12 +57,12 @@ struct DqDkdvEpilogue {
     }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (stores_second) {
-      store_tile<Element, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
-                                     block.batch);
+      store_tile<scalar_t, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
+                                      block.batch);
     }
     if (stores_first) {
-      store_tile<Element, OwnedTile>(maps.result_first, owned.first, results.of_ds, scale, at, l, block.head, n,
-                                     block.batch);
+      store_tile<scalar_t, OwnedTile>(maps.result_first, owned.first, results.of_ds, scale, at, l, block.head, n,
+                                      block.batch);
     }
   }
 };

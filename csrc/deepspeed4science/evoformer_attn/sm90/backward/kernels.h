@@ -16,15 +16,15 @@ using DqDkdvGrid = PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, C
 template <typename Config, int kCluster>
 using Dbias2Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
 
-template <typename Element, int kHeadDim, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kBias2>
 struct BackwardKernels {
   using Tiles = BackwardTiles<kHeadDim>;
   template <typename Shape>
-  using OfKeys = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/true, kBias2, Shape>;
+  using OfKeys = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/true, kBias2, Shape>;
   template <typename Shape>
-  using OfQueries = DqDkdvConfig<Element, kHeadDim, /*kKeys=*/false, kBias2, Shape>;
+  using OfQueries = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/false, kBias2, Shape>;
   template <typename Shape>
-  using OfDbias2 = Dbias2Config<Element, kHeadDim, Shape>;
+  using OfDbias2 = Dbias2Config<scalar_t, kHeadDim, Shape>;
 
   // Asks each device once.
   static cudaError_t query(BackwardFacts& facts) {

@@ -8,7 +8,7 @@
 
 namespace ds4s::sm90 {
 
-template <typename Element, int kHeadDim, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kBias2>
 class Backward {
  public:
   static int64_t workspace_bytes(const BwdParams& p) {
@@ -36,7 +36,7 @@ class Backward {
   }
 
  private:
-  using Kernels = BackwardKernels<Element, kHeadDim, kBias2>;
+  using Kernels = BackwardKernels<scalar_t, kHeadDim, kBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
 
   Backward(const BwdParams& p, const BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
@@ -52,7 +52,7 @@ class Backward {
 
   // The first of the three last waits for what preprocess writes; the others run after it.
   int launch_all() {
-    launches_.check(copy_bias2_rows<Element>(fill_.bias2(), fill_.template at<void>(plan_.bias2), launches_.stream()));
+    launches_.check(copy_bias2_rows<scalar_t>(fill_.bias2(), fill_.template at<void>(plan_.bias2), launches_.stream()));
     preprocess();
     const bool dbias2_is_first = plan_.dbias2 != Kernel::kNone && !plan_.dbias2_is_last;
     if (dbias2_is_first) launch_dbias2(/*waits=*/true);
@@ -62,7 +62,7 @@ class Backward {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
     }
     if (needs_postprocess(p_)) {
-      launches_.start_overlapping(postprocess<Element, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0,
+      launches_.start_overlapping(postprocess<scalar_t, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0,
                                   /*cluster=*/1, fill_.postprocess());
     }
     return launches_.status();
@@ -72,14 +72,14 @@ class Backward {
   void preprocess() {
     if (plan_.preprocess_finds_keys) return launch_preprocess</*kFindsVisibleKeys=*/true>();
     if (plan_.key_mask >= 0) {
-      launches_.start_overlapping(find_visible_keys<Element>, fill_.key_mask().num_blocks(), kKeyMaskThreads, 0,
+      launches_.start_overlapping(find_visible_keys<scalar_t>, fill_.key_mask().num_blocks(), kKeyMaskThreads, 0,
                                   /*cluster=*/1, fill_.find_visible_keys());
     }
     launch_preprocess</*kFindsVisibleKeys=*/false>();
   }
   template <bool kFindsVisibleKeys>
   void launch_preprocess() {
-    using Prepare = PrepareConfig<Element, kHeadDim>;
+    using Prepare = PrepareConfig<scalar_t, kHeadDim>;
     const PreprocessArgs args = fill_.preprocess();
     const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
     launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
@@ -214,7 +214,7 @@ class Backward {
   }
   template <typename Tile>
   void make_map(CUtensorMap& map, const TensorView<5>& tensor) {
-    launches_.check(has_tensor_map(tensor) ? make_tile_map<Element, Tile>(map, tensor) : cudaErrorMisalignedAddress);
+    launches_.check(has_tensor_map(tensor) ? make_tile_map<scalar_t, Tile>(map, tensor) : cudaErrorMisalignedAddress);
   }
   TensorView<5> q() const { return tensor_view(p_, p_.q, p_.q_stride, p_.Lq, p_.D); }
   TensorView<5> k() const { return tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D); }

@@ -10,7 +10,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct Dbias2Mainloop {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Stage = typename Config::Stage;
   using Coordinates = typename Config::Coordinates;
@@ -36,19 +36,19 @@ struct Dbias2Mainloop {
   CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
                                         const ConsumerCoord& at) {
     int query = first_query(block, at), key = first_key(block, at);
-    const Element* ptr = static_cast<const Element*>(args.bias2) + block.batch * args.bias2_stride[0] +
-                         block.head * args.bias2_stride[1];
+    const scalar_t* ptr = static_cast<const scalar_t*>(args.bias2) + block.batch * args.bias2_stride[0] +
+                          block.head * args.bias2_stride[1];
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < Config::kKeys / 2; x += 2) {
       int i = query + 8 * row_of(x), j = key + x / 4 * 8;
       uint32_t pair = 0;
-      const Element* element = ptr + i * args.bias2_stride[2] + j;
+      const scalar_t* element = ptr + i * args.bias2_stride[2] + j;
       if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
       if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
       if constexpr (kPacked) {
         bias2[x / 2] = pair;
       } else {
-        float2 value = ptx::unpack<Element>(pair);
+        float2 value = ptx::unpack<scalar_t>(pair);
         bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
       }
     }
@@ -63,7 +63,7 @@ struct Dbias2Mainloop {
       if constexpr (kPacked) {
         uint32_t pair = bias2[(part + x) / 2];
         asm volatile("" : "+r"(pair));  // not before
-        value = ptx::unpack<Element>(pair);
+        value = ptx::unpack<scalar_t>(pair);
         value.x *= kLog2e, value.y *= kLog2e;
       } else {
         value = make_float2(bias2[part + x], bias2[part + x + 1]);
@@ -77,8 +77,8 @@ struct Dbias2Mainloop {
   CUTLASS_DEVICE static void start(float (&x)[kN / 2], uint32_t queries, uint32_t keys) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < Config::kHeadSteps; ++step) {
-      wgmma<Element, kN, Major::K>(x, QueryTile::descriptor(queries + QueryTile::columns_step(step)),
-                                   KeyTile::descriptor(keys + KeyTile::columns_step(step)));
+      wgmma<scalar_t, kN, Major::K>(x, QueryTile::descriptor(queries + QueryTile::columns_step(step)),
+                                    KeyTile::descriptor(keys + KeyTile::columns_step(step)));
     }
     wgmma_commit();
   }

@@ -7,9 +7,9 @@
 namespace ds4s::sm90 {
 
 // All rows begin at 16 bytes, as the tensor memory accelerator needs them.
-template <typename Element, int kHeadDim_>
+template <typename scalar_t_, int kHeadDim_>
 struct PrepareConfig {
-  using scalar_t = Element;
+  using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kAligned = true, kTf32 = false;
 };

@@ -9,7 +9,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqDkdvProducer {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using OwnedTile = typename Config::OwnedTile;
@@ -82,7 +82,7 @@ struct DqDkdvProducer {
     uint32_t keys[kKeys ? kPerLane : 1];
     float2 queries[kKeys ? 1 : kPerLane];
   };
-  CUTLASS_DEVICE static void load_owned(OwnedStatistics& owned, const Bias1OfRow<Element>& bias1,
+  CUTLASS_DEVICE static void load_owned(OwnedStatistics& owned, const Bias1OfRow<scalar_t>& bias1,
                                         const QueryStatistics& queries, const Coordinates& at, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < OwnedStatistics::kPerLane; ++i) {
@@ -95,7 +95,7 @@ struct DqDkdvProducer {
     }
   }
   CUTLASS_DEVICE static void store_owned(Shared& shared, int buffer, const OwnedStatistics& owned,
-                                         const Bias1OfRow<Element>& bias1, const BackwardArgs& args,
+                                         const Bias1OfRow<scalar_t>& bias1, const BackwardArgs& args,
                                          const Coordinates& at, int r, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < OwnedStatistics::kPerLane; ++i) {
@@ -123,7 +123,7 @@ struct DqDkdvProducer {
          tiles.advance(shared, args), owned_pipe.advance()) {
       Coordinates at = Config::locate(args, tiles.tile);
       int n = min(at.row + r, args.N - 1);
-      Bias1OfRow<Element> bias1(args, at.batch, n);
+      Bias1OfRow<scalar_t> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       const int num_steps = Config::visible(args, at).num_steps;
       auto steps = Config::steps(args, at);
@@ -233,8 +233,8 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void store_zeros(const TensorView<5>& out, const Coordinates& at, int begin, int end,
                                          int thread) {
     const int pieces = int(out.size[0]) / 8;  // 16-byte pieces of a row
-    Element* base = static_cast<Element*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
-                    at.row * out.stride[3] + at.batch * out.stride[4];
+    scalar_t* base = static_cast<scalar_t*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
+                     at.row * out.stride[3] + at.batch * out.stride[4];
     for (int i = thread; i < (end - begin) * pieces; i += kZeroThreads) {
       const int key = begin + i / pieces;
       __stcs(reinterpret_cast<uint4*>(base + key * out.stride[1] + i % pieces * 8), make_uint4(0, 0, 0, 0));

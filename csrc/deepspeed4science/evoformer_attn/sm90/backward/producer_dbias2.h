@@ -10,7 +10,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct Dbias2Producer {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using QueryTile = typename Config::QueryTile;
@@ -67,7 +67,7 @@ struct Dbias2Producer {
     // Starts the loads; `store` waits for them.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
       n = min(n, args.N - 1);  // where no row n sees a key, any valid one
-      Bias1OfRow<Element> bias1(args, at.batch, n);
+      Bias1OfRow<scalar_t> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       shift = bias1.shift;
       CUTLASS_PRAGMA_UNROLL
@@ -85,7 +85,7 @@ struct Dbias2Producer {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns; ++x) {
-        float value = Bias1OfRow<Element>::value(column[x], shift, exists ? at.key + 32 * x + lane : args.Lk, args.Lk);
+        float value = Bias1OfRow<scalar_t>::value(column[x], shift, exists ? at.key + 32 * x + lane : args.Lk, args.Lk);
         Rank1Terms::store_second(scores.keys.terms, 32 * x + lane, value * args.unit);
       }
       cutlass::arch::fence_view_async_shared();

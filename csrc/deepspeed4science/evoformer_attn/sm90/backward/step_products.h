@@ -9,7 +9,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct StepProducts {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Stage = typename Config::Stage;
   using OwnedTile = typename Config::OwnedTile;
@@ -75,7 +75,7 @@ struct StepProducts {
         int x = 8 * g + 2 * i;
         float2 value = *reinterpret_cast<const float2*>(columns + 16 * g + 8 * (i >> 1));
         if constexpr (kBias2) {
-          float2 b2 = ptx::unpack<Element>(pairs[i]);
+          float2 b2 = ptx::unpack<scalar_t>(pairs[i]);
           value.x = fmaf(b2.x, unit, value.x), value.y = fmaf(b2.y, unit, value.y);
         }
         s[x] = value.x, s[x + 1] = value.y;
@@ -98,8 +98,8 @@ struct StepProducts {
   CUTLASS_DEVICE static void start_scores(Scores& x, uint32_t owned, uint32_t streamed) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kHeadSteps; ++step) {
-      wgmma<Element, kColumns, Major::K>(x, OwnedTile::descriptor(owned + OwnedTile::columns_step(step)),
-                                         StreamedTile::descriptor(streamed + StreamedTile::columns_step(step)));
+      wgmma<scalar_t, kColumns, Major::K>(x, OwnedTile::descriptor(owned + OwnedTile::columns_step(step)),
+                                          StreamedTile::descriptor(streamed + StreamedTile::columns_step(step)));
     }
     wgmma_commit();
   }
@@ -107,14 +107,14 @@ struct StepProducts {
   CUTLASS_DEVICE static void start_result(Result& result, const Packed& x, uint32_t streamed) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kColumnSteps; ++step) {
-      wgmma<Element, kHeadDim, Major::MN>(result, x + 4 * step,
-                                          StreamedTile::descriptor(streamed + StreamedTile::rows_step(step)));
+      wgmma<scalar_t, kHeadDim, Major::MN>(result, x + 4 * step,
+                                           StreamedTile::descriptor(streamed + StreamedTile::rows_step(step)));
     }
   }
 
   CUTLASS_DEVICE static void pack(Packed& packed, const Scores& x) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kColumns / 4; ++i) packed[i] = ptx::pack<Element>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < kColumns / 4; ++i) packed[i] = ptx::pack<scalar_t>(x[2 * i], x[2 * i + 1]);
   }
 
   // Keeps operands in their registers until here, for nvcc's front end. ptxas's result is checked in the machine code

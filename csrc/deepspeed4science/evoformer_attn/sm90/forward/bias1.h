@@ -10,35 +10,35 @@ namespace ds4s::sm90 {
 template <typename Config>
 class Bias1Vectors {
  public:
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   static constexpr int kKeys = Config::kKeys, kCount = Config::kRows * kKeys / 32;  // values of a lane
   using Vector = cute::conditional_t<kCount == 4, uint2, uint32_t>;
-  static_assert(sizeof(Vector) == kCount * sizeof(Element), "two or four of 16 bits");
+  static_assert(sizeof(Vector) == kCount * sizeof(scalar_t), "two or four of 16 bits");
 
   CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
       : row_(kCount * lane / kKeys), key_(kCount * lane % kKeys), keys_left_(args.Lk - key_) {
     const int n = min(at.row + row_, args.N - 1);
     bias1_ =
-        static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] + key_;
+        static_cast<const scalar_t*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1] + key_;
   }
   CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) { shift_ = mask.shift[row_]; }
   CUTLASS_DEVICE void load(int key) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kCount / 2; ++i) pairs_[i] = ptx::pack<Element>(-infinity(), -infinity());
+    for (int i = 0; i < kCount / 2; ++i) pairs_[i] = ptx::pack<scalar_t>(-infinity(), -infinity());
     if (key < keys_left_) *reinterpret_cast<Vector*>(pairs_) = __ldg(reinterpret_cast<const Vector*>(bias1_ + key));
   }
   CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
     float* values = &stage[row_][Config::bias1_place(key_)];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
-      const float2 pair = ptx::unpack<Element>(pairs_[i]);
+      const float2 pair = ptx::unpack<scalar_t>(pairs_[i]);
       *reinterpret_cast<float2*>(values + 4 * i) = make_float2((pair.x - shift_) * f, (pair.y - shift_) * f);
     }
   }
 
  private:
   int row_, key_, keys_left_;
-  const Element* bias1_;
+  const scalar_t* bias1_;
   float shift_;
   alignas(8) uint32_t pairs_[kCount / 2];
 };
@@ -47,7 +47,7 @@ class Bias1Vectors {
 template <typename Config>
 class Bias1Elements {
  public:
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   static constexpr int kRows = Config::kRows, kPerLane = Config::kKeys / 32;
 
   CUTLASS_DEVICE Bias1Elements(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
@@ -55,7 +55,7 @@ class Bias1Elements {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const int n = min(at.row + r, args.N - 1);
-      row_[r] = static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+      row_[r] = static_cast<const scalar_t*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
     }
   }
   CUTLASS_DEVICE void take_shift(const typename Config::Mask& mask) {
@@ -79,7 +79,7 @@ class Bias1Elements {
  private:
   int64_t stride_;
   int Lk_, lane_;
-  const Element* row_[kRows];
+  const scalar_t* row_[kRows];
   float shift_[kRows], value_[kRows * kPerLane];
 };
 

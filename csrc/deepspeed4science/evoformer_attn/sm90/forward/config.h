@@ -9,13 +9,13 @@
 
 namespace ds4s::sm90 {
 
-template <typename Element_,  // half_t, bfloat16_t
-          int kHeadDim_,      // tier of D and Dv
-          bool kBias1_,       // bias1 is given
-          bool kBias2_,       // bias2 is given
-          typename Tiles>     // ForwardTiles
+template <typename scalar_t_,  // half_t, bfloat16_t
+          int kHeadDim_,       // tier of D and Dv
+          bool kBias1_,        // bias1 is given
+          bool kBias2_,        // bias2 is given
+          typename Tiles>      // ForwardTiles
 struct ForwardConfig {
-  using Element = Element_;
+  using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kBias1 = kBias1_, kBias2 = kBias2_;
   static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
@@ -28,7 +28,7 @@ struct ForwardConfig {
   static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   // float16 has few subnormals, and its largest bias is finite with any factor (args.h).
-  static constexpr bool kScalesQ = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
+  static constexpr bool kScalesQ = cutlass::platform::is_same<scalar_t, cutlass::bfloat16_t>::value;
 
   using Registers = RegisterShares<kWarpgroups, kBlocksPerSm>;
 

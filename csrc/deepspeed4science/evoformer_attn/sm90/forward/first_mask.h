@@ -19,8 +19,8 @@ class FirstMask {
     const typename Config::Coordinates at = Config::locate(args, int(blockIdx.x));
     const int n = min(at.row + row, args.N - 1);
     const bool is_read = at.row + row < args.N && args.is_read(at.batch, n);
-    const Element* bias1 =
-        static_cast<const Element*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+    const scalar_t* bias1 =
+        static_cast<const scalar_t*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
     float x[kSteps][2], largest = -infinity();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2 * kSteps; ++i) {
@@ -59,8 +59,8 @@ class FirstMask {
   }
 
  private:
-  using Element = typename Config::Element;
-  using Rule = MaskRule<Element>;
+  using scalar_t = typename Config::scalar_t;
+  using Rule = MaskRule<scalar_t>;
   static constexpr int kWarps = Config::kFirstWarps;  // for each row n
   static constexpr int kMostSteps = kFirstMaskKeys / kStepKeys;
   static constexpr int kSteps = kMostSteps / kWarps;

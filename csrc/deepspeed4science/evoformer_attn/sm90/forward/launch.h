@@ -15,7 +15,7 @@ namespace ds4s::sm90 {
 // One kernel: its maps, its arguments, its grid.
 template <typename Config>
 struct ForwardLaunch {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using QTile = typename Config::QTile;
   using QBox = typename Config::QBox;
   using KTile = typename Config::KTile;
@@ -33,14 +33,14 @@ struct ForwardLaunch {
     cudaError_t error = resident_blocks(blocks);
     ForwardMaps maps{};
     if (error == cudaSuccess)
-      error = make_tile_map<Element, QBox>(maps.q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D), kBoxRows);
+      error = make_tile_map<scalar_t, QBox>(maps.q, tensor_view(p, p.q, p.q_stride, p.Lq, p.D), kBoxRows);
     if (error == cudaSuccess)
-      error = make_tile_map<Element, KTile>(maps.k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D), kBoxRows);
+      error = make_tile_map<scalar_t, KTile>(maps.k, tensor_view(p, p.k, p.k_stride, p.Lk, p.D), kBoxRows);
     if (error == cudaSuccess)
-      error = make_tile_map<Element, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv), kBoxRows);
+      error = make_tile_map<scalar_t, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv), kBoxRows);
     if (error == cudaSuccess)
-      error = make_tile_map<Element, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<Element, BiasBox>(maps.bias2, bias2);
+      error = make_tile_map<scalar_t, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
+    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<scalar_t, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
@@ -58,7 +58,7 @@ struct ForwardLaunch {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
-    constexpr int kVector = 16 / sizeof(Element);
+    constexpr int kVector = 16 / sizeof(scalar_t);
     args.bias1_in_vectors = p.bias1_stride[2] == 1 && p.bias1_stride[0] % kVector == 0 &&
                             p.bias1_stride[1] % kVector == 0 && p.Lk % kVector == 0 &&
                             reinterpret_cast<uintptr_t>(p.bias1) % 16 == 0;
@@ -82,7 +82,7 @@ struct ForwardLaunch {
   }
 };
 
-template <typename Element, int kHeadDim, bool kBias1, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kBias1, bool kBias2>
 struct Forward {
   static int64_t workspace_bytes(const FwdParams& p) {
     ForwardPlan plan;
@@ -102,7 +102,7 @@ struct Forward {
     if (cudaError_t error = query(p, device); error != cudaSuccess) return error;
     const ForwardPlan plan = make_plan<kHeadDim>(p, device);
     const Bias2View view(p);
-    if (cudaError_t error = copy_bias2_rows<Element>(view, p.workspace, stream); error != cudaSuccess) return error;
+    if (cudaError_t error = copy_bias2_rows<scalar_t>(view, p.workspace, stream); error != cudaSuccess) return error;
     const TensorView<5> bias2 = view.read(p.workspace);
     if (plan.parts_begun >= 0) {
       const cudaError_t error = cudaMemsetAsync(at<int32_t>(p.workspace, plan.parts_begun), 0, 4, stream);
@@ -126,7 +126,7 @@ struct Forward {
  private:
   using Choice = ForwardChoice<kHeadDim>;
   template <typename Tiles>
-  using Launch = ForwardLaunch<ForwardConfig<Element, kHeadDim, kBias1, kBias2, Tiles>>;
+  using Launch = ForwardLaunch<ForwardConfig<scalar_t, kHeadDim, kBias1, kBias2, Tiles>>;
 
   // What the plan asks for; kernels that it does not choose stay unloaded.
   static cudaError_t query(const FwdParams& p, ForwardFacts& device) {

@@ -13,7 +13,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct ForwardMainloop {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using Visible = typename Config::Visible;
@@ -26,7 +26,7 @@ struct ForwardMainloop {
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps;
   static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
-  using Softmax = RowSoftmax<Element>;
+  using Softmax = RowSoftmax<scalar_t>;
 
   // Multiplies Q by `factor` in place: Q'.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
@@ -35,8 +35,8 @@ struct ForwardMainloop {
     for (int i = 0; i < kVectors; ++i) {
       uint4& x = reinterpret_cast<uint4*>(tile)[128 * i + 32 * at.warp + at.lane];
       uint4 y = x;
-      y.x = ptx::scale_word<Element>(y.x, factor), y.y = ptx::scale_word<Element>(y.y, factor);
-      y.z = ptx::scale_word<Element>(y.z, factor), y.w = ptx::scale_word<Element>(y.w, factor);
+      y.x = ptx::scale_word<scalar_t>(y.x, factor), y.y = ptx::scale_word<scalar_t>(y.y, factor);
+      y.z = ptx::scale_word<scalar_t>(y.z, factor), y.w = ptx::scale_word<scalar_t>(y.w, factor);
       x = y;
     }
     cutlass::arch::fence_view_async_shared();
@@ -83,7 +83,7 @@ struct ForwardMainloop {
       for (int i = 0; i < 4; ++i) {
         float2 b1 = i < 2 ? make_float2(of_16_keys.x, of_16_keys.y) : make_float2(of_16_keys.z, of_16_keys.w);
         if constexpr (kBias2) {
-          float2 b2 = ptx::unpack<Element>(pairs[i]);
+          float2 b2 = ptx::unpack<scalar_t>(pairs[i]);
           b1 = kBias1 ? make_float2(fmaf(b2.x, f, b1.x), fmaf(b2.y, f, b1.y)) : make_float2(b2.x * f, b2.y * f);
         }
         s[8 * g + 2 * i] = b1.x, s[8 * g + 2 * i + 1] = b1.y;
@@ -100,9 +100,9 @@ struct ForwardMainloop {
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kQSteps; ++step) {
-      wgmma<Element, 2 * kCount, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
-                                           operands.keys(stage, step),
-                                           kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
+      wgmma<scalar_t, 2 * kCount, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
+                                            operands.keys(stage, step),
+                                            kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
     }
     wgmma_commit();
   }
@@ -138,7 +138,7 @@ struct ForwardMainloop {
     wgmma_begin();
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kCount / 4; ++step) {
-      wgmma<Element, kHeadDim, Major::MN>(o, p + 4 * step, operands.values(stage, step));
+      wgmma<scalar_t, kHeadDim, Major::MN>(o, p + 4 * step, operands.values(stage, step));
     }
     wgmma_commit();
   }
@@ -275,7 +275,7 @@ struct ForwardMainloop {
       for (int r = 0; r < 2; ++r) inverse[r] = softmax.l[r] == 0.f ? 0.f : inverse[r];
     }
     at.sync();  // the products of all warps have read Q
-    store_tile<Element, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
+    store_tile<scalar_t, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
   }
 
   // Releases the stages of steps that this warpgroup does not compute.

@@ -47,11 +47,11 @@ CUTLASS_DEVICE int end_of_votes(const uint32_t (&votes)[2]) {
 
 // Run by one warp. Its instructions matter: a tile of (1,384,384,4,32) takes 16,000 on each scheduler, and 800 more
 // were 5 %.
-template <typename Element, bool kBias1>
+template <typename scalar_t, bool kBias1>
 class RowScan {
  public:
   CUTLASS_DEVICE RowScan(const ForwardArgs& args, int batch, int n)
-      : bias1_(static_cast<const Element*>(args.bias1)),
+      : bias1_(static_cast<const scalar_t*>(args.bias1)),
         stride_(args.bias1_stride[2]),
         Lk_(args.Lk),
         lane_(int(threadIdx.x) % 32),
@@ -78,7 +78,7 @@ class RowScan {
       const int first = (word < 0 ? word + num_words : word) * Mask::kWordKeys;
       const float top = read(first, mine);
       largest = warp_max(mine);
-      const bool visible = first + lane_ * kStepKeys < Lk_ && MaskRule<Element>::is_visible(top, largest);
+      const bool visible = first + lane_ * kStepKeys < Lk_ && MaskRule<scalar_t>::is_visible(top, largest);
       const uint32_t steps = __ballot_sync(0xffffffffu, visible);
       if (word < 0 || word >= Mask::kWords) continue;
       if (lane_ == 0) mask.steps[row][word] = word == 0 ? steps | num_ahead : steps;
@@ -87,7 +87,7 @@ class RowScan {
     }
     const int end = kBias1 && num_words <= Mask::kWords ? end_of(last, largest) : Lk_;
     if (lane_ == 0) {
-      mask.end[row] = end, mask.shift[row] = MaskRule<Element>::shift(largest);
+      mask.end[row] = end, mask.shift[row] = MaskRule<scalar_t>::shift(largest);
       mask.sees_any[row] = last >= 0 || num_words > Mask::kWords;
     }
   }
@@ -101,7 +101,7 @@ class RowScan {
     for (int i = 0; i < 2; ++i) {
       const int k = step * kStepKeys + 32 * i + lane_;
       const float x = k < Lk_ ? float(bias1_[k * stride_]) : -infinity();
-      votes[i] = __ballot_sync(0xffffffffu, MaskRule<Element>::is_visible(x, largest));
+      votes[i] = __ballot_sync(0xffffffffu, MaskRule<scalar_t>::is_visible(x, largest));
     }
     return step * kStepKeys + end_of_votes(votes);
   }
@@ -120,7 +120,7 @@ class RowScan {
   // of 8.
   CUTLASS_DEVICE float read_vectors(int key, float& largest) const {
     constexpr int kLanes = 4, kAtOnce = 32 / kLanes, kVectors = kStepKeys / kLanes / 8;
-    const uint32_t nothing = ptx::pack<Element>(-infinity(), -infinity());
+    const uint32_t nothing = ptx::pack<scalar_t>(-infinity(), -infinity());
     uint32_t mine = nothing;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < 32 && key + first * kStepKeys < Lk_; first += kAtOnce) {
@@ -130,16 +130,17 @@ class RowScan {
       for (int i = 0; i < kVectors; ++i) {
         if (k + 8 * i >= Lk_) continue;
         const uint4 x = __ldg(reinterpret_cast<const uint4*>(bias1_ + k + 8 * i));
-        pairs = ptx::max_nan_pairs<Element>(pairs, ptx::max_nan_pairs<Element>(ptx::max_nan_pairs<Element>(x.x, x.y),
-                                                                               ptx::max_nan_pairs<Element>(x.z, x.w)));
+        pairs =
+            ptx::max_nan_pairs<scalar_t>(pairs, ptx::max_nan_pairs<scalar_t>(ptx::max_nan_pairs<scalar_t>(x.x, x.y),
+                                                                             ptx::max_nan_pairs<scalar_t>(x.z, x.w)));
       }
       CUTLASS_PRAGMA_UNROLL
       for (int mask = 1; mask < kLanes; mask *= 2)
-        pairs = ptx::max_nan_pairs<Element>(pairs, ptx::shfl_xor(pairs, mask));
+        pairs = ptx::max_nan_pairs<scalar_t>(pairs, ptx::shfl_xor(pairs, mask));
       pairs = __shfl_sync(0xffffffffu, pairs, lane_ % kAtOnce * kLanes);
       if (lane_ / kAtOnce * kAtOnce == first) mine = pairs;
     }
-    const float2 pair = ptx::unpack<Element>(mine);
+    const float2 pair = ptx::unpack<scalar_t>(mine);
     const float top = ptx::max_nan(pair.x, pair.y);
     if (top < infinity()) {
       largest = fmaxf(largest, top);
@@ -166,7 +167,7 @@ class RowScan {
         float x[2];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 2; ++j) {
-          x[j] = k + 64 * i + 32 * j < Lk_ ? ptx::bits_to_float<Element>(bits[2 * i + j]) : -infinity();
+          x[j] = k + 64 * i + 32 * j < Lk_ ? ptx::bits_to_float<scalar_t>(bits[2 * i + j]) : -infinity();
           largest = larger_finite(largest, x[j]);
         }
         const int top = __reduce_max_sync(0xffffffffu, ordered(ptx::max_nan(x[0], x[1])));
@@ -177,7 +178,7 @@ class RowScan {
   }
   CUTLASS_DEVICE static float larger_finite(float x, float y) { return y < infinity() ? fmaxf(x, y) : x; }
 
-  const Element* bias1_;  // this row's, or null
+  const scalar_t* bias1_;  // this row's, or null
   int64_t stride_;
   int Lk_, lane_;
   bool in_vectors_;

@@ -12,7 +12,7 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct ForwardProducer {
-  using Element = typename Config::Element;
+  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using Pipe = typename Config::Pipe;
@@ -104,7 +104,7 @@ struct ForwardProducer {
       shared.mask_empty[pipe.index].wait(pipe.phase ^ 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
-        RowScan<Element, Config::kBias1>(args, at.batch, at.row + r)
+        RowScan<scalar_t, Config::kBias1>(args, at.batch, at.row + r)
             .run(shared.mask[pipe.index], r, Config::num_ahead(args, tile));
       }
       shared.mask_full[pipe.index].arrive();

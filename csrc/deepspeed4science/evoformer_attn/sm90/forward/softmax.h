@@ -9,11 +9,11 @@
 
 namespace ds4s::sm90 {
 
-template <typename Element>
+template <typename scalar_t>
 struct RowSoftmax {
   // The test for a too small m. Where P has a float's range (bfloat16), l is tested: without a too small m it exceeds
   // kLargestSum only after a million keys, and then m moves in every step without need. In float16 p itself is tested.
-  static constexpr bool kWide = cutlass::platform::is_same<Element, cutlass::bfloat16_t>::value;
+  static constexpr bool kWide = cutlass::platform::is_same<scalar_t, cutlass::bfloat16_t>::value;
   static constexpr float kLargestSum = 1048576.0f, kLargestP = 256.0f;
   static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
 
@@ -88,7 +88,7 @@ struct RowSoftmax {
       uint32_t top = p[0];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 1; i < kCount; ++i) top = ptx::max_half_pairs(top, p[i]);
-      const float2 largest = ptx::unpack<Element>(top);
+      const float2 largest = ptx::unpack<scalar_t>(top);
       return fmaxf(largest.x, largest.y) > kLargestP;
     }
   }
@@ -100,7 +100,7 @@ struct RowSoftmax {
       int r = row_of(2 * i);
       float x = ptx::exp2(fmaf(s[2 * i], c, -cm[r])), y = ptx::exp2(fmaf(s[2 * i + 1], c, -cm[r]));
       l[r] += x + y;
-      p[i] = ptx::pack<Element>(x, y);
+      p[i] = ptx::pack<scalar_t>(x, y);
     }
   }
   template <int kCount>
@@ -111,7 +111,7 @@ struct RowSoftmax {
       float reference = m[r] == -infinity() ? 0.f : m[r];
       float x = ptx::exp2((s[2 * i] - reference) * c), y = ptx::exp2((s[2 * i + 1] - reference) * c);
       l[r] += x + y;
-      p[i] = ptx::pack<Element>(x, y);
+      p[i] = ptx::pack<scalar_t>(x, y);
     }
   }
 

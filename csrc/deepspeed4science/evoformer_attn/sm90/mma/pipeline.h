@@ -111,14 +111,14 @@ CUTLASS_DEVICE void load_tile_for_both(const CUtensorMap& map, FullBarrier& barr
 
 // Multiplies rows of accumulators by factor[i], rounds them, writes them to a tile that is no longer read, and stores
 // it by TMA. x: in the layout of wgmma.h; coordinates from the tile's row on.
-template <typename Element, typename Tile, int kCount>
+template <typename scalar_t, typename Tile, int kCount>
 CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const float (&x)[kCount],
                                const float (&factor)[2], const ConsumerCoord& at, int x1, int x2, int x3, int x4) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kCount; i += 2) {
     int r = row_of(i);
     int byte = Tile::offset(16 * at.warp + at.lane / 4 + 8 * r, i / 4) + 4 * (at.lane % 4);
-    *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<Element>(x[i] * factor[r], x[i + 1] * factor[r]);
+    *reinterpret_cast<uint32_t*>(tile + byte) = ptx::pack<scalar_t>(x[i] * factor[r], x[i + 1] * factor[r]);
   }
   cute::tma_store_fence();
   at.sync();
@@ -132,8 +132,8 @@ CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const floa
 
 // Stores the first `valid` of eight elements; dst is aligned to 16 bytes. This kernel never reads them again, so L2
 // evicts them first.
-template <typename Element>
-CUTLASS_DEVICE void store_eight(Element* dst, uint4 eight, int valid) {
+template <typename scalar_t>
+CUTLASS_DEVICE void store_eight(scalar_t* dst, uint4 eight, int valid) {
   if (valid >= 8) {
     __stcs(reinterpret_cast<uint4*>(dst), eight);
     return;
@@ -162,7 +162,7 @@ CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
 }
 
 // Multiplies rows of accumulators by `factor`, rounds and stores them without a buffer in shared memory.
-template <typename Element, int kCount>
+template <typename scalar_t, int kCount>
 CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount], float factor,
                                const ConsumerCoord& at, int x1, int x2, int x3, int x4) {
   const int eight = 8 * (at.lane % 4);
@@ -176,9 +176,9 @@ CUTLASS_DEVICE void store_rows(const TensorView<5>& out, const float (&x)[kCount
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
         int e = column / 2 + 4 * i + 2 * r;
-        mine[i] = e < kCount ? ptx::pack<Element>(x[e] * factor, x[e + 1] * factor) : 0;
+        mine[i] = e < kCount ? ptx::pack<scalar_t>(x[e] * factor, x[e + 1] * factor) : 0;
       }
-      store_eight(static_cast<Element*>(const_cast<void*>(out.ptr)) + offset + column + eight,
+      store_eight(static_cast<scalar_t*>(const_cast<void*>(out.ptr)) + offset + column + eight,
                   eight_of_a_row(mine, at.lane), row < out.size[1] ? int(out.size[0]) - column - eight : 0);
     }
   }

@@ -10,7 +10,7 @@ namespace ds4s::sm90 {
 using Rank1Tile = SwizzledTile<64, 16>;
 
 struct Rank1Terms {
-  using Element = cutlass::bfloat16_t;
+  using scalar_t = cutlass::bfloat16_t;
   // Rows 0 to 7 stand for all 64. The memory behind them must exist: sanitizers count 64 rows as read.
   static constexpr int kOnesBytes = 8 * Rank1Tile::kRowBytes;
 
@@ -52,16 +52,16 @@ struct Rank1Terms {
   // x = the sum of a row's term and a column's, by their start addresses.
   template <int kN>
   CUTLASS_DEVICE static void start_sum(float (&x)[kN / 2], uint32_t rows, uint32_t columns) {
-    wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), Rank1Tile::descriptor(columns), ScaleOut::Zero);
+    wgmma<scalar_t, kN, Major::K>(x, Rank1Tile::descriptor(rows), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
   // Terms of one side alone; the other side is ones.
   template <int kN>
   CUTLASS_DEVICE static void start_rows(float (&x)[kN / 2], uint32_t rows, uint32_t ones) {
-    wgmma<Element, kN, Major::K>(x, Rank1Tile::descriptor(rows), same_rows(ones), ScaleOut::Zero);
+    wgmma<scalar_t, kN, Major::K>(x, Rank1Tile::descriptor(rows), same_rows(ones), ScaleOut::Zero);
   }
   template <int kN>
   CUTLASS_DEVICE static void start_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
-    wgmma<Element, kN, Major::K>(x, same_rows(ones), Rank1Tile::descriptor(columns), ScaleOut::Zero);
+    wgmma<scalar_t, kN, Major::K>(x, same_rows(ones), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
 
  private:

@@ -52,10 +52,11 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
 }
 
 // The same with boxes of one tile (smem_tile.h), of num_rows rows n.
-template <typename Element, typename Tile>
+template <typename scalar_t, typename Tile>
 cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor, int num_rows = 1) {
-  constexpr auto kType = cutlass::platform::is_same<Element, cutlass::half_t>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto kType = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value
+                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return make_tensor_map(map, kType, tensor, Tile::kBoxColumns, Tile::kRows, num_rows);
 }
 

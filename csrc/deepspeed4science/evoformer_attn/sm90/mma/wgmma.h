@@ -12,7 +12,7 @@ namespace ds4s::sm90 {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-template <typename Element, int kN, Major kMajorB, Major kMajorA = Major::K>
+template <typename scalar_t, int kN, Major kMajorB, Major kMajorA = Major::K>
 struct WgmmaAtom;
 
 #define DS4S_WGMMA_ATOM(N)                                                                 \
@@ -47,14 +47,14 @@ CUTLASS_DEVICE void wgmma_expanded(float* d, const uint32_t* a, uint64_t b, Scal
 // written before wgmma_wait.
 //   a: value 2 i + e of the 16 columns: row lane / 4 + 8 (i & 1), column 8 (i >> 1) + 2 (lane & 3) + e, packed in a[i]
 //   d: value 4 c + 2 i + e: the same row, column 8 c + 2 (lane & 3) + e
-template <typename Element, int kN, Major kMajorB, Major kMajorA = Major::K>
+template <typename scalar_t, int kN, Major kMajorB, Major kMajorA = Major::K>
 CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, ScaleOut scale = ScaleOut::One) {
-  using Atom = typename WgmmaAtom<Element, kN, kMajorB, kMajorA>::Shared;
+  using Atom = typename WgmmaAtom<scalar_t, kN, kMajorB, kMajorA>::Shared;
   wgmma_expanded<Atom>(d, a, b, scale, std::make_index_sequence<kN / 2>());
 }
-template <typename Element, int kN, Major kMajorB>
+template <typename scalar_t, int kN, Major kMajorB>
 CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t* a, uint64_t b, ScaleOut scale = ScaleOut::One) {
-  using Atom = typename WgmmaAtom<Element, kN, kMajorB>::Registers;
+  using Atom = typename WgmmaAtom<scalar_t, kN, kMajorB>::Registers;
   wgmma_expanded<Atom>(d, a, b, scale, std::make_index_sequence<kN / 2>());
 }
 
