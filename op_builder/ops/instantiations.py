@@ -250,8 +250,8 @@ class CudaKernel:
             "arch": f"cutlass::arch::Sm{self.family[2:]}",
             "aligned": f"/*kAligned=*/{_cpp(self.aligned)}",
             "tier": self.head_dim,
-            "bias1": f"/*kBias1=*/{_cpp(self.bias in ('bias1', 'both'))}",
-            "bias2": f"/*kBias2=*/{_cpp(self.bias in ('bias2', 'both'))}",
+            "bias1": f"/*kHasBias1=*/{_cpp(self.bias in ('bias1', 'both'))}",
+            "bias2": f"/*kHasBias2=*/{_cpp(self.bias in ('bias2', 'both'))}",
             "tf32": f"/*kTf32=*/{_cpp(self.dtype == 'tf32')}",
         }
         workspace_bytes, run = family.functions[self.direction]

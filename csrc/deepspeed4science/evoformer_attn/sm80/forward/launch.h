@@ -20,24 +20,24 @@ template <typename scalar_t_,  // half_t, bfloat16_t, float
           bool kAligned,       // q, k, v, o: pointers and strides are multiples of 16 bytes, D and Dv of 16 / size
           int kHeadDim,        // tier: 16, 32, 48, 64, 96, 128; 256 in several value iterations
           int kHeadDimValue,   // tier of Dv
-          bool kBias1,         // bias1 is given
-          bool kBias2,         // bias2 is given
+          bool kHasBias1,      // bias1 is given
+          bool kHasBias2,      // bias2 is given
           bool kTf32 = false>  // float on Sm80: TF32 tensor cores
 struct Forward {
   using scalar_t = scalar_t_;
   static constexpr ForwardTiles kTiles =
-      forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kBias1, kBias2>();
+      forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kHasBias1, kHasBias2>();
   static constexpr bool kSingleValueIteration = kHeadDim <= kLargestTier && kHeadDimValue <= kLargestTier;
   template <bool kGiven, template <typename, typename, typename> class Broadcast>
   struct Choose {
     template <typename M, typename S, typename T>
     using Type = typename cutlass::platform::conditional<kGiven, Broadcast<M, S, T>, BroadcastNoLoad<M, S, T>>::type;
   };
-  using Kernel =
-      AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, kSingleValueIteration, kBias1 || kBias2,
-                      Choose<kBias1, BroadcastA>::template Type, Choose<kBias2, BroadcastB>::template Type,
-                      kTiles.head_dim, kTiles.head_dim_value, kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
-                      /*kIsComplete=*/true, kTiles.stages_bias2>;
+  using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, kSingleValueIteration,
+                                 kHasBias1 || kHasBias2, Choose<kHasBias1, BroadcastA>::template Type,
+                                 Choose<kHasBias2, BroadcastB>::template Type, kTiles.head_dim, kTiles.head_dim_value,
+                                 kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
+                                 /*kIsComplete=*/true, kTiles.stages_bias2>;
 
   static int64_t workspace_bytes(const FwdParams& p) { return make_plan(p, kUnit).workspace_bytes; }
   static void print_plan(const FwdParams& p, PlanText& text) { make_plan(p, kUnit).print(text, kUnit); }
@@ -45,7 +45,8 @@ struct Forward {
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
     const ForwardPlan plan = make_plan(p, kUnit);
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
-                plan.blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+                plan.blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kHasBias1 &&
+                (p.bias2 != nullptr) == kHasBias2;
     if (!fits) return cudaErrorInvalidValue;
     if (plan.blocks == 0) return cudaSuccess;
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
@@ -60,7 +61,7 @@ struct Forward {
   }
 
  private:
-  static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kBias1, kBias2};
+  static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kHasBias1, kHasBias2};
 
   // What bias1 and row_mask hide, and both biases as the kernel reads them.
   static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const ForwardPlan& plan,

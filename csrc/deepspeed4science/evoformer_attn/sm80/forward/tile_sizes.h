@@ -16,12 +16,13 @@ struct ForwardTiles {
 // Up to this head dimension a block holds Q, K, V and O whole; beyond it kSingleValueIteration is false.
 constexpr int kLargestTier = 128;
 
-template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kBias1, bool kBias2>
+template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias1,
+          bool kHasBias2>
 constexpr ForwardTiles forward_tiles() {
   constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
   constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
   constexpr int D = kHeadDim, Dv = kHeadDimValue;
-  constexpr bool kHasBias = kBias1 || kBias2;
+  constexpr bool kHasBias = kHasBias1 || kHasBias2;
   // Not timed; chosen for 44 KiB of shared memory, which compute capability 7.5 has, and no spills.
   if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
@@ -33,7 +34,7 @@ constexpr ForwardTiles forward_tiles() {
   if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
   // bias2 in shared memory takes no registers on its way: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
   // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no room; at D <= 32 it loses.
-  constexpr bool kStagesBias2 = kStaged && kBias2 && kLargest > 32 && kLargest <= 64;
+  constexpr bool kStagesBias2 = kStaged && kHasBias2 && kLargest > 32 && kLargest <= 64;
   if (kStagesBias2) return {128, 32, 2, 1, 12, D, Dv, kStagesBias2};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.
   if (kLargest <= 48 && kRoomy) return {128, 32, kStaged ? 2 : 1, 1, 12, D, Dv};

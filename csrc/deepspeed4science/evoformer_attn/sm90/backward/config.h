@@ -18,12 +18,12 @@ namespace ds4s::sm90 {
 template <typename scalar_t_,  // half_t, bfloat16_t
           int kHeadDim_,       // tier of D and Dv
           bool kKeys_,         // a warpgroup owns keys, not queries
-          bool kBias2_,        // bias2 is given
+          bool kHasBias2_,     // bias2 is given
           typename Tiles>      // DqDkdvTiles
 struct DqDkdvConfig {
   using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kKeys = kKeys_, kBias2 = kBias2_;
+  static constexpr bool kKeys = kKeys_, kHasBias2 = kHasBias2_;
   static constexpr int kRows = Tiles::kRows, kTiles = Tiles::kTiles, kColumns = Tiles::kColumns;
   static constexpr int kStages = Tiles::kStages, kBuffers = Tiles::kBuffers;
 
@@ -63,7 +63,8 @@ struct DqDkdvConfig {
   struct Stage {
     Pair<StreamedTile> streamed[kRows];
     // kDqInShared: dS overwrites bias2.
-    alignas(1024) uint8_t bias2[kBias2 || kDqInShared ? kTiles : 1][kBias2 || kDqInShared ? BiasTile::kBytes : 16];
+    alignas(
+        1024) uint8_t bias2[kHasBias2 || kDqInShared ? kTiles : 1][kHasBias2 || kDqInShared ? BiasTile::kBytes : 16];
   };
   static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
   // kDqInShared: dq of all queries in the order of a warpgroup's accumulators.

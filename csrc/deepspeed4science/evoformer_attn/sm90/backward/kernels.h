@@ -16,13 +16,13 @@ using DqDkdvGrid = PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, C
 template <typename Config, int kCluster>
 using Dbias2Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
 
-template <typename scalar_t, int kHeadDim, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kHasBias2>
 struct BackwardKernels {
   using Tiles = BackwardTiles<kHeadDim>;
   template <typename Shape>
-  using OfKeys = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/true, kBias2, Shape>;
+  using OfKeys = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/true, kHasBias2, Shape>;
   template <typename Shape>
-  using OfQueries = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/false, kBias2, Shape>;
+  using OfQueries = DqDkdvConfig<scalar_t, kHeadDim, /*kKeys=*/false, kHasBias2, Shape>;
   template <typename Shape>
   using OfDbias2 = Dbias2Config<scalar_t, kHeadDim, Shape>;
 
@@ -70,7 +70,7 @@ struct BackwardKernels {
         count(Kernel::kClusterFused, DqDkdvGrid<OfKeys<typename Tiles::ClusterFused>, kMostClusterBlocks>{});
       }
     }
-    if constexpr (kBias2) {
+    if constexpr (kHasBias2) {
       if constexpr (Tiles::kHasDqGlobal) count(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});
       count(Kernel::kPairedDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 2>{});
       count(Kernel::kSingleDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 1>{});

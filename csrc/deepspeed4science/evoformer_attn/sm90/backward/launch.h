@@ -8,35 +8,35 @@
 
 namespace ds4s::sm90 {
 
-template <typename scalar_t, int kHeadDim, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kHasBias2>
 class Backward {
  public:
   static int64_t workspace_bytes(const BwdParams& p) {
     BackwardFacts device;
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
-    return known ? make_plan<kHeadDim, kBias2>(p, device).workspace_bytes : 0;
+    return known ? make_plan<kHeadDim, kHasBias2>(p, device).workspace_bytes : 0;
   }
   // Into rounded_dbias2, without sums in dbias2.
   static bool rounds_dbias2(const BwdParams& p) {
     BackwardFacts device;
-    return fits(p) && Kernels::query(device) == cudaSuccess && make_plan<kHeadDim, kBias2>(p, device).rounds_dbias2;
+    return fits(p) && Kernels::query(device) == cudaSuccess && make_plan<kHeadDim, kHasBias2>(p, device).rounds_dbias2;
   }
   static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if (!fits(p)) return cudaErrorInvalidValue;
     BackwardFacts device;
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
-    const BackwardPlan plan = make_plan<kHeadDim, kBias2>(p, device);
+    const BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     return Backward(p, plan, device, stream).launch_all();
   }
   static void print_plan(const BwdParams& p, PlanText& text) {
     BackwardFacts device;
-    if (fits(p) && Kernels::query(device) == cudaSuccess) make_plan<kHeadDim, kBias2>(p, device).print(text);
+    if (fits(p) && Kernels::query(device) == cudaSuccess) make_plan<kHeadDim, kHasBias2>(p, device).print(text);
   }
 
  private:
-  using Kernels = BackwardKernels<scalar_t, kHeadDim, kBias2>;
+  using Kernels = BackwardKernels<scalar_t, kHeadDim, kHasBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
 
   Backward(const BwdParams& p, const BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
@@ -46,8 +46,8 @@ class Backward {
     constexpr int64_t kLimit = int64_t(1) << 31;
     const int64_t longest = p.Lq > p.Lk ? p.Lq : p.Lk;
     return p.D <= kHeadDim && p.Dv <= kHeadDim && p.N < kLimit - 256 && longest < kLimit - 256 &&
-           p.B * p.N * p.H * ceil_div(longest, 4) < kLimit && (p.bias2 != nullptr) == kBias2 &&
-           (kBias2 || p.dbias2 == nullptr);
+           p.B * p.N * p.H * ceil_div(longest, 4) < kLimit && (p.bias2 != nullptr) == kHasBias2 &&
+           (kHasBias2 || p.dbias2 == nullptr);
   }
 
   // The first of the three last waits for what preprocess writes; the others run after it.
@@ -115,7 +115,7 @@ class Backward {
         launch_dq_dkdv<Split>(waits);
       }
     }
-    if constexpr (Tiles::kHasDqGlobal && kBias2) {
+    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       using Global = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       if (plan_.keys == Kernel::kDqGlobal) launch_dq_dkdv<Global>(waits);
     }
@@ -126,7 +126,7 @@ class Backward {
     plan_.queries == Kernel::kFewQueries ? launch_dq_dkdv<Few>(waits) : launch_dq_dkdv<Many>(waits);
   }
   void launch_dbias2(bool waits) {
-    if constexpr (kBias2) {
+    if constexpr (kHasBias2) {
       using Config = typename Kernels::template OfDbias2<typename Tiles::Dbias2>;
       using Square = typename Kernels::template OfDbias2<typename Tiles::SquareDbias2>;
       switch (plan_.dbias2) {
@@ -163,7 +163,7 @@ class Backward {
                                          maps);
   }
   void launch_order_dbias2() {
-    if constexpr (Tiles::kHasDqGlobal && kBias2) {
+    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       const int64_t blocks =
           ceil_div(p_.Lq / Dbias2Unit::kQueries, kOrderUnits) * (p_.Lk / Dbias2Unit::kKeys) * p_.B * p_.H;
       using Config = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
@@ -201,7 +201,7 @@ class Backward {
       maps.first_rows = dq(), maps.second_rows = dv();
       make_map<Owned>(maps.result_first, dq());
     }
-    if (kBias2)
+    if (kHasBias2)
       make_map<typename Config::BiasTile>(maps.bias2, fill_.bias2().read(fill_.template at<void>(plan_.bias2)));
     return maps;
   }

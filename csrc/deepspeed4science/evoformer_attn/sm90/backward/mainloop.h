@@ -36,7 +36,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
   using typename Products::Results;
   using typename Products::Scores;
   static constexpr int kColumns = Config::kColumns, kColumnSteps = Config::kColumnSteps, kOwned = Config::kOwned;
-  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kDqInShared = Config::kDqInShared;
+  static constexpr bool kKeys = Config::kKeys, kHasBias2 = Config::kHasBias2, kDqInShared = Config::kDqInShared;
 
   // Stores dS for dq, queries by keys, each element where this warp has read its bias2.
   CUTLASS_DEVICE static void store_ds(const Packed& ds, Shared& shared, int stage, const ConsumerCoord& at) {
@@ -48,7 +48,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
   }
   // Stores dS = 0 for keys that are hidden or do not exist; for the latter bias2, and so the tile, is 0 already.
   CUTLASS_DEVICE static void store_zero_ds(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
-    if (!kBias2 || exists) {
+    if (!kHasBias2 || exists) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
       for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
       cutlass::arch::fence_view_async_shared();

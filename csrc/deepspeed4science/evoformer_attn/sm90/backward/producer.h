@@ -17,11 +17,11 @@ struct DqDkdvProducer {
   using BiasTile = typename Config::BiasTile;
   static constexpr int kRows = Config::kRows, kTiles = Config::kTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kOwned = Config::kOwned, kColumns = Config::kColumns;
-  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2;
+  static constexpr bool kKeys = Config::kKeys, kHasBias2 = Config::kHasBias2;
 
   // Run by one thread: all TMA loads.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
-    constexpr uint32_t kStageBytes = 2 * kRows * StreamedTile::kBytes + (kBias2 ? kTiles * BiasTile::kBytes : 0);
+    constexpr uint32_t kStageBytes = 2 * kRows * StreamedTile::kBytes + (kHasBias2 ? kTiles * BiasTile::kBytes : 0);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -60,7 +60,7 @@ struct DqDkdvProducer {
           load_tile<StreamedTile>(maps.streamed_second, full, stage.streamed[r].second, 0, column, at.head, at.row + r,
                                   at.batch);
         }
-        if constexpr (kBias2) {
+        if constexpr (kHasBias2) {
           for (int t = 0; t < kTiles; ++t) {
             int owned = at.owned + t * kOwned;
             load_tile<BiasTile>(maps.bias2, full, stage.bias2[t], kKeys ? owned : column, kKeys ? column : owned,

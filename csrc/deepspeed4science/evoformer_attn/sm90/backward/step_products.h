@@ -17,7 +17,7 @@ struct StepProducts {
   using BiasTile = typename Config::BiasTile;
   static constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns;
   static constexpr int kHeadSteps = Config::kHeadSteps, kColumnSteps = Config::kColumnSteps;
-  static constexpr bool kKeys = Config::kKeys, kBias2 = Config::kBias2, kDqInShared = Config::kDqInShared;
+  static constexpr bool kKeys = Config::kKeys, kHasBias2 = Config::kHasBias2, kDqInShared = Config::kDqInShared;
 
   using Scores = float[kColumns / 2];
   using Packed = uint32_t[kColumns / 4];
@@ -54,7 +54,7 @@ struct StepProducts {
                  : BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
   }
   CUTLASS_DEVICE static uint32_t bias2_address(const Shared& shared, int stage, const ConsumerCoord& at) {
-    return shared_address(shared.stages[stage].bias2[kBias2 || kDqInShared ? at.tile : 0]) + bias2_offset(at);
+    return shared_address(shared.stages[stage].bias2[kHasBias2 || kDqInShared ? at.tile : 0]) + bias2_offset(at);
   }
   // The initial value of s, math.md (1), (8): biases and the columns' terms.
   CUTLASS_DEVICE static void begin(Scores& s, const Shared& shared, int stage, float unit, const ConsumerCoord& at) {
@@ -63,7 +63,7 @@ struct StepProducts {
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumnSteps; ++g) {
       uint32_t pairs[4];
-      if constexpr (kBias2) {
+      if constexpr (kHasBias2) {
         if constexpr (kKeys) {
           ldmatrix_trans(pairs, bias2 + g * 16 * BiasTile::kRowBytes);
         } else {  // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes
@@ -74,7 +74,7 @@ struct StepProducts {
       for (int i = 0; i < 4; ++i) {
         int x = 8 * g + 2 * i;
         float2 value = *reinterpret_cast<const float2*>(columns + 16 * g + 8 * (i >> 1));
-        if constexpr (kBias2) {
+        if constexpr (kHasBias2) {
           float2 b2 = ptx::unpack<scalar_t>(pairs[i]);
           value.x = fmaf(b2.x, unit, value.x), value.y = fmaf(b2.y, unit, value.y);
         }

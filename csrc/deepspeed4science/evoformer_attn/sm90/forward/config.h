@@ -11,13 +11,13 @@ namespace ds4s::sm90 {
 
 template <typename scalar_t_,  // half_t, bfloat16_t
           int kHeadDim_,       // tier of D and Dv
-          bool kBias1_,        // bias1 is given
-          bool kBias2_,        // bias2 is given
+          bool kHasBias1_,     // bias1 is given
+          bool kHasBias2_,     // bias2 is given
           typename Tiles>      // ForwardTiles
 struct ForwardConfig {
   using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kBias1 = kBias1_, kBias2 = kBias2_;
+  static constexpr bool kHasBias1 = kHasBias1_, kHasBias2 = kHasBias2_;
   static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
   static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
   static constexpr bool kPipelined = Tiles::kPipelined;
@@ -45,13 +45,13 @@ struct ForwardConfig {
 
   struct KeyStage {  // what the scores of a step need
     alignas(1024) uint8_t k[kRows][KTile::kBytes];
-    alignas(1024) uint8_t bias2[kBias2 ? kQueryTiles : 1][kBias2 ? BiasTile::kBytes : 16];
+    alignas(1024) uint8_t bias2[kHasBias2 ? kQueryTiles : 1][kHasBias2 ? BiasTile::kBytes : 16];
   };
   struct ValueStage {
     alignas(1024) uint8_t v[kRows][KTile::kBytes];
   };
   // f (bias1 - shift); -inf past the last key
-  using Bias1Stage = float[kBias1 ? kRows : 1][kBias1 ? kKeys : 4];
+  using Bias1Stage = float[kHasBias1 ? kRows : 1][kHasBias1 ? kKeys : 4];
   // The place of a key's value: the four values of a lane among 16 keys are neighbours.
   CUTLASS_DEVICE static int bias1_place(int key) {
     return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);

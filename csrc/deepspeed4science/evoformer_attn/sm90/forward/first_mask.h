@@ -26,7 +26,7 @@ class FirstMask {
     for (int i = 0; i < 2 * kSteps; ++i) {
       const int key = step_of(warp, i / 2) * kStepKeys + 32 * (i % 2) + lane;
       x[i / 2][i % 2] = key < args.Lk ? 0.f : -infinity();
-      if (Config::kBias1 && key < args.Lk) x[i / 2][i % 2] = float(bias1[key * args.bias1_stride[2]]);
+      if (Config::kHasBias1 && key < args.Lk) x[i / 2][i % 2] = float(bias1[key * args.bias1_stride[2]]);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2 * kSteps; ++i) {

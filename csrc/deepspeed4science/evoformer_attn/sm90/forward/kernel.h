@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) {
       shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
-      shared.mask_full[b].init(32 * Config::kScanningWarps), shared.mask_empty[b].init(Config::kBias1 ? 33 : 1);
+      shared.mask_full[b].init(32 * Config::kScanningWarps), shared.mask_empty[b].init(Config::kHasBias1 ? 33 : 1);
     }
     for (int s = 0; s < Config::kStages; ++s) {
-      shared.k_full[s].init(Config::kBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);
+      shared.k_full[s].init(Config::kHasBias1 ? 33 : 1), shared.k_empty[s].init(128 * kWarpgroups);
       shared.v_full[s].init(1), shared.v_empty[s].init(128 * kWarpgroups);
     }
     cutlass::arch::fence_barrier_init();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && cute::elect_one_sync()) ForwardProducer<Config>::run(shared, args, maps);
-    if (Config::kBias1 && warp == 1) {
+    if (Config::kHasBias1 && warp == 1) {
       if (args.bias1_in_vectors) {
         ForwardProducer<Config>::template run_bias1<Bias1Vectors<Config>>(shared, args);
       } else {

@@ -40,7 +40,7 @@ struct ForwardLaunch {
       error = make_tile_map<scalar_t, KTile>(maps.v, tensor_view(p, p.v, p.v_stride, p.Lk, p.Dv), kBoxRows);
     if (error == cudaSuccess)
       error = make_tile_map<scalar_t, QTile>(maps.o, tensor_view(p, p.o, p.o_stride, p.Lq, p.Dv));
-    if (Config::kBias2 && error == cudaSuccess) error = make_tile_map<scalar_t, BiasBox>(maps.bias2, bias2);
+    if (Config::kHasBias2 && error == cudaSuccess) error = make_tile_map<scalar_t, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
@@ -82,7 +82,7 @@ struct ForwardLaunch {
   }
 };
 
-template <typename scalar_t, int kHeadDim, bool kBias1, bool kBias2>
+template <typename scalar_t, int kHeadDim, bool kHasBias1, bool kHasBias2>
 struct Forward {
   static int64_t workspace_bytes(const FwdParams& p) {
     ForwardPlan plan;
@@ -94,7 +94,7 @@ struct Forward {
     constexpr int64_t kLimit = int64_t(1) << 31;
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDim && p.Lq < kLimit - 256 && p.Lk < kLimit - 256 &&
                 p.N < kLimit - 256 && p.B * p.N * p.H * ((p.Lq + 63) / 64) < kLimit / 2 &&
-                (p.bias1 != nullptr) == kBias1 && (p.bias2 != nullptr) == kBias2;
+                (p.bias1 != nullptr) == kHasBias1 && (p.bias2 != nullptr) == kHasBias2;
     if (!fits) return cudaErrorInvalidValue;
     if (p.B * p.N * p.H == 0) return cudaSuccess;
 
@@ -126,7 +126,7 @@ struct Forward {
  private:
   using Choice = ForwardChoice<kHeadDim>;
   template <typename Tiles>
-  using Launch = ForwardLaunch<ForwardConfig<scalar_t, kHeadDim, kBias1, kBias2, Tiles>>;
+  using Launch = ForwardLaunch<ForwardConfig<scalar_t, kHeadDim, kHasBias1, kHasBias2, Tiles>>;
 
   // What the plan asks for; kernels that it does not choose stay unloaded.
   static cudaError_t query(const FwdParams& p, ForwardFacts& device) {

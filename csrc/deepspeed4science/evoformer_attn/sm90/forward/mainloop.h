@@ -25,7 +25,7 @@ struct ForwardMainloop {
   static constexpr int kHeadDim = Config::kHeadDim, kQueryTiles = Config::kQueryTiles;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps;
-  static constexpr bool kBias1 = Config::kBias1, kBias2 = Config::kBias2;
+  static constexpr bool kHasBias1 = Config::kHasBias1, kHasBias2 = Config::kHasBias2;
   using Softmax = RowSoftmax<scalar_t>;
 
   // Multiplies Q by `factor` in place: Q'.
@@ -54,9 +54,9 @@ struct ForwardMainloop {
     CUTLASS_DEVICE Operands(const Shared& shared, const ConsumerCoord& at)
         : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
           v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
-          bias2(shared_address(shared.keys[0].bias2[kBias2 ? at.tile : 0]) +
+          bias2(shared_address(shared.keys[0].bias2[kHasBias2 ? at.tile : 0]) +
                 BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      if (kBias2) ptx::keep(bias2);  // otherwise every step computes it again
+      if (kHasBias2) ptx::keep(bias2);  // otherwise every step computes it again
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
       return (KTile::kDescriptorHigh | (k + stage * kNextKeys)) + KTile::columns_step(step);
@@ -76,15 +76,15 @@ struct ForwardMainloop {
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kCount / 8; ++g) {
       uint32_t pairs[4];
-      if constexpr (kBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
+      if constexpr (kHasBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
       float4 of_16_keys = make_float4(0.f, 0.f, 0.f, 0.f);
-      if constexpr (kBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * g);
+      if constexpr (kHasBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * g);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
         float2 b1 = i < 2 ? make_float2(of_16_keys.x, of_16_keys.y) : make_float2(of_16_keys.z, of_16_keys.w);
-        if constexpr (kBias2) {
+        if constexpr (kHasBias2) {
           float2 b2 = ptx::unpack<scalar_t>(pairs[i]);
-          b1 = kBias1 ? make_float2(fmaf(b2.x, f, b1.x), fmaf(b2.y, f, b1.y)) : make_float2(b2.x * f, b2.y * f);
+          b1 = kHasBias1 ? make_float2(fmaf(b2.x, f, b1.x), fmaf(b2.y, f, b1.y)) : make_float2(b2.x * f, b2.y * f);
         }
         s[8 * g + 2 * i] = b1.x, s[8 * g + 2 * i + 1] = b1.y;
       }
@@ -102,7 +102,7 @@ struct ForwardMainloop {
     for (int step = 0; step < kQSteps; ++step) {
       wgmma<scalar_t, 2 * kCount, Major::K>(s, QTile::kDescriptorHigh | (q + QTile::columns_step(step)),
                                             operands.keys(stage, step),
-                                            kBias1 || kBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
+                                            kHasBias1 || kHasBias2 || step > 0 ? ScaleOut::One : ScaleOut::Zero);
     }
     wgmma_commit();
   }
@@ -121,7 +121,7 @@ struct ForwardMainloop {
   template <bool kFirst = false, int kCount>
   CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], float (&s)[kCount],
                                           Softmax& softmax, int keys_left, const ConsumerCoord& at) {
-    if (!kBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
+    if (!kHasBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
     if constexpr (kFirst && Softmax::kWide) softmax.begin(s);
     return softmax.exponentiate(p, factor, s);
   }

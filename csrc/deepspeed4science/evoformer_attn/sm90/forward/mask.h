@@ -47,7 +47,7 @@ CUTLASS_DEVICE int end_of_votes(const uint32_t (&votes)[2]) {
 
 // Run by one warp. Its instructions matter: a tile of (1,384,384,4,32) takes 16,000 on each scheduler, and 800 more
 // were 5 %.
-template <typename scalar_t, bool kBias1>
+template <typename scalar_t, bool kHasBias1>
 class RowScan {
  public:
   CUTLASS_DEVICE RowScan(const ForwardArgs& args, int batch, int n)
@@ -57,7 +57,7 @@ class RowScan {
         lane_(int(threadIdx.x) % 32),
         in_vectors_(args.bias1_in_vectors),
         sees_nothing_(n >= args.N || !args.is_read(batch, n)) {
-    if constexpr (kBias1) bias1_ += batch * args.bias1_stride[0] + n * args.bias1_stride[1];
+    if constexpr (kHasBias1) bias1_ += batch * args.bias1_stride[0] + n * args.bias1_stride[1];
   }
 
   // num_ahead: 1 where the first step is loaded whatever the row sees.
@@ -85,7 +85,7 @@ class RowScan {
       if (lane_ == 0 && word == 0) mask.sees_first[row] = steps & 1;
       if (steps != 0) last = 32 * word + 31 - __clz(int(steps));
     }
-    const int end = kBias1 && num_words <= Mask::kWords ? end_of(last, largest) : Lk_;
+    const int end = kHasBias1 && num_words <= Mask::kWords ? end_of(last, largest) : Lk_;
     if (lane_ == 0) {
       mask.end[row] = end, mask.shift[row] = MaskRule<scalar_t>::shift(largest);
       mask.sees_any[row] = last >= 0 || num_words > Mask::kWords;
@@ -109,7 +109,7 @@ class RowScan {
   // Reads 32 steps from `key` on. Lane i gets the largest bias1 of step i, NaN if the step has one. largest: grows to
   // the largest finite bias1 that this lane has read.
   CUTLASS_DEVICE float read(int key, float& largest) const {
-    if constexpr (!kBias1) {
+    if constexpr (!kHasBias1) {
       largest = 0.f;
       return 0.f;
     }

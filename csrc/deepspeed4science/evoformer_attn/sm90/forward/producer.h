@@ -24,7 +24,7 @@ struct ForwardProducer {
   using Steps = TileSteps<Config::kRows>;
   static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kWarpgroups = Config::kWarpgroups;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
-  static constexpr bool kBias2 = Config::kBias2;
+  static constexpr bool kHasBias2 = Config::kHasBias2;
   static constexpr int kPartSteps = 8;  // of a part (sm90/pace.h)
 
   // Run by one thread: all TMA loads.
@@ -104,7 +104,7 @@ struct ForwardProducer {
       shared.mask_empty[pipe.index].wait(pipe.phase ^ 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
-        RowScan<scalar_t, Config::kBias1>(args, at.batch, at.row + r)
+        RowScan<scalar_t, Config::kHasBias1>(args, at.batch, at.row + r)
             .run(shared.mask[pipe.index], r, Config::num_ahead(args, tile));
       }
       shared.mask_full[pipe.index].arrive();
@@ -126,11 +126,11 @@ struct ForwardProducer {
                                        const Coordinates& at, int key) {
     typename Config::KeyStage& keys = shared.keys[stage];
     FullBarrier& full = shared.k_full[stage];
-    full.arrive_and_expect_tx(kRows * KTile::kBytes + (kBias2 ? kQueryTiles * BiasTile::kBytes : 0));
+    full.arrive_and_expect_tx(kRows * KTile::kBytes + (kHasBias2 ? kQueryTiles * BiasTile::kBytes : 0));
     for (int r = 0; r < kRows; r += Config::kBoxRows) {
       load_tile<KTile>(maps.k, full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
     }
-    if constexpr (kBias2) {
+    if constexpr (kHasBias2) {
       load_tile<BiasTile>(maps.bias2, full, keys.bias2[0], key, at.query, at.head * args.bias2_H, 0,
                           at.batch * args.bias2_B);
     }
