@@ -35,7 +35,7 @@ template <typename scalar_t_,           // half_t; bfloat16_t (Sm80); float
 struct AttentionBackwardKernel {
   using scalar_t = scalar_t_;
   using accum_t = float;
-  using Params = ds4s::BackwardArgs;
+  using Params = ds4s::BackwardInputs;
   using Gradients = ds4s::Gradients;
   using Config = ds4s::BackwardConfig<scalar_t, ArchTag, isAligned_, kHeadDim_, kSupportsBias_, kTf32_>;
 
@@ -62,21 +62,21 @@ namespace ds4s {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_dq_dkdv(const __grid_constant__ BackwardArgs args, int stages) {
+    backward_dq_dkdv(const __grid_constant__ BackwardInputs args, int stages) {
   extern __shared__ __align__(16) char shared[];
   KernelDqDkdv<Config>::run(args, stages, shared);
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ DqAccumulatorPool pool) {
+    backward_fused(const __grid_constant__ BackwardInputs args, const __grid_constant__ DqAccumulatorPool pool) {
   extern __shared__ __align__(16) char shared[];
   KernelDqDkdv<Config>::run(args, /*stages=*/2, shared, pool);
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_dbias2(const __grid_constant__ BackwardArgs args, int stages) {
+    backward_dbias2(const __grid_constant__ BackwardInputs args, int stages) {
   extern __shared__ __align__(16) char shared[];
   KernelDbias2<Config>::run(args, stages, shared);
 }

@@ -15,7 +15,7 @@ struct BiasMatrix {
   int64_t stride_row;  // at least the number of columns, rounded up to 16 bytes
 };
 
-struct BackwardArgs {
+struct BackwardInputs {
   BwdParams p;
   BiasMatrix bias2;            // rows are queries
   BiasMatrix bias2_t;          // rows are keys

@@ -60,8 +60,8 @@ class BackwardHost {
   }
 
   // Arguments for bias1, from offsets of the workspace: its copy if there is one, and its hidden keys.
-  BackwardArgs arguments(int64_t bias1, int64_t key_mask) const {
-    BackwardArgs args{};
+  BackwardInputs arguments(int64_t bias1, int64_t key_mask) const {
+    BackwardInputs args{};
     args.p = p_;
     args.bias1 = bias1 < 0 ? p_.bias1 : at<void>(bias1);
     args.bias1_stride[0] = bias1 < 0 ? p_.bias1_stride[0] : p_.N * p_.Lk;

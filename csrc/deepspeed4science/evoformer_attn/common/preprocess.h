@@ -74,7 +74,7 @@ struct PrepareRows {
   // negative_delta: [B, N, H, Lq]; null: stored in dq. It is 0 where the row n sees nothing, whatever o and do_ hold.
   // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself.
   template <bool kLooks = false>
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float* negative_delta, uint32_t block,
+  CUTLASS_DEVICE static void run(const BackwardInputs& args, float* negative_delta, uint32_t block,
                                  PostprocessFlag flag) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
@@ -114,7 +114,7 @@ struct PrepareRows {
       if (row.q < p.Lq && p.lse[(bn * p.H + row.h) * p.Lq + row.q] == -infinity()) flag.raise();
     }
   }
-  CUTLASS_DEVICE static void store(const BackwardArgs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
+  CUTLASS_DEVICE static void store(const BackwardInputs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
                                    const Row& row, float delta) {
     if (negative_delta) {
       negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
@@ -129,7 +129,7 @@ struct PrepareRows {
 // group after those of another.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
-    prepare_rows(const __grid_constant__ BackwardArgs args, float* negative_delta, PostprocessFlag flag) {
+    prepare_rows(const __grid_constant__ BackwardInputs args, float* negative_delta, PostprocessFlag flag) {
   ptx::wait_for_kernel_before();
   PrepareRows<Config>::run(args, negative_delta, blockIdx.x, flag);
 }
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 8)
 // pitch_t. Past the end of a row: zeros.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kPrepareThreads)
-    copy_bias2(const __grid_constant__ BackwardArgs args, int64_t nh, scalar_t* rows, int64_t pitch, scalar_t* columns,
-               int64_t pitch_t) {
+    copy_bias2(const __grid_constant__ BackwardInputs args, int64_t nh, scalar_t* rows, int64_t pitch,
+               scalar_t* columns, int64_t pitch_t) {
   const BwdParams& p = args.p;
   __shared__ scalar_t sTile[32][33];
   uint32_t col_blocks = uint32_t(p.Lk + 31) / 32, row_blocks = uint32_t(p.Lq + 31) / 32;

@@ -12,7 +12,7 @@ struct Bias1Row {
   const scalar_t* ptr = nullptr;  // null without bias1
   float shift = 0.f;
 
-  CUTLASS_DEVICE Bias1Row(const BackwardArgs& args, int64_t b, int64_t n) {
+  CUTLASS_DEVICE Bias1Row(const BackwardInputs& args, int64_t b, int64_t n) {
     if (!args.bias1) return;
     ptr = static_cast<const scalar_t*>(args.bias1) + b * args.bias1_stride[0] + n * args.bias1_stride[1];
     shift = args.mask.shift_of(b * args.p.N + n);
@@ -29,7 +29,7 @@ struct NegativeLse {
   static constexpr bool kExact = sizeof(QueryValue) == sizeof(float2);
   const QueryValue* ptr;
 
-  CUTLASS_DEVICE NegativeLse(const BackwardArgs& args, int64_t b, int64_t n, int64_t h) {
+  CUTLASS_DEVICE NegativeLse(const BackwardInputs& args, int64_t b, int64_t n, int64_t h) {
     int64_t offset = ((b * args.p.N + n) * args.p.H + h) * args.p.Lq;
     if constexpr (kExact) {
       ptr = args.softmax + offset;

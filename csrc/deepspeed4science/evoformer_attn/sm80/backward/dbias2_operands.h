@@ -13,7 +13,7 @@ struct Dbias2Position {
   int query, key;  // the tile's first ones
   int n_begin, n_end;
 
-  CUTLASS_DEVICE explicit Dbias2Position(const BackwardArgs& args) {
+  CUTLASS_DEVICE explicit Dbias2Position(const BackwardInputs& args) {
     const BwdParams& p = args.p;
     uint32_t query_tiles = uint32_t(p.Lq + Config::kQueries - 1) / Config::kQueries;
     uint32_t key_tiles = uint32_t(p.Lk + Config::kKeys - 1) / Config::kKeys;
@@ -57,7 +57,7 @@ struct Dbias2Operands {
     QueryValue lse, dp;
   };
 
-  const BackwardArgs& args;
+  const BackwardInputs& args;
   char* shared;
   const int thread, half, queries_left, keys_left;
   const bool has_query, has_key;
@@ -66,8 +66,8 @@ struct Dbias2Operands {
   const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;
   int64_t query_index;
 
-  CUTLASS_DEVICE Dbias2Operands(const BackwardArgs& args_, const Dbias2Position<Config>& at, char* shared_, int thread_,
-                                float column_unit_)
+  CUTLASS_DEVICE Dbias2Operands(const BackwardInputs& args_, const Dbias2Position<Config>& at, char* shared_,
+                                int thread_, float column_unit_)
       : args(args_),
         shared(shared_),
         thread(thread_),

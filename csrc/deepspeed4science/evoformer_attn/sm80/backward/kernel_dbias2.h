@@ -60,7 +60,7 @@ struct KernelDbias2 {
   BiasFragment<Mma, scalar_t> bias2[kStripes];
   float dbias2[kStripes][4][8] = {};
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared) {
+  CUTLASS_DEVICE static void run(const BackwardInputs& args, int stages, char* shared) {
     const int thread = int(threadIdx.x);
     const Position at(args);
     KernelDbias2 kernel(args.p.scale, thread);
@@ -79,7 +79,7 @@ struct KernelDbias2 {
         lane_key(Mma::template lane_b_nk<KeyTile>(lane) + KeyTile::offset(warp_key)),
         probabilities(scale) {}
 
-  CUTLASS_DEVICE void load_bias2(const BackwardArgs& args, const Position& at) {
+  CUTLASS_DEVICE void load_bias2(const BackwardInputs& args, const Position& at) {
     const BiasMatrix& matrix = args.bias2;
     const scalar_t* g = static_cast<const scalar_t*>(matrix.ptr) + at.b * matrix.stride_b + at.h * matrix.stride_h;
     CUTLASS_PRAGMA_UNROLL
@@ -91,7 +91,7 @@ struct KernelDbias2 {
   }
 
   // Main loop: while one n is computed from one stage, the next one arrives in the other.
-  CUTLASS_DEVICE void add_rows(Operands& operands, const BackwardArgs& args, const Position& at, int stages) {
+  CUTLASS_DEVICE void add_rows(Operands& operands, const BackwardInputs& args, const Position& at, int stages) {
     VisibleRows<Config::kKeys, Index> rows(args.mask, Index(at.b * args.p.N), at.key, at.n_begin, at.n_end);
     int stage = 0, n = rows.next(at.n_begin);
     if (n < at.n_end) {
@@ -174,7 +174,7 @@ struct KernelDbias2 {
   }
 
   // Epilogue. One slice stores; several add, or leave their parts.
-  CUTLASS_DEVICE void store(const BackwardArgs& args, const Position& at) const {
+  CUTLASS_DEVICE void store(const BackwardInputs& args, const Position& at) const {
     const BwdParams& p = args.p;
     const bool adds = args.dbias2_slices > 1 && !args.dbias2_parts;
     const int query = at.query + lane_query, key = at.key + warp_key + Mma::first_column(lane);

@@ -37,7 +37,7 @@ struct KernelDqDkdv {
 
   static constexpr int shared_bytes(int stages) { return SharedLayout<Config>::bytes(stages); }
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, int stages, char* shared,
+  CUTLASS_DEVICE static void run(const BackwardInputs& args, int stages, char* shared,
                                  const DqAccumulatorPool& pool = {}) {
     uint32_t number = blockIdx.x;
     if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
@@ -64,7 +64,7 @@ struct KernelDqDkdv {
  private:
   // Prologue: the first tiles set out, and the vectors of the owned side become what the loop wants.
   // Gives the first tile.
-  CUTLASS_DEVICE static int begin(Loop& loop, const BackwardArgs& args, const DqAccumulatorPool& pool,
+  CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
                                   const Position& at, const Operands<Config>& operands, int owned_left) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
     if constexpr (Loop::kSkipsWarps) {
@@ -132,8 +132,8 @@ struct KernelDqDkdv {
       if (!exists || loop.skips) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
-  CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardArgs& args, const DqAccumulatorPool& pool,
-                                             const Position& at) {
+  CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardInputs& args,
+                                             const DqAccumulatorPool& pool, const Position& at) {
     const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
     constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
     const int hidden_units = __clz(int(args.mask.units(at.bn, at.first, kUnits) << (32 - kUnits)));
@@ -146,7 +146,7 @@ struct KernelDqDkdv {
   }
 
   // Epilogue: the gradients leave.
-  CUTLASS_DEVICE static void end(const Loop& loop, const BackwardArgs& args, const Position& at) {
+  CUTLASS_DEVICE static void end(const Loop& loop, const BackwardInputs& args, const Position& at) {
     const BwdParams& p = args.p;
     const int first = at.first + loop.warp.first, owned_left = at.num_owned(p) - first;
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
@@ -175,7 +175,7 @@ struct KernelDqDkdv {
     }
   }
   // dbias1 is also summed over heads: each head's part, or atomically.
-  CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardArgs& args, const Position& at, int first,
+  CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardInputs& args, const Position& at, int first,
                                           int owned_left) {
     CUTLASS_PRAGMA_UNROLL
     for (int slot = 0; slot < Mma::kSlots; ++slot) {
@@ -190,7 +190,8 @@ struct KernelDqDkdv {
     }
   }
 
-  CUTLASS_DEVICE static void store_hidden(const BackwardArgs& args, const Position& at, const DqAccumulatorPool& pool) {
+  CUTLASS_DEVICE static void store_hidden(const BackwardInputs& args, const Position& at,
+                                          const DqAccumulatorPool& pool) {
     const BwdParams& p = args.p;
     const int thread = int(threadIdx.x), num = min(Config::kOwned, at.num_owned(p) - at.first);
     auto store = [&](void* ptr, const int64_t (&stride)[4], int first, int count, int64_t channels) {

@@ -109,8 +109,8 @@ class Backward : BackwardHost {
   }
 
   // The same for all kernels.
-  BackwardArgs arguments() const {
-    BackwardArgs args = BackwardHost::arguments(plan_.bias1, plan_.key_mask);
+  BackwardInputs arguments() const {
+    BackwardInputs args = BackwardHost::arguments(plan_.bias1, plan_.key_mask);
     args.softmax = at<float2>(plan_.softmax);
     args.negative_delta = at<const void>(plan_.delta);
     args.dbias1_parts = at<float>(plan_.dbias1_parts);
@@ -234,7 +234,7 @@ class Backward : BackwardHost {
 
   const BackwardPlan plan_;
   const PostprocessFlag flag_;
-  const BackwardArgs args_;
+  const BackwardInputs args_;
 };
 
 }  // namespace ds4s

@@ -67,7 +67,7 @@ struct Mainloop {
   Vectors vectors;
   Bias2 bias2;
 
-  CUTLASS_DEVICE Mainloop(const BackwardArgs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
+  CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
                           const Operands<Config>& operands, const BiasMatrix& bias2_, int stages_, char* shared_,
                           int thread_)
       : stages(stages_),

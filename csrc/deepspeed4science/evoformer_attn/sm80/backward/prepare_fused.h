@@ -20,7 +20,7 @@ struct FusedZeros {
 // still run.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
-    prepare_fused(const __grid_constant__ BackwardArgs args, const __grid_constant__ FusedZeros zeros,
+    prepare_fused(const __grid_constant__ BackwardInputs args, const __grid_constant__ FusedZeros zeros,
                   PostprocessFlag flag) {
   CUTLASS_PRAGMA_UNROLL
   for (int range = 0; range < FusedZeros::kRanges; ++range) {

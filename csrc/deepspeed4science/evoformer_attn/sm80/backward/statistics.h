@@ -38,7 +38,7 @@ struct RowStatistics {
   static constexpr int kSharedBytes =
       2 * QueryTile::kBytes + 2 * KeyTile::kBytes + kKeys * kColumnBytes + Config::kOwned * int(sizeof(float));
 
-  CUTLASS_DEVICE static void run(const BackwardArgs& args, float2* softmax, float2* negative_delta,
+  CUTLASS_DEVICE static void run(const BackwardInputs& args, float2* softmax, float2* negative_delta,
                                  PostprocessFlag flag, char* shared) {
     const BwdParams& p = args.p;
     int thread = int(threadIdx.x), lane = thread & 31, warp_query = thread / 32 * 32;
@@ -213,7 +213,7 @@ struct RowStatistics {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 8 / Config::kWarps)
-    row_statistics(const __grid_constant__ BackwardArgs args, float2* softmax, float2* negative_delta,
+    row_statistics(const __grid_constant__ BackwardInputs args, float2* softmax, float2* negative_delta,
                    PostprocessFlag flag) {
   extern __shared__ __align__(16) char shared[];
   RowStatistics<Config>::run(args, softmax, negative_delta, flag, shared);

@@ -122,7 +122,7 @@ struct StreamedVectors {
   int count;
 
   // unit: the factor of terms of scores (Probabilities::column_unit).
-  CUTLASS_DEVICE StreamedVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
+  CUTLASS_DEVICE StreamedVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)
       : negative_lse(args, at.b, at.n, at.h),
         bias1(args, at.b, at.n),
         negative_delta(static_cast<const QueryValue*>(args.negative_delta) + (at.bn * args.p.H + at.h) * args.p.Lq),
@@ -173,7 +173,7 @@ struct QueryVectors {
   int query, count;
   bool is_delta;
 
-  CUTLASS_DEVICE QueryVectors(const BackwardArgs& args, const TilePosition<Config>& at, float unit_)
+  CUTLASS_DEVICE QueryVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)
       : bias1(args, at.b, at.n),
         unit(unit_),
         query(int(threadIdx.x) % kStreamed),

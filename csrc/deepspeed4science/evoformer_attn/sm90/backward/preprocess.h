@@ -33,8 +33,8 @@ struct Zeros {
 
 // The arguments of the kernel.
 struct PreprocessArgs {
-  ds4s::BackwardArgs rows;  // parameters and mask
-  float* negative_delta;    // [B, N, H, Lq]
+  ds4s::BackwardInputs rows;  // parameters and mask
+  float* negative_delta;      // [B, N, H, Lq]
   PostprocessFlag flag;
   RowLists row_lists;
   int32_t num_lists, keys_per_list;
