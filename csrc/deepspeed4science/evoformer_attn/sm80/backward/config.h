@@ -42,7 +42,7 @@ struct BackwardConfig {
   static constexpr int kParts = kHeadDim / kPartChannels;
   static_assert(kHeadDim % kPartChannels == 0, "whole parts");
 
-  static constexpr BackwardTiles kTiles = backward_tiles(kChannelBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
+  static constexpr BackwardTileSizes kTiles = backward_tiles(kChannelBytes, int(sizeof(scalar_t)), Traits::kHasCpAsync);
   static constexpr int kWarps = kTiles.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kLoadThreads = kThreads >= 64 ? kThreads / 2 : kThreads;

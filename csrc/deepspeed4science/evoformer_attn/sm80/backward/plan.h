@@ -20,7 +20,7 @@ struct BackwardUnit {
   bool is_exact;     // float in full precision: statistics.h
   bool splits_dkdv;  // dk and dv come from a kernel each
   int max_stages;
-  BackwardTiles tiles;
+  BackwardTileSizes tiles;
   int dq_shared_bytes, dk_shared_bytes, dv_shared_bytes, dbias2_shared_bytes;  // dk: and dv, where it is not split
   int dbias2_blocks;                                                           // on a multiprocessor
   // The one kernel for all gradients.
@@ -140,7 +140,7 @@ class BackwardPlanner {
     plan_.bias2_t = layout_.reserve(plan_.transposes_bias2 && !plan_.transpose_is_in_dbias2, transpose_bytes);
 
     if (plan_.runs_dbias2) {
-      const BackwardTiles& tiles = unit_.tiles;
+      const BackwardTileSizes& tiles = unit_.tiles;
       const int64_t num_tiles =
           ceil_div(p_.Lq, tiles.dbias2_queries) * ceil_div(p_.Lk, tiles.dbias2_keys) * p_.B * p_.H;
       plan_.num_slices = choose_slices(p_.N, num_tiles, int64_t(device_.num_multiprocessors) * unit_.dbias2_blocks);

@@ -11,7 +11,7 @@ constexpr int kSideBySide = 16;
 // 8, 3.97 with 16, 3.89 with 4.
 constexpr int kFusedSideBySide = 8;
 
-struct BackwardTiles {
+struct BackwardTileSizes {
   int warps;           // of a block of kernel_dq_dkdv.h, 32 queries or keys each
   int owned;           // queries whose dq, or keys whose dk and dv, a block gives
   int streamed;        // keys, or queries, that it takes at a time
@@ -22,8 +22,8 @@ struct BackwardTiles {
 };
 
 // row_bytes: of a query's or key's channels; async: global memory to shared memory without registers.
-constexpr BackwardTiles backward_tiles(int row_bytes, int element_bytes, bool async) {
-  BackwardTiles tiles{};
+constexpr BackwardTileSizes backward_tiles(int row_bytes, int element_bytes, bool async) {
+  BackwardTileSizes tiles{};
   // Two tiles of four warps would fill the 64 KiB of 7.5 from 129 bytes on, of two warps from 257 on.
   tiles.warps = row_bytes <= 128 ? 4 : row_bytes <= 256 ? 2 : 1;
   tiles.owned = 32 * tiles.warps;

@@ -25,7 +25,7 @@ template <typename scalar_t_,  // half_t, bfloat16_t, float
           bool kTf32 = false>  // float on Sm80: TF32 tensor cores
 struct Forward {
   using scalar_t = scalar_t_;
-  static constexpr ForwardTiles kTiles =
+  static constexpr ForwardTileSizes kTiles =
       forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kHasBias1, kHasBias2>();
   static constexpr bool kSingleValueIteration = kHeadDim <= kLargestTier && kHeadDimValue <= kLargestTier;
   template <bool kGiven, template <typename, typename, typename> class Broadcast>

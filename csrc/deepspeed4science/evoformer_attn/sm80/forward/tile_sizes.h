@@ -7,7 +7,7 @@
 namespace ds4s {
 
 // Meanings: AttentionKernel's parameters.
-struct ForwardTiles {
+struct ForwardTileSizes {
   int queries, keys, stripes, in_flight, warps;
   int head_dim, head_dim_value;  // tiers; past kLargestTier the number of channels at a time
   bool stages_bias2 = false;
@@ -18,7 +18,7 @@ constexpr int kLargestTier = 128;
 
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias1,
           bool kHasBias2>
-constexpr ForwardTiles forward_tiles() {
+constexpr ForwardTileSizes forward_tiles() {
   constexpr int kLargest = kHeadDim > kHeadDimValue ? kHeadDim : kHeadDimValue;
   constexpr int kWarps = getWarpsPerSm<scalar_t, ArchTag>() - (kHeadDimValue > 32 ? 4 : 0);
   constexpr int D = kHeadDim, Dv = kHeadDimValue;
