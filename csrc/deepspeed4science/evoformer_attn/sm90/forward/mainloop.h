@@ -26,7 +26,7 @@ struct ForwardMainloop {
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps;
   static constexpr bool kHasBias1 = Config::kHasBias1, kHasBias2 = Config::kHasBias2;
-  using Softmax = RowSoftmax<scalar_t>;
+  using Softmax = WarpgroupSoftmax<scalar_t>;
 
   // Multiplies Q by `factor` in place: Q'.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {

@@ -10,7 +10,7 @@
 namespace ds4s::sm90 {
 
 template <typename scalar_t>
-struct RowSoftmax {
+struct WarpgroupSoftmax {
   // The test for a too small m. Where P has a float's range (bfloat16), l is tested: without a too small m it exceeds
   // kLargestSum only after a million keys, and then m moves in every step without need. In float16 p itself is tested.
   static constexpr bool kWide = cutlass::platform::is_same<scalar_t, cutlass::bfloat16_t>::value;
@@ -23,7 +23,7 @@ struct RowSoftmax {
   float l[2];    // this thread's part of the sum
   bool careful;  // some row of the warp has seen no key yet, or its m is huge: all its keys carry a mask like -1e9
 
-  CUTLASS_DEVICE explicit RowSoftmax(float c_)
+  CUTLASS_DEVICE explicit WarpgroupSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
 
   // Takes the first reference from a quarter of a tile's first scores. Where these are all hidden, or huge, the
