@@ -108,9 +108,9 @@ struct ForwardBlock : ForwardLoads<K> {
     this->prepare_q(q, is_first);
 
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = segment.begin, turn = 0; first < segment.end; first += kKeys, ++turn) {
+    for (int first = segment.begin, step = 0; first < segment.end; first += kKeys, ++step) {
       // Waits for K, V and the row bias of these keys and issues the loads of the next ones.
-      int stage = (kWhole ? first / kKeys : turn) % K::kStages, next = first + kKeys;
+      int stage = (kWhole ? first / kKeys : step) % K::kStages, next = first + kKeys;
       RowElement next_row;
       if constexpr (K::kAsync) {
         this->wait_for_loads();
