@@ -86,23 +86,12 @@ class Backward {
                                 args.num_lists + args.num_masked + of_queries, kPrepareThreads, 0, /*cluster=*/1, args);
   }
 
+  // dk and dv; with the other gradients where one kernel gives them.
   void launch_keys(bool waits) {
-    switch (plan_.keys) {
-      case Kernel::kFewKeys:
-        launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::FewKeys>>(waits);
-        break;
-      case Kernel::kKeys:
-        launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::Keys>>(waits);
-        break;
-      default:
-        launch_keys_with_dq(waits);
+    if (plan_.keys == Kernel::kFewKeys) {
+      launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::FewKeys>>(waits);
     }
-    if (plan_.dbias1_parts >= 0) {
-      launches_.sum(p_.dbias1, fill_.template at<const float>(plan_.dbias1_parts), p_.B * p_.N, p_.H, p_.Lk);
-    }
-    if (plan_.dq_global.adds_dbias2) launch_order_dbias2();
-  }
-  void launch_keys_with_dq(bool waits) {
+    if (plan_.keys == Kernel::kKeys) launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::Keys>>(waits);
     if constexpr (Tiles::kHasDqShared) {
       using Split = typename Kernels::template OfKeys<typename Tiles::SplitFused>;
       using Long = typename Kernels::template OfKeys<typename Tiles::LongFused>;
@@ -119,6 +108,10 @@ class Backward {
       using Global = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       if (plan_.keys == Kernel::kDqGlobal) launch_dq_dkdv<Global>(waits);
     }
+    if (plan_.dbias1_parts >= 0) {
+      launches_.sum(p_.dbias1, fill_.template at<const float>(plan_.dbias1_parts), p_.B * p_.N, p_.H, p_.Lk);
+    }
+    if (plan_.dq_global.adds_dbias2) launch_order_dbias2();
   }
   void launch_queries(bool waits) {
     using Few = typename Kernels::template OfQueries<typename Tiles::FewQueries>;
