@@ -68,7 +68,7 @@ def environment(file: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def skipped(file: str, folder: Path = RESULTS) -> dict[str, list[str]]:
-    """The reasons of the peers that could not run, each once, as a file has them."""
+    """The reasons for which peers could not run, each once, from one file."""
     content = json.loads((folder / file).read_text())
     reasons: dict[str, list[str]] = {}
     for entry in content.get("skipped", ()):
@@ -79,9 +79,7 @@ def skipped(file: str, folder: Path = RESULTS) -> dict[str, list[str]]:
 
 
 def command(file: str, folder: Path = RESULTS) -> str:
-    """What was run: as the file has it, or put together again from its settings and rows, with the
-    workloads that gave rows.
-    """
+    """The command behind a file: recorded there, or rebuilt from its settings and rows."""
     content = json.loads((folder / file).read_text())
     if "command" in content:
         return str(content["command"])

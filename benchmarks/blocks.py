@@ -80,7 +80,9 @@ class BlockRow:
     p20_ms: float
     p80_ms: float
     num_runs: int
-    difference: float  # of the pairs' gradient, less the residual's, from the first path's
+    difference: (
+        float  # relative: the pairs' gradient without the residual's, against the first path
+    )
 
     def __str__(self) -> str:
         spread = f"p20 {self.p20_ms:.2f}, p80 {self.p80_ms:.2f}"
@@ -91,7 +93,7 @@ class BlockRow:
 
 
 def missing(path: Path, device: torch.device) -> str:
-    """Why a path cannot be measured here; empty where it can."""
+    """The reason why a path cannot be measured here; empty if it can."""
     if path.needs and importlib.util.find_spec(path.needs) is None:
         return f"{path.needs} is not installed"
     if path.needs and device.type != "cuda":

@@ -63,14 +63,14 @@ def _part(inputs: Inputs, b: int, rows: slice, trained: Sequence[str]) -> Tensor
 
 
 def read_rows(inputs: Inputs) -> torch.Tensor:
-    """[B, N] the rows n whose result means something: others are padding, which peers that know no
-    row_mask compute, and in which a score is lost beside a large finite number.
+    """[B, N]: the rows n whose result is compared. The others are padding: peers without a row_mask
+    compute them, and there a large finite mask on all keys leaves the scores no digits.
     """
     return inputs.visible.any(dim=-1) if inputs.row_mask is None else inputs.row_mask
 
 
 def _read_gradient(inputs: Inputs) -> torch.Tensor:
-    """The gradient of O, 0 where nobody reads it."""
+    """The gradient of O, 0 in rows n that are not compared."""
     return inputs.grad_output * read_rows(inputs)[:, :, None, None, None]
 
 
@@ -83,9 +83,7 @@ def errors_of(
     workload: Workload,
     wanted: Tensors,
 ) -> dict[str, float]:
-    """Relative error of O and of the gradients of the `trained` leaves, none of them to have O's
-    alone.
-    """
+    """Relative errors of O and of the gradients of the `trained` leaves (none: of O alone)."""
     read = read_rows(inputs)
     with peer.mode(), torch.set_grad_enabled(bool(trained)):
         o = peer.forward(leaves)

@@ -1,4 +1,4 @@
-"""Host time of a call: of inputs so small that a device is never what is waited for."""
+"""Host time of a call, with inputs so small that no call waits for the device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from deepspeed4science.demo.measure import synchronize
 
 TINY = Workload("tiny", 1, 1, 8, 1, 16, "next to no arithmetic")
 SMALL = Workload("small", 1, 1, 72, 1, 16, "as little as has a kernel on a GPU, rows of 16 bytes")
-# PyTorch runs a GPU's backward in a thread of its own. To wake it up, and the caller afterwards,
-# takes the longer the longer they have slept: on a virtual machine up to 50 us each. "in one
-# thread" is without it (torch.autograd.set_multithreading_enabled).
+# PyTorch runs a GPU's backward in a thread of its own. Waking that thread, and then the caller,
+# takes longer the longer they have slept: up to 50 us each on a virtual machine. "in one thread"
+# is measured without it (torch.autograd.set_multithreading_enabled).
 CALLS = ("fwd", "fwd recorded", "fwd+bwd", "fwd+bwd in one thread")
 CALLS_PER_SAMPLE = 100  # few enough that a GPU's launch queue does not fill
 NUM_SAMPLES = 30
@@ -37,7 +37,7 @@ class Overhead:
 
 
 class Autograd(Peer):
-    """What autograd itself costs: an autograd.Function that computes nothing."""
+    """The cost of autograd itself: an autograd.Function that computes nothing."""
 
     name = "autograd"
 

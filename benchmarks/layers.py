@@ -48,7 +48,7 @@ def measure_layers(
     """Every layer and mode at one length in one run."""
     rows = []
     for length in lengths:
-        torch._dynamo.reset()  # or this length's would be compiled for lengths of any size
+        torch._dynamo.reset()  # otherwise this length would be compiled for lengths of any size
         x = torch.randn(1, length, length, CHANNELS, device=device, requires_grad=True)
         gradient = torch.randn_like(x)
         steps = {

@@ -1,5 +1,5 @@
-"""What the passes of the Sm90 kernels do at a head dimension of 32, beside the ceilings of a GPU
-(ceilings.py): the share of its time that a call would take if that alone were to be done.
+"""The work of the Sm90 kernels' passes at a head dimension of 32, beside the ceilings of a GPU
+(ceilings.py): for each kind of work the share of a call's time that it would take alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMITS = {
 
 
 def work(shape: Sequence[int], direction: str) -> dict[str, float]:
-    """Of a call with both biases, by the names of `LIMITS`; DRAM: every tensor once."""
+    """The work of a call with both biases, by the names of `LIMITS`; DRAM: every tensor once."""
     B, N, L, H, D = shape
     scores, tensor, bias = B * N * H * L * L, 2 * B * N * L * H * D, 2 * B * H * L * L
     if direction == "fwd":
@@ -40,6 +40,6 @@ def work(shape: Sequence[int], direction: str) -> dict[str, float]:
 def shares(
     shape: Sequence[int], direction: str, ms: float, per_second: Mapping[str, float]
 ) -> dict[str, float]:
-    """Of the time of a call, by the names of `LIMITS`."""
+    """The shares of a call's time, by the names of `LIMITS`."""
     done = work(shape, direction)
     return {name: 1e3 * done[name] / per_second[name] / ms for name in LIMITS}

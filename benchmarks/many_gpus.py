@@ -37,8 +37,8 @@ Shape = tuple[int, int, int, int, int]  # B, N, L, H, D
 
 
 class Attention:
-    """The op, forward and backward: q, k, v and bias1 of local rows, and of bias2 as well, which
-    comes from a pair representation that is sharded alike. `bias2` of one process is whole.
+    """The op, forward and backward: q, k, v and bias1 of local rows n, and bias2 of local rows of
+    the pair representation, sharded in the same way. With one process `bias2` is whole.
     """
 
     def __init__(self, shape: Shape, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class Attention:
 
 
 class AttentionByRules(Attention):
-    """The same of DTensors: the sharding rules move what must move."""
+    """The same call on DTensors, whose sharding rules do the communication."""
 
     def step(self) -> None:
         assert self.mesh is not None
@@ -111,7 +111,7 @@ class Layers:
 
 
 def measure(step: Callable[[], None], device: torch.device, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step, and MiB that it takes on top of what is there."""
+    """Median milliseconds of a step, and the MiB that it allocates at most."""
     for _ in range(3):
         step()
     dist.barrier()
@@ -126,7 +126,7 @@ def measure(step: Callable[[], None], device: torch.device, steps: int) -> dict[
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> list[float]:
-    """Milliseconds of each. On a GPU the host runs ahead, as it does in a training."""
+    """Milliseconds of each step. On a GPU the host runs ahead, as in a training."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -205,7 +205,7 @@ def main() -> None:
             options.out.write_text(text + "\n")
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads give up tensors under Python's lock, and a process that ends meanwhile aborts.
+    # gloo's threads free tensors under Python's lock; a process that ends meanwhile would abort.
     time.sleep(0.2)
 
 

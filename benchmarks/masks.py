@@ -1,4 +1,4 @@
-"""What real batches hide, as data: a workload keeps its shape and gets one of these by name.
+"""Masks of real batches, by name: a workload keeps its shape and gets one of them.
 
 OpenFold, OpenFold 3, Boltz and Protenix pad a batch to one length and build the mask of pair maps
 from one token mask: a padded token is a hidden key of every row n, and a row n whose keys are all
@@ -23,8 +23,8 @@ class Mask:
     random: float = 0.0  # share of the keys that are hidden anywhere; never key 0
     padding: tuple[float, ...] = ()  # share of the keys that are hidden at the end
     padded_rows: bool = False  # the last rows n as well: N = L
-    value: float = HIDING  # what hides
-    row_mask: bool = False  # who calls says that nobody reads the padded rows
+    value: float = HIDING  # bias1 of a hidden key
+    row_mask: bool = False  # the caller passes a row_mask: the padded rows are not read
     permuted_bias2: bool = False  # a [B, L, L, H] tensor, permuted
     float32_biases: bool = False  # whatever q is
 
@@ -76,7 +76,7 @@ def named(names: Iterable[str]) -> tuple[Mask, ...]:
     """Masks by id, each once; `all` is all of them.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: no mask has one of the names.
     """
     chosen: dict[str, Mask] = {}
     for name in names:

@@ -24,7 +24,7 @@ Leaves = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer is asked to run."""
+    """The workload, dtype and device that a peer is asked to run."""
 
     workload: Workload
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Ours(Peer):
     name = "ours"
 
     def not_available(self, setting: Setting) -> str | None:
-        return None  # a refusal of the op is a result worth seeing
+        return None  # if the op refuses a call, the error is recorded as its result
 
     def adapt(self, inputs: Inputs) -> Leaves:
         return {**_contract_leaves(inputs), "row_mask": inputs.row_mask}

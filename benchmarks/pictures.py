@@ -39,7 +39,7 @@ STYLES = {  # colour, marker; this op is drawn last, on top
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> None:
-    """Writes the pictures of `results_page.PICTURES` of which something is measured."""
+    """Writes the pictures of `results_page.PICTURES` that have measurements."""
     folder.mkdir(exist_ok=True)
     cuda = [m for m in measurements if m.family == "sm90"]
     figures = {
@@ -51,7 +51,7 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> None:
     }
     for name in PICTURES:
         if figure := figures[name](cuda):
-            # Neither the day of drawing nor a random mark: the same figures give the same file.
+            # No date and no random identifiers, so that the same figures give the same file.
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 

@@ -13,7 +13,7 @@ CPU_SHAPE, CPU_COLUMNS = "1, 64, 384, 4, 32", ("this op", "SDPA with mask", "PyT
 
 
 def readme(results: str) -> str:
-    """Forward / backward of training crops on a GPU."""
+    """README's table: forward / backward of training crops on a GPU."""
     section = _section(results, "Training crops")
     forward, backward = (_table(section, f"{name}, ") for name in ("Forward", "Backward"))
     return _markdown(
@@ -53,7 +53,7 @@ QUOTING: dict[str, Callable[[str], str]] = {
 
 
 def _both_directions(section: str) -> str:
-    """This op's forward and backward of every shape."""
+    """A kernel page's table: this op's forward and backward for every shape."""
     forward, backward = (_table(section, f"{name}, ") for name in ("Forward", "Backward"))
     return _markdown(
         ("B, N, L, H, D", "forward", "backward"),
@@ -66,7 +66,7 @@ def _both_directions(section: str) -> str:
 
 
 def updated(page: str, table: str) -> str:
-    """The page with that table in the place of the one with the same head."""
+    """The page with `table` in place of its table of the same head."""
     head = table.partition("\n")[0]
     before, found, rest = page.partition(f"\n{head}\n")
     if not found:
@@ -75,7 +75,7 @@ def updated(page: str, table: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page that quotes, as it should be."""
+    """The text of every page that quotes tables, with the current ones."""
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     return {
         ROOT / name: updated((ROOT / name).read_text(), table(results))
@@ -88,7 +88,7 @@ def _section(results: str, title: str) -> str:
 
 
 def _table(section: str, start: str) -> dict[str, dict[str, str]]:
-    """The table behind the first line that begins so: shape -> column -> milliseconds."""
+    """The first table after the line that begins with `start`: shape -> column -> milliseconds."""
     text = section.partition(f"\n{start}")[2]
     lines = re.match(r"[^\n]*\n\n((?:\|[^\n]*\n)+)", f"{text}\n")
     if not lines:

@@ -1,4 +1,4 @@
-"""What a run leaves: one JSON file with its environment."""
+"""The result file of a run: one JSON file with its environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(
 
 
 def command_line(words: Sequence[str]) -> str:
-    """As it is to be repeated, without the place of its file."""
+    """The command line that repeats a run, without the result file's path."""
     kept, skip = ["python", "-m", "benchmarks"], False
     for word in words:
         place = word in ("--json", "--what", "--commit")

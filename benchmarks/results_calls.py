@@ -45,7 +45,7 @@ def blocks() -> list[str]:
 
 
 def newest_of(kind: str) -> list[tuple[str, dict[str, Any]]]:
-    """The newest file of a GPU, and of a CPU."""
+    """The newest file of that kind from a GPU, and from a CPU."""
     found = [latest(kind, device=device) for device in ("cuda", "cpu")]
     return [file for file in found if file is not None]
 

@@ -32,7 +32,7 @@ bias1" do less work than the others: they stand for a floor."""
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """The whole page, which shows the pictures that `pictures.py` draws."""
+    """The whole page; it shows the pictures that `pictures.py` draws."""
     cuda = [m for m in measurements if m.family == "sm90"]
     sm80 = [m for m in measurements if m.family == "sm80" and m.direction != "fwd+bwd"]
     flex = ("flex", "cudnn")
@@ -88,7 +88,7 @@ def page(measurements: Sequence[Measurement]) -> str:
 
 
 def _files(text: str) -> str:
-    """The files that the page links, each with what gave it."""
+    """The files that the page links, each with the command that wrote it."""
     files = sorted(set(re.findall(r"\(results/([^)]+)\)", text)))
     rows = []
     for file in files:
@@ -108,7 +108,7 @@ def _files(text: str) -> str:
 
 
 def _pictured(name: str, blocks: list[str]) -> list[str]:
-    """With the picture of what the blocks have, where they have something."""
+    """The blocks behind their picture; nothing if the blocks are empty."""
     return [f"![{PICTURES[name]}](pictures/{name}.svg)", *blocks] if blocks else []
 
 
@@ -118,7 +118,7 @@ def _section(title: str, blocks: Iterable[str]) -> str:
 
 
 def _skipped(measurements: Sequence[Measurement]) -> list[str]:
-    """Of the newest run with most peers, so that who is missing there is named."""
+    """The peers that could not run, and why, from the newest run with most peers."""
     runs: dict[str, set[str]] = {}
     for m in measurements:
         runs.setdefault(m.file, set()).add(m.peer)

@@ -142,8 +142,8 @@ PADDED = {0.0: "none", 1 / 8: "pair-1/8", 1 / 4: "pair-1/4", 1 / 2: "pair-1/2"} 
 def padded_runs(
     measurements: Iterable[Measurement],
 ) -> dict[tuple[str, str], dict[str, Measurement]]:
-    """Of the newest file that has every share of padding: by peer and direction, then by mask.
-    This op under masks by -inf is a peer of its own, "ours by -inf".
+    """Measurements of the newest file that has every share of padding, by peer and direction, then
+    by mask. This op with masks of -inf counts as a peer of its own, "ours by -inf".
     """
     files: dict[str, dict[tuple[str, str], dict[str, Measurement]]] = {}
     for m in measurements:
@@ -208,8 +208,8 @@ def memory(measurements: Iterable[Measurement]) -> list[str]:
 
 
 def newest_errors(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Of the newest file that has errors of gradients for several peers: one row for each peer, of
-    its largest workload.
+    """One row for each peer, of its largest workload, from the newest file that has errors of
+    gradients for several peers.
     """
     files: dict[str, dict[str, Measurement]] = {}
     for m in measurements:
@@ -243,7 +243,7 @@ def errors(measurements: Iterable[Measurement]) -> list[str]:
 def newest_shares(
     measurements: Iterable[Measurement],
 ) -> dict[tuple[str, str], tuple[Measurement, dict[str, float]]]:
-    """Share of each limit by direction and workload, of the newest calls beside the newest
+    """The share of each limit by direction and workload, from the newest calls and the newest
     ceilings.
     """
     newest = latest("ceilings", device="cuda")

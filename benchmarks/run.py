@@ -55,7 +55,7 @@ class Options:
 
     @property
     def forward_only(self) -> bool:
-        """Nothing is differentiated: what compiles itself compiles one forward and not two."""
+        """Whether nothing is differentiated; peers with a compiler then compile a forward only."""
         return list(self.directions) == ["fwd"]
 
 
@@ -82,7 +82,7 @@ class _Ready:
             self.drop_graph()
 
     def _try_backward(self, options: Options) -> str | None:
-        """Why there is no backward; a peer whose backward does not compile still has a forward."""
+        """The error of the backward, or None; a peer whose backward fails still has a forward."""
         if options.forward_only:
             return None
         try:

@@ -1,5 +1,5 @@
-"""The demo: a real protein family through all four Evoformer attentions. `python -m
-deepspeed4science demo`.
+"""The demo, `python -m deepspeed4science demo`: a real protein family through all four Evoformer
+attentions.
 """
 
 from deepspeed4science.demo.cli import main

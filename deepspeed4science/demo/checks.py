@@ -21,7 +21,7 @@ LAW_FACTOR = 1.25
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor: err = ||x - ref|| / ||ref|| of ours and of eager, and what ours may be."""
+    """Errors ||x - ref|| / ||ref|| of one tensor from the op and from eager, and the op's limit."""
 
     tensor: str  # "O", "dQ", ...
     ours: float
@@ -71,7 +71,7 @@ def forward_backward(
 def check(
     ours: Attention, eager: Attention, case: AttentionCase, *, seed: int = 0
 ) -> list[Verdict]:
-    """Hold `ours` to the error law on this case, with a random gradient of the output."""
+    """Test `ours` against the error law on this case, with a random gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
     grad_output = torch.randn(case.q.shape, generator=generator).to(case.q)
     reference = forward_backward(eager, case, grad_output, dtype=torch.float64)

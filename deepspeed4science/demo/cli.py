@@ -1,5 +1,5 @@
-"""`python -m deepspeed4science demo`: prints what it does, and exits with 1 when a result is not
-right.
+"""`python -m deepspeed4science demo`: prints each step and exits with 1 if a tensor breaks the
+error law.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _devices(asked: str, *, beside: bool) -> list[torch.device]:
-    """The devices to run on; with `beside` the CPU, then the GPU where one is fit."""
+    """The devices to run on; with `beside` the CPU, then the GPU if there is a usable one."""
     best = _best_device() if beside or asked == "auto" else asked
     if beside and best == "cpu":
         print("--gpu: there is no GPU that the op can use here; the CPU's figures alone.")
@@ -72,7 +72,7 @@ def _devices(asked: str, *, beside: bool) -> list[torch.device]:
 
 
 def _best_device() -> str:
-    """A GPU if the op has kernels for it and they can be made here, else the CPU."""
+    """A GPU if the op has kernels for it that can be compiled here, else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     # Scores enough for a kernel (few_scores.py).
@@ -161,7 +161,7 @@ def _row(name: str, case: AttentionCase, verdicts: list[Verdict], device: torch.
 
 
 def _mib(size: int | None) -> str:
-    """A dash where this system does not tell."""
+    """The size in MiB; a dash if the system does not report it."""
     return "-" if size is None else f"{size / 2**20:.1f}"
 
 

@@ -63,7 +63,7 @@ class Representations:
 
 
 class _Weights:
-    """Random projections from one seed, in the order they are asked for."""
+    """Random projections from one seed, drawn in the order of the calls."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -93,8 +93,8 @@ def embed(alignment: Alignment, *, seed: int = 0) -> Representations:
     msa = letters @ weights(len(ALPHABET), MSA_CHANNELS) + 0.5 * waves @ weights(16, MSA_CHANNELS)
     msa = _normalise(msa)
 
-    # Outer product mean of what differs from the column's average: columns that change together
-    # stand out.
+    # Outer product mean of deviations from the column's average: large where two columns change
+    # together.
     left = msa @ weights(MSA_CHANNELS, OUTER_CHANNELS)
     left = (left - left.mean(dim=0)) * present[..., None]
     outer = torch.einsum("sic,sjd->ijcd", left, left) / tokens.shape[0]

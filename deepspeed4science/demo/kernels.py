@@ -23,14 +23,14 @@ class LoadedKernelInfo:
 
 
 def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: Biases) -> torch.Tensor:
-    """Ours."""
+    """The op."""
     return DS4Sci_EvoformerAttention(q, k, v, biases)
 
 
 def eager_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: Biases
 ) -> torch.Tensor:
-    """The definition in plain PyTorch."""
+    """The op's definition in plain PyTorch."""
     bias1, bias2 = (*biases, None, None)[:2]
     return evoformer_attention(q, k, v, bias1, bias2)
 

@@ -69,8 +69,8 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | 
     memory that never passes through PyTorch counts too. None where the system does not let a
     process reset it.
     """
-    call()  # whatever is set up once does not count
-    gc.collect()  # nor does what earlier calls left, if it were freed during this one
+    call()  # one-time allocations do not count
+    gc.collect()  # garbage of earlier calls must not be freed during the measured one
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -12,8 +12,8 @@ import torch
 from deepspeed4science.demo.checks import Attention
 from deepspeed4science.demo.embedding import AttentionCase
 
-# Drawn large and reduced: Pillow puts the letters of a small font on whole pixels, which eats the
-# spaces between words.
+# The picture is drawn large and then reduced: Pillow puts the letters of a small font on whole
+# pixels, so that spaces between words disappear.
 DRAWN, LARGE = 4, 2
 CELL = 11  # pixels of one residue pair; all lengths are those of the small picture
 LEFT, TOP, RIGHT, BOTTOM = 74, 118, 132, 64
@@ -138,8 +138,8 @@ def draw_attention(
     length = len(letters)
     size = length * CELL
     canvas = _Canvas(LEFT + size + RIGHT, TOP + size + BOTTOM)
-    # Most pairs have little weight: a square root spreads them, and the strongest 1 % share the
-    # darkest colour. The diagonal, where a residue looks at itself, does not set the scale.
+    # Most pairs have little weight, so colours follow the square root; the strongest 1 % share the
+    # darkest colour. The diagonal (a residue's attention to itself) does not set the scale.
     strength = attention.clamp(min=0).sqrt()
     between = strength[~torch.eye(length, dtype=torch.bool)]
     top = torch.quantile(between, 0.99).item() or 1.0

@@ -45,7 +45,7 @@ print(json.dumps(result))
 
 @dataclass(frozen=True)
 class Startup:
-    """What the new process did, and its seconds."""
+    """Seconds that a new process spent on each step."""
 
     torch_s: float  # import torch, with its device and threads started
     import_s: float  # import deepspeed4science
