@@ -40,7 +40,10 @@ class Case:
         kind = nn.TriangleAttentionEndingNode if self.ending else nn.TriangleAttentionStartingNode
         layer = kind(self.channels, self.channels // self.heads, self.heads, bias=self.bias)
         for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
+            # Attention is peaked: where it is nearly uniform, the rounding of O in delta decides
+            # about the gradient of linear_z, whatever is around it (math.md, "Where the law is a
+            # draw").
+            torch.nn.init.normal_(parameter, std=0.35)
         return layer.to(device, torch.float32 if self.autocast else self.x)
 
 
