@@ -16,6 +16,7 @@ from benchmarks.results_tables import (
     DIRECTION_NAMES,
     PADDED,
     PEERS,
+    SHARE_NAMES,
     newest_errors,
     newest_runs,
     newest_shares,
@@ -113,6 +114,7 @@ def _padding(measurements: Sequence[Measurement]) -> Figure | None:
     if not run:
         return None
     first = [m for by_mask in run.values() for m in by_mask.values()][:1]
+    there = {mask for by_mask in run.values() for mask in by_mask}
     figure, panels = _two_panels(
         _caption(first) + ", (1, 768, 768, 4, 32), pair mask by -1e9 unless -inf is named"
     )
@@ -132,7 +134,8 @@ def _padding(measurements: Sequence[Measurement]) -> Figure | None:
         )
     for axes in panels.values():
         axes.set_xlabel("share of the tokens that is padding")
-        axes.set_xticks(list(PADDED), ["0", "1/8", "1/4", "1/2"])
+        shown = [share for share, mask in PADDED.items() if mask in there]
+        axes.set_xticks(shown, [SHARE_NAMES[share] for share in shown])
         axes.set_ylim(bottom=0)
         axes.set_ylabel("ms")
     _legend(figure, panels["fwd"])

@@ -138,12 +138,14 @@ def padded(measurements: Sequence[Measurement]) -> list[str]:
 
 PADDED = {0.0: "none", 1 / 8: "pair-1/8", 1 / 4: "pair-1/4", 1 / 2: "pair-1/2"}  # share: mask
 
+SHARE_NAMES = {0.0: "no padding", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2"}
+
 
 def padded_runs(
     measurements: Iterable[Measurement],
 ) -> dict[tuple[str, str], dict[str, Measurement]]:
-    """Measurements of the newest file that has every share of padding, by peer and direction, then
-    by mask. This op with masks of -inf counts as a peer of its own, "ours by -inf".
+    """Measurements of the newest file that has several shares of padding, by peer and direction,
+    then by mask. This op with masks of -inf counts as a peer of its own, "ours by -inf".
     """
     files: dict[str, dict[tuple[str, str], dict[str, Measurement]]] = {}
     for m in measurements:
@@ -154,9 +156,7 @@ def padded_runs(
         if m.workload == "tri768" and base in PADDED.values():
             files.setdefault(m.file, {}).setdefault((peer, m.direction), {})[base] = m
     whole = [
-        run
-        for run in files.values()
-        if len(run) > 2 and all(mask in run.get(("ours", "fwd"), {}) for mask in PADDED.values())
+        run for run in files.values() if len(run) > 2 and len(run.get(("ours", "fwd"), {})) > 2
     ]
     return whole[-1] if whole else {}
 
@@ -165,12 +165,14 @@ def padded_shares(measurements: Sequence[Measurement]) -> list[str]:
     run = padded_runs(measurements)
     if not run:
         return []
+    there = {mask for by_mask in run.values() for mask in by_mask}
+    shares = {share: mask for share, mask in PADDED.items() if mask in there}
     rows = []
     for (peer, direction), by_mask in sorted(run.items(), key=lambda item: item[0][1] != "fwd"):
         plain = run[peer.removesuffix(" by -inf"), direction]["none"]
         values = [
             number(m.ms) if (m := by_mask.get(mask) or (plain if mask == "none" else None)) else "-"
-            for mask in PADDED.values()
+            for mask in shares.values()
         ]
         name = PEERS[peer.removesuffix(" by -inf")] + (", -inf" if peer.endswith("inf") else "")
         rows.append([name, DIRECTION_NAMES[direction], *values])
@@ -179,7 +181,7 @@ def padded_shares(measurements: Sequence[Measurement]) -> list[str]:
         "Milliseconds of (1, 768, 768, 4, 32) under the pair mask of one token mask, by the share "
         f"of the tokens that is padding, hidden by -1e9 or by -inf, {first.machine}, "
         f"{link(first.file, first.date)}:",
-        table(["", "", "no padding", "1/8", "1/4", "1/2"], rows),
+        table(["", "", *(SHARE_NAMES[share] for share in shares)], rows),
     ]
 
 
@@ -285,7 +287,8 @@ def ceilings(measurements: Iterable[Measurement]) -> list[str]:
     ]
     return [
         f"Measured alone, {content['environment']['gpu']}, "
-        f"{link(file, content['environment']['date'])}:",
+        f"{link(file, content['environment']['date'])}"
+        f"{' (' + content['note'] + ')' if 'note' in content else ''}:",
         table(["", "ceiling"], measured),
         "Share of a call's time that each alone would take, by what the passes of the Sm90 kernels "
         "do (limits.py):",

@@ -445,8 +445,9 @@ def test_a_file_tells_the_command_that_gave_it(tmp_path):
 
 def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypatch):
     def measured(file, date, peer, ms):
+        shape = (1, 384, 384, 4, 32)
         return archive.Measurement(
-            file, date, "GPU", "sm90", "c", "tri384", "random", (1,), "bfloat16", "fwd", peer, ms
+            file, date, "GPU", "sm90", "c", "tri384", "random", shape, "bfloat16", "fwd", peer, ms
         )
 
     monkeypatch.setattr(results_page, "_files", lambda text: "")
