@@ -108,6 +108,22 @@ def test_each_family_cites_every_equation_of_the_kernels(folder):
     assert equations() - found - {"17"} == set()
 
 
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "kernels").glob("*.md")), ids=lambda p: p.stem
+)
+def test_names_of_the_code_exist(page):
+    """Names with an underscore, in backquotes."""
+    folders = ("csrc", "deepspeed4science", "op_builder", "tests")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
+    known = {f.stem for f in files}
+    for file in files:
+        if file.suffix in {".h", ".cu", ".cpp", ".py"}:
+            known |= set(re.findall(r"\w+", file.read_text()))
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    names = set(re.findall(r"\b[A-Za-z]\w*_\w+\b", quoted))
+    assert names <= known
+
+
 def test_citations_are_read():
     text = "// math.md (1) to (3) and (9), (11)\n# the sum, docs/math.md (6a)\n// (5)\n"
     assert cited(text) == {"1", "2", "3", "9", "11", "6a"}
