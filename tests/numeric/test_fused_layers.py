@@ -40,10 +40,7 @@ class Case:
         kind = nn.TriangleAttentionEndingNode if self.ending else nn.TriangleAttentionStartingNode
         layer = kind(self.channels, self.channels // self.heads, self.heads, bias=self.bias)
         for parameter in layer.parameters():
-            # Attention is peaked: where it is nearly uniform, the rounding of O in delta decides
-            # about the gradient of linear_z, whatever is around it (math.md, "Where the law is a
-            # draw").
-            torch.nn.init.normal_(parameter, std=0.35)
+            torch.nn.init.normal_(parameter, std=0.2)
         return layer.to(device, torch.float32 if self.autocast else self.x)
 
 
