@@ -2,27 +2,18 @@
 
 import random
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from op_builder import paths
-from op_builder.toolchain import host_compiler
+from tests.system.host_programs import built
 
-HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 H200 = 132
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(wide, B, N, Lq, Lk, H, blocks) -> accumulators, size of one, counters, adds_dbias2"""
-    host = host_compiler.find_host_compiler()
-    if not host.ok:
-        pytest.skip(f"{host.reason}; {host.remedy}")
-    path = tmp_path_factory.mktemp("host") / "dq_global_plan"
-    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", HOST / "dq_global_plan.cpp"]
-    done = subprocess.run([*map(str, command), "-o", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = built(tmp_path_factory.mktemp("host"), "dq_global_plan")
 
     def run(*numbers):
         words = [str(path), *(str(int(number)) for number in numbers)]

@@ -5,14 +5,11 @@ compiled for the host: it needs no GPU.
 import itertools
 import random
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from op_builder import paths
-from op_builder.toolchain import host_compiler
+from tests.system.host_programs import built
 
-HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 TURING = {"fused": 0, "stages": 1, "multiprocessors": 40, "block_bytes": 65536}
 SIDE_BY_SIDE = 8
 
@@ -20,14 +17,7 @@ SIDE_BY_SIDE = 8
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(**numbers) -> {name: value or (rows, columns) or text}, {piece: offset}"""
-    host = host_compiler.find_host_compiler()
-    if not host.ok:
-        pytest.skip(f"{host.reason}; {host.remedy}")
-    path = tmp_path_factory.mktemp("host") / "plan"
-    command = [host.path, "-std=c++17", "-Wall", "-Werror", f"-I{paths.csrc_root()}"]
-    command += [HOST / "sm80_backward_plan.cpp", "-o", path]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = built(tmp_path_factory.mktemp("host"), "sm80_backward_plan", "-Wall", "-Werror")
 
     def run(**numbers):
         words = [str(path), *(f"{name}={int(number)}" for name, number in numbers.items())]
@@ -140,7 +130,7 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
     seed = random.randrange(2**31)
     pick = random.Random(seed)
     hosted = 0
-    for _ in range(300):
+    for _ in range(600):
         B, N, H = pick.choice((1, 1, 2, 5)), pick.randint(1, 700), pick.randint(1, 9)
         Lq, Lk = 8 * pick.randint(1, 120), 8 * pick.randint(1, 120)
         call = shape(B, N, Lq, H, pick.choice((32, 32, 64)), Lk)
@@ -177,4 +167,4 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
             room = 2 * (B * N - first_row) * Lk * H * call["D"] * 2
             assert in_dkdv * size <= room, where
             assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
-    assert hosted > 0, seed  # about 12
+    assert hosted > 5, seed  # about 24

@@ -1,27 +1,16 @@
 """What a forward of the Sm80 family runs with (sm80/forward/plan.h), on the host: no GPU needed."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from op_builder import paths
-from op_builder.toolchain import host_compiler
-
-HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+from tests.system.host_programs import built
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(N=3, Lq=70, ...) -> {name: value}"""
-    host = host_compiler.find_host_compiler()
-    if not host.ok:
-        pytest.skip(f"{host.reason}; {host.remedy}")
-    path = tmp_path_factory.mktemp("host") / "sm80_forward_plan"
-    source = HOST / "sm80_forward_plan.cpp"
-    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", source, "-o", path]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = built(tmp_path_factory.mktemp("host"), "sm80_forward_plan")
 
     def run(**call):
         words = [f"{name}={value}" for name, value in call.items()]

@@ -3,17 +3,14 @@
 import random
 import re
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import pytest
 
 from deepspeed4science.backends.sm90 import Sm90Backend
-from op_builder import paths
 from op_builder.ops.instantiations import FAMILIES
-from op_builder.toolchain import host_compiler
+from tests.system.host_programs import built
 
-HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
 DEFAULTS = {"B": 1, "H": 4, "D": 32, "dq": 1, "dk": 1, "dv": 1, "bias2": 1, "dbias2": 1}
 OFFSETS = (
     *("delta", "counters", "accumulators", "key_mask", "row_lists", "bias1"),
@@ -24,14 +21,7 @@ OFFSETS = (
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(N=..., Lq=..., ...) -> {name: value or offset}"""
-    host = host_compiler.find_host_compiler()
-    if not host.ok:
-        pytest.skip(f"{host.reason}; {host.remedy}")
-    path = tmp_path_factory.mktemp("host") / "sm90_backward_plan"
-    source = HOST / "sm90_backward_plan.cpp"
-    command = [host.path, "-std=c++17", f"-I{paths.csrc_root()}", source, "-o", path]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = built(tmp_path_factory.mktemp("host"), "sm90_backward_plan")
 
     def run(**call):
         words = [f"{name}={int(value)}" for name, value in (DEFAULTS | call).items()]
