@@ -36,7 +36,8 @@ class Pace {
  private:
   static constexpr int kAhead = 1;        // parts
   static constexpr int kMostPolls = 200;  // about 0.2 ms
-  static constexpr int kMany = 1 << 22;   // more than all parts
+  // More than the parts of most calls; in the longest ones each block ends its own waiting. All blocks' sum is an int.
+  static constexpr int kMany = 1 << 22;
 
   int32_t* begun_;
   int num_blocks_, needed_, seen_ = 0;
