@@ -4,9 +4,10 @@ Python ends a daemon thread by unwinding its stack as soon as it wants to run ag
 below PyTorch's dispatcher, whose C++ frames abort the process when they are unwound. So the end of
 the process waits until no other thread is inside a call: briefly for quick sections, longer for
 those that may compile. A thread that calls again and again is stopped when it enters the next call;
-a thread that loops over PyTorch's own operators is not, and aborts. A thread that waits inside a
-call for an event that cannot come any more is stopped for good: a thread that never wants to run
-again is left alone.
+between two calls it may be in PyTorch too (to free a result, say), so daemon threads that are under
+way get a moment to come to their next call. A thread that loops over PyTorch's own operators is not
+stopped, and aborts. A thread that waits inside a call for an event that cannot come any more is
+stopped for good: a thread that never wants to run again is left alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 _LONGEST_QUICK_S, _LONGEST_SLOW_S = 1.0, 5.0
+_LONGEST_BETWEEN_CALLS_S = 0.25
+_LOOKS_WITHOUT_A_MOVE = 10  # a thread at the same instruction that often waits for something else
+_LOOK_EVERY_S = 0.005
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OURS = (f"{_PACKAGE}/", f"{os.path.dirname(_PACKAGE)}/deepspeed4science/")
 
@@ -91,22 +95,31 @@ def _stop(me: int) -> None:
 
 def _wait() -> None:
     begin()
-    began = time.monotonic()
-    while busy := _others_inside():
-        longest = _LONGEST_SLOW_S if busy & _slow else _LONGEST_QUICK_S
-        if time.monotonic() - began > longest:
+    began = outside_since = time.monotonic()
+    before, looks_without_a_move = None, 0
+    while others := _others():
+        inside = {thread for thread, frame in others.items() if _is_inside(frame)}
+        position = {thread: (id(frame), frame.f_lasti) for thread, frame in others.items()}
+        looks_without_a_move = looks_without_a_move + 1 if position == before else 0
+        before = position
+        now = time.monotonic()
+        if inside:
+            outside_since = now
+            is_enough = now - began > (_LONGEST_SLOW_S if inside & _slow else _LONGEST_QUICK_S)
+        else:
+            is_enough = (
+                looks_without_a_move >= _LOOKS_WITHOUT_A_MOVE
+                or now - outside_since > _LONGEST_BETWEEN_CALLS_S
+            )
+        if is_enough:
             return
-        time.sleep(0.005)
+        time.sleep(_LOOK_EVERY_S)
 
 
-def _others_inside() -> set[int]:
-    """Other threads with one of our calls on their stack, except those that have stopped."""
+def _others() -> dict[int, FrameType]:
+    """Other threads that run Python, except those that have stopped."""
     known = _stopped | _exempt | {threading.get_ident()}
-    return {
-        thread
-        for thread, frame in sys._current_frames().items()
-        if thread not in known and _is_inside(frame)
-    }
+    return {thread: frame for thread, frame in sys._current_frames().items() if thread not in known}
 
 
 def _is_inside(frame: FrameType | None) -> bool:

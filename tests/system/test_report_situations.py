@@ -475,18 +475,27 @@ def test_a_reader_who_goes_away(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_with_the_real_torch_it_takes_less_than_three_seconds_once_warm() -> None:
+def test_most_of_its_time_is_the_import_of_torch() -> None:
     """Processor time, its children included: what else the machine does is not the report's."""
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "deepspeed4science", "report", "--json"]
-    seconds = []
-    for _ in range(2):
+
+    def run(*arguments: str) -> tuple[float, str]:
+        command = [sys.executable, *arguments]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+        ran = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert json.loads(ran.stdout)["software"][0]["ok"]
-    assert seconds[1] < 3.0, seconds
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return seconds, ran.stdout
+
+    imports, reports = [], []
+    for _ in range(3):
+        imports.append(run("-c", "import torch")[0])
+        seconds, printed = run("-m", "deepspeed4science", "report", "--json")
+        assert json.loads(printed)["software"][0]["ok"]
+        reports.append(seconds)
+    assert min(reports) < 1.6 * min(imports), (reports, imports)
 
 
 def test_commands_of_the_module() -> None:

@@ -45,6 +45,37 @@ def test_exit_beside_daemon_threads_that_call_on_and_on(tmp_path, first):
     ends_quietly(LOOPS.format(first=first), tmp_path)
 
 
+BETWEEN_CALLS = """
+import atexit, sys
+def stopped():  # called after the package's own functions, which are registered later
+    print(len(sys.modules["op_builder.system.process_exit"]._stopped))
+atexit.register(stopped)
+import threading, time, torch
+from deepspeed4science import DS4Sci_EvoformerAttention as attention
+q = torch.randn(1, 1, 4, 1, 8)
+both_called = threading.Barrier(3)
+def loop():
+    attention(q, q, q)
+    both_called.wait()
+    while True:
+        attention(q, q, q)
+        time.sleep(0.02)
+def wait():
+    attention(q, q, q)
+    both_called.wait()
+    threading.Event().wait()
+for target in loop, wait:
+    threading.Thread(target=target, daemon=True).start()
+both_called.wait()
+sys.exit(3)
+"""
+
+
+def test_a_daemon_thread_between_two_calls_is_stopped(tmp_path):
+    """PyTorch frees results without Python's lock: a thread unwound there aborts."""
+    assert ends_quietly(BETWEEN_CALLS, tmp_path) == "1\n"
+
+
 def ends_quietly(script, tmp_path):
     environment = {"PYTHONPATH": str(REPOSITORY), "DS4S_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -55,3 +86,4 @@ def ends_quietly(script, tmp_path):
         timeout=60,
     )
     assert (done.returncode, "terminate called" in done.stderr) == (3, False), done.stderr
+    return done.stdout
