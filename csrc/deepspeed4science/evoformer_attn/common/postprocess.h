@@ -1,15 +1,17 @@
-// The last kernel of a backward: repairs gradients of queries whose weights are exactly 0 or 1 (docs/math.md, "Queries
-// without a visible key" and "Queries that see one key"). The passes multiply by P, and
+// The last kernel of a backward. It repairs gradients of queries whose weights are exactly 0 or 1 (docs/math.md,
+// "Queries without a visible key" and "Queries that see one key"), which the kernels before it compute like all others:
 //
-//   - 0 times NaN is NaN: NaN in V or dO also reaches gradients from a query whose keys are all hidden by bias2, or by
-//     both biases together. Gradients that are NaN beside such a query are computed again without it; its dq is 0.
-//   - P of a single visible key is 1 and dS = 0, but rounding leaves a part of dP - delta. Where bias1 leaves a row n
-//     one key, dq, dk and dbias1 become 0, and dbias2 of that key is computed again without these rows n.
+//   - A query whose keys are all hidden, by bias2 or by both biases together, has P = 0. Its gradients are products
+//     with P, and 0 times NaN is NaN: a NaN in V or dO reaches dk, dv and both bias gradients. Those that are NaN are
+//     computed again without such queries, whose dq becomes 0.
+//   - A query that sees a single key has P = 1 and dS = 0, but the difference dP - delta keeps a rounding error. In
+//     rows n in which bias1 leaves one key visible, dq, dk and dbias1 become 0, and dbias2 of that key is computed
+//     again without these rows n.
 //
-// Earlier kernels notice both and raise a flag. Without the flag there is nothing to repair. Otherwise this kernel is
-// slow: it computes in float32, with a group of lanes for each score and sums in a fixed order.
+// The kernels before it raise a flag where they find either. Without the flag nothing is repaired. With it, this kernel
+// is slow: it computes in float32, with a group of lanes for each score and sums in a fixed order.
 //
-// Bias gradients that are wanted in the type of q are then complete and are rounded here.
+// After the repair, bias gradients that are wanted in the type of q are rounded here.
 #pragma once
 
 #include "common/backward_args.h"
@@ -18,9 +20,10 @@ namespace ds4s {
 
 struct PostprocessArgs {
   BwdParams p;
-  const float* shift;       // of bias1 [B, N], or null
-  const int32_t* only_key;  // [B, N], -1: it sees several or none; or null
-  const float2* softmax;    // full precision: [B, N, H, Lq] in place of lse and delta (sm80/backward/statistics.h)
+  const float* shift;       // [B, N], math.md (1a), or null
+  const int32_t* only_key;  // [B, N], the single visible key; -1 where there are several or none; or null
+  // Float32 only: [B, N, H, Lq] in place of lse and delta (sm80/backward/statistics.h).
+  const float2* softmax;
   const float2* negative_delta;
   PostprocessFlag flag;
 };
@@ -56,7 +59,7 @@ class Postprocess {
     }
   }
 
-  // Run where there is nothing to repair.
+  // Where there is nothing to repair: rounds all bias gradients.
   CUTLASS_DEVICE static void round_all(const BwdParams& p) {
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
     constexpr int64_t kThreads = int64_t(kPostprocessBlocks) * kPostprocessThreads;
@@ -65,9 +68,9 @@ class Postprocess {
   }
 
  private:
-  // Elements first, first + step, ... below end; nothing if `rounded` is null.
+  // Rounds the elements first, first + step, ... below end. Does nothing if `rounded` is null (not wanted).
   CUTLASS_DEVICE static void round(void* rounded, const float* sums, int64_t first, int64_t end, int64_t step) {
-    if (rounded == nullptr || sums == nullptr) return;  // or it came rounded
+    if (rounded == nullptr || sums == nullptr) return;  // no sums: an earlier kernel has written `rounded`
     constexpr int kAtOnce = 8;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t x = first; x < end; x += kAtOnce * step) {
@@ -83,12 +86,12 @@ class Postprocess {
     }
   }
 
-  static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // of a key: at most 8 channels each
-  static constexpr int kKeys = 32 / kLanes;                                      // of a warp
+  static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // lanes of a key, 8 channels each
+  static constexpr int kKeys = 32 / kLanes;                                      // keys of a warp
   static constexpr int kPerLane = kHeadDim / kLanes;
   static constexpr bool kExact = sizeof(scalar_t) == 4;
 
-  // Channels sublane, sublane + kLanes, ... of a query or key.
+  // This lane's channels of a query or key: sublane, sublane + kLanes, ...
   struct Channels {
     float x[kPerLane] = {};
 
@@ -126,7 +129,8 @@ class Postprocess {
   }
   CUTLASS_DEVICE int only_key(int64_t bn) const { return args_.only_key == nullptr ? -1 : args_.only_key[bn]; }
 
-  // P and dS, with the query's dO and Q. dS of a single visible key is 0, or NaN where it would not be a number.
+  // P and dS of a score, with Q and dO of its query. dS of a single visible key is 0, or NaN if dP - delta is not
+  // finite.
   struct Score {
     float p, ds;
     Channels q, do_;
@@ -157,7 +161,7 @@ class Postprocess {
     return of;
   }
 
-  // dk, dv and dbias1 of keys from key0 on.
+  // Repairs dk, dv and dbias1 of a warp's keys, from key0 on.
   CUTLASS_DEVICE void mend_keys(int64_t bn, int64_t key0) const {
     const int64_t b = bn / p_.N, n = bn % p_.N;
     const bool exists = key0 + of_group_ < p_.Lk;
@@ -205,7 +209,7 @@ class Postprocess {
     return found;
   }
 
-  // dq of a query of all heads.
+  // Repairs dq of a query, in all heads.
   CUTLASS_DEVICE void mend_dq(int64_t bn, int64_t q) const {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t h = of_group_; h < p_.H; h += kKeys) {
@@ -218,7 +222,7 @@ class Postprocess {
     }
   }
 
-  // A query's row of dbias2.
+  // Repairs dbias2 of a query and all keys.
   CUTLASS_DEVICE void mend_dbias2(int64_t b, int64_t h, int64_t q) const {
     bool hides = false, sees_one = false;
     CUTLASS_PRAGMA_NO_UNROLL

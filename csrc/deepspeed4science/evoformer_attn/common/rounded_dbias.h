@@ -1,5 +1,6 @@
-// Host side: bias gradients in the type of q. Their float32 sums lie in front of the workspace that the kernels use,
-// and the last kernel (common/postprocess.h) rounds them: the caller neither allocates nor launches anything for it.
+// Host side: bias gradients in the type of q. Their float32 sums lie in the workspace, before the pieces of the
+// backward's plan, and the backward's last kernel (common/postprocess.h) rounds them. The caller therefore allocates no
+// sums and launches no kernel that rounds.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +10,7 @@
 
 namespace ds4s {
 
-// A backward's host side, which writes float32.
+// Backward: the host side of a backward, which writes bias gradients in float32.
 template <typename Backward>
 struct RoundedDbias {
   static int64_t workspace_bytes(const BwdParams& p) {
@@ -27,7 +28,7 @@ struct RoundedDbias {
   }
 
  private:
-  static inline void* const kAnywhere = reinterpret_cast<void*>(256);  // plans ask what is wanted, and how it lies
+  static inline void* const kAnywhere = reinterpret_cast<void*>(256);  // for plans, which read only null and alignment
 
   struct Sums {
     explicit Sums(const BwdParams& p) {

@@ -9,8 +9,8 @@ namespace ds4s {
 
 constexpr int64_t kMostSlices = 16;
 
-// `least` or more, of at least eight n each: as many as minimise the waves for each slice, where a slice counts as 2 %
-// of a wave (it reads bias2 and adds to dbias2 once more).
+// The number of slices, `least` or more, of at least eight rows n each, with the lowest estimated time: waves of blocks
+// times rows n of a slice. Each slice adds 2 %, since it reads bias2 and adds to dbias2 once more.
 inline int64_t choose_slices(int64_t N, int64_t num_tiles, int64_t resident_blocks, int64_t least = 1) {
   resident_blocks = std::max(resident_blocks, int64_t(1));
   const int64_t most = std::max(std::min(N / 8, kMostSlices), int64_t(1)), first = std::min(least, most);

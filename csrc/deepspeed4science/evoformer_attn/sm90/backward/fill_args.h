@@ -1,5 +1,4 @@
-// Host side: what each launch of a backward is told, from the caller's parameters and the plan. Values; whoever has one
-// does not change it.
+// Host side: the arguments of each launch of a backward, filled once from the caller's parameters and the plan.
 #pragma once
 
 #include "common/postprocess_host.h"
@@ -35,7 +34,7 @@ class BackwardFill {
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
     if (plan_.dq_global) {
-      const bool are_zero = plan_.adds_dbias2;  // they lie in dbias2
+      const bool are_zero = plan_.adds_dbias2;  // the accumulators lie in dbias2, which is zeroed above
       if (!are_zero)
         args.accumulators = {dq_accumulators(), plan_.dq_global.num_accumulators * plan_.dq_global.accumulator_size};
       args.counters = {at<float>(plan_.counters), plan_.dq_global.num_counters};
@@ -43,7 +42,7 @@ class BackwardFill {
     return args;
   }
 
-  // kernel_dq_dkdv with these tiles.
+  // Of kernel_dq_dkdv with Config's tiles.
   template <typename Config>
   BackwardArgs dq_dkdv(bool waits) const {
     BackwardArgs args = common(waits);
@@ -63,7 +62,7 @@ class BackwardFill {
     } else {
       args.stores_first = true;
       args.stores_dbias2 = plan_.stores_dbias2, args.dbias2 = p_.dbias2;
-      // dbias2 of hidden keys is stored too.
+      // dbias2 of hidden keys must be stored, too: tiles are visited as if every key were visible.
       if (args.stores_dbias2) args.mask.visible = nullptr, args.mask.range = nullptr;
     }
     if constexpr (Config::kDqInGlobal) {
@@ -93,7 +92,7 @@ class BackwardFill {
   }
 
  private:
-  // What every kernel reads.
+  // The fields that both kernels read.
   BackwardArgs common(bool waits) const {
     BackwardArgs args{};
     const bool copied = plan_.bias1 >= 0;

@@ -1,4 +1,5 @@
-// The kernels of one tier, by their names in plan.h, and how many of their blocks the present device holds.
+// The types of the kernels that plan.h names, for one tier of D, and the number of their blocks that are resident on
+// the current device.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,7 @@ struct BackwardKernels {
   template <typename Shape>
   using OfDbias2 = Dbias2Config<scalar_t, kHeadDim, Shape>;
 
-  // Asks each device once.
+  // Queries each device once per process.
   static cudaError_t query(BackwardFacts& facts) {
     static std::atomic<const BackwardFacts*> known[64];
     int device = 0;
@@ -39,7 +40,7 @@ struct BackwardKernels {
     }
     error = query_device(facts);
     if (error == cudaSuccess) error = count_blocks(facts);
-    // Never freed: a few hundred bytes for each device, read by every later call.
+    // Never freed: a few hundred bytes for each device, which every later call reads.
     if (error == cudaSuccess && device < 64) known[device].store(new BackwardFacts(facts), std::memory_order_release);
     return error;
   }
@@ -50,7 +51,7 @@ struct BackwardKernels {
     auto count = [&](Kernel kernel, auto grid) {
       int blocks = 0;
       const cudaError_t status = error == cudaSuccess ? decltype(grid)::resident_blocks(blocks) : error;
-      // The device has no room for one: no error, the plan takes another kernel.
+      // Where not one block fits on the device, the plan takes another kernel: this is no error.
       const bool no_room = status == cudaErrorInvalidConfiguration || status == cudaErrorInvalidValue;
       if (no_room) cudaGetLastError();
       if (!no_room) error = status;

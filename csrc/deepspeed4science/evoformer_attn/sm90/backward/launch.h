@@ -1,5 +1,5 @@
-// Host side of the Hopper backward: BwdParams -> plan -> launches. A generated unit names one Backward<...> and exports
-// its functions.
+// Host side of the Hopper backward: BwdParams -> plan -> launches. A generated unit instantiates one Backward<...> and
+// exports its functions.
 #pragma once
 
 #include "sm90/backward/fill_args.h"
@@ -16,7 +16,7 @@ class Backward {
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
     return known ? make_plan<kHeadDim, kHasBias2>(p, device).workspace_bytes : 0;
   }
-  // Into rounded_dbias2, without sums in dbias2.
+  // Whether a kernel writes rounded_dbias2 itself, so that no float32 sums are needed.
   static bool rounds_dbias2(const BwdParams& p) {
     BackwardFacts device;
     return fits(p) && Kernels::query(device) == cudaSuccess && make_plan<kHeadDim, kHasBias2>(p, device).rounds_dbias2;
@@ -50,7 +50,8 @@ class Backward {
            (kHasBias2 || p.dbias2 == nullptr);
   }
 
-  // The first of the three last waits for what preprocess writes; the others run after it.
+  // The first of kernel_dbias2, the kernel for keys and the kernel for queries waits for preprocess at its beginning.
+  // The other two need not: they start after every block of that first kernel has passed its wait.
   int launch_all() {
     launches_.check(copy_bias2_rows<scalar_t>(fill_.bias2(), fill_.template at<void>(plan_.bias2), launches_.stream()));
     preprocess();
@@ -68,7 +69,7 @@ class Backward {
     return launches_.status();
   }
 
-  // What bias1 and row_mask leave visible, delta of each query, and zeros.
+  // Finds the keys that bias1 and row_mask leave visible, computes delta of each query, and zeroes what is added to.
   void preprocess() {
     if (plan_.preprocess_finds_keys) return launch_preprocess</*kFindsVisibleKeys=*/true>();
     if (plan_.key_mask >= 0) {
@@ -86,7 +87,7 @@ class Backward {
                                 args.num_lists + args.num_masked + of_queries, kPrepareThreads, 0, /*cluster=*/1, args);
   }
 
-  // dk and dv; with the other gradients where one kernel gives them.
+  // dk and dv, together with dq (and dbias2) where the plan's kernel computes these too.
   void launch_keys(bool waits) {
     if (plan_.keys == Kernel::kFewKeys) {
       launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::FewKeys>>(waits);
@@ -143,7 +144,7 @@ class Backward {
   void launch_dq_dkdv(bool waits) {
     const BackwardArgs args = fill_.template dq_dkdv<Config>(waits);
     const DqDkdvMaps maps = dq_dkdv_maps<Config>();
-    // Blocks that find something to do.
+    // More blocks than this would have no tile.
     const int64_t most = Config::kDqInShared ? args.num_tiles / args.num_blocks * plan_.cluster_blocks : args.num_tiles;
     start<kernel_dq_dkdv<Config>, Config>(Config::kKeys ? plan_.keys : plan_.queries, plan_.cluster_blocks, most, args,
                                           maps);
@@ -165,12 +166,12 @@ class Backward {
     }
   }
 
-  // A persistent kernel on all multiprocessors, or on as many blocks as find something to do.
+  // Starts a persistent kernel with one wave of blocks, at most `most`.
   template <auto kKernel, typename Config, typename Maps>
   void start(Kernel kernel, int cluster, int64_t most, const BackwardArgs& args, const Maps& maps) {
     const int64_t blocks = device_.blocks_of(kernel);
     if (blocks == 0) return launches_.check(cudaErrorInvalidConfiguration);
-    // A block with keys of its own has one tile.
+    // kClusterFused is not persistent: each of its blocks has one tile.
     launches_.start_overlapping(kKernel, kernel == Kernel::kClusterFused ? most : std::min(blocks, most),
                                 Config::kNumThreads, Config::kSharedBytes, cluster, args, maps);
   }

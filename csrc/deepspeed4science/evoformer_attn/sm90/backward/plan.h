@@ -1,5 +1,6 @@
-// The plan of a backward on Hopper, its kernels, tiles and workspace: a value computed from the call, the device and
-// the tier of D. No CUDA here, so that a host test can plan for any device.
+// The plan of a Hopper backward: its kernels, the slices of kernel_dbias2 and the offsets in the workspace. A plan is a
+// value, computed from the call, the device and the tier of D. This header includes no CUDA, so that a host test can
+// make plans for any device.
 //
 //   choose_kernels   which kernels run
 //   plan_dbias2      how kernel_dbias2 cuts the rows n into slices
@@ -14,23 +15,23 @@
 
 namespace ds4s::sm90 {
 
-// kernel_dq_dkdv and kernel_dbias2 with the tiles of these names in tile_sizes.h.
+// The instantiations of kernel_dq_dkdv and kernel_dbias2; tile_sizes.h has their tiles.
 enum class Kernel : int {
   kNone,
   kFused,         // dk, dv and dq; dq in shared memory
-  kLongFused,     // the same for more queries
-  kSplitFused,    // the same in clusters of two blocks, each with half of the queries
-  kTripleFused,   // the same in clusters of three
-  kQuadFused,     // the same in clusters of four
-  kClusterFused,  // the same in clusters whose blocks have all queries and a tile of keys each
-  kDqGlobal,      // dk, dv and dq; dq by additions
+  kLongFused,     // as kFused, for more queries
+  kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
+  kTripleFused,   // as kSplitFused, in clusters of three
+  kQuadFused,     // as kSplitFused, in clusters of four
+  kClusterFused,  // as kFused, for N = 1: each block of a cluster has all queries and a tile of keys
+  kDqGlobal,      // dk, dv and dq; dq by additions to accumulators in L2
   kKeys,          // dk and dv
-  kFewKeys,
-  kQueries,  // dq
-  kFewQueries,
-  kPairedDbias2,  // blocks in clusters of two, which share keys
-  kSingleDbias2,
-  kSquareDbias2,
+  kFewKeys,       // as kKeys, for few rows n
+  kQueries,       // dq
+  kFewQueries,    // as kQueries, for few rows n
+  kPairedDbias2,  // dbias2, in clusters of two blocks that share K and V
+  kSingleDbias2,  // the same tiles without clusters
+  kSquareDbias2,  // other tiles, which cover some lengths with less overhang
 };
 constexpr int kNumKernels = 15;
 constexpr const char* kKernelNames[kNumKernels] = {
@@ -38,30 +39,33 @@ constexpr const char* kKernelNames[kNumKernels] = {
     "keys", "few_keys", "queries",    "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
-  int64_t resident_blocks[kNumKernels] = {};  // 0: the device has no room for one
+  int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
 
   int64_t blocks_of(Kernel kernel) const { return resident_blocks[int(kernel)]; }
 };
 
-constexpr int kMostClusterBlocks = 8;  // every device has room for clusters of 8 blocks
+constexpr int kMostClusterBlocks = 8;  // the largest cluster that every device of this architecture can run
 
 inline TensorView<5> rounded_dbias2(const BwdParams& p) {
   return {p.rounded_dbias2, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
 }
 
 struct BackwardPlan {
-  // In the order in which they run, but dbias2 runs last if dbias2_is_last, and behind kDqGlobal.
+  // The kernels run in this order; if dbias2_is_last, dbias2 runs last.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
-  bool stores_dbias2 = false;   // N = 1: dS is dbias2, and the kernel for dq stores it
-  bool dbias2_is_last = false;  // the pass for dbias2 runs after the others
-  bool rounds_dbias2 = false;   // N = 1: the kernel for keys stores dbias2, rounded
-  // Slices of the rows n of kernel_dbias2; the largest number if the device chooses it by the visible keys.
+  bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
+  bool dbias2_is_last = false;
+  bool rounds_dbias2 = false;  // N = 1: the kernel for keys stores dbias2 in the type of q
+  // kernel_dbias2 cuts the rows n into so many slices. If the device chooses the number by the visible keys, this is
+  // the upper bound.
   int64_t num_slices = 1;
-  int cluster_blocks = 1;  // blocks of a cluster of the kernel for keys
+  int cluster_blocks = 1;  // of the kernel for keys
   bool device_chooses_slices = false;
-  bool adds_dbias2 = false;            // several slices add into one result
-  int64_t keys_per_list = 0;           // keys of the tile that each list of rows n is for; 0: no lists
-  bool preprocess_finds_keys = false;  // preprocess finds the visible keys; with lists a kernel before it does
+  bool adds_dbias2 = false;   // several slices add to one dbias2
+  int64_t keys_per_list = 0;  // each tile of so many keys has a list of the rows n that see it; 0: no lists
+  // Preprocess finds the visible keys. It cannot where it makes the lists: these need the result of all its blocks, so
+  // find_visible_keys runs before it.
+  bool preprocess_finds_keys = false;
   DqGlobalPlan dq_global;
 
   // Offsets in the workspace.
@@ -73,13 +77,13 @@ struct BackwardPlan {
   void print(PlanText& text) const;
 };
 
-// A tile of dbias2 that a cluster works on at a time.
+// The tile of dbias2 that a cluster computes at a time.
 struct Dbias2ClusterTile {
   int64_t queries, keys;
   int cluster_blocks;
 
   int64_t num_tiles(const BwdParams& p) const { return ceil_div(p.Lq, queries) * ceil_div(p.Lk, keys) * p.H * p.B; }
-  // Elements of all tiles: what is computed, needed or not.
+  // Elements of all tiles, those past Lq and Lk included.
   int64_t num_covered(const BwdParams& p) const { return num_tiles(p) * queries * keys; }
 };
 template <int kHeadDim>
@@ -124,12 +128,12 @@ class BackwardPlanner {
  private:
   using Tiles = BackwardTiles<kHeadDim>;
 
-  // Gradients of keys and of queries come from one kernel where that is less work than two; dbias2 from one of its own,
-  // unless one of the others has it from its dS.
+  // One kernel computes dk, dv and dq where that is less work than two kernels. dbias2 has a kernel of its own, unless
+  // one of the other kernels stores its dS, or adds it to dbias2.
   void choose_kernels() {
     const bool of_keys = p_.dk || p_.dv || p_.dbias1;
     if (of_keys && p_.dq) plan_.keys = splits_keys() ? Kernel::kClusterFused : fused_kernel();
-    // Above D = 32 additions are faster than two blocks for a (b, n, h): tile_sizes.h.
+    // Above D = 32, kDqGlobal is faster than kSplitFused (times in tile_sizes.h).
     const bool fuses = plan_.keys != Kernel::kNone && (kHeadDim <= 32 || plan_.keys != Kernel::kSplitFused);
     if (!fuses) plan_.dq_global = plan_dq_global();
     if (plan_.dq_global) plan_.keys = Kernel::kDqGlobal;
@@ -143,7 +147,8 @@ class BackwardPlanner {
         plan_.queries = fewer_rounds<typename Tiles::FewQueries, typename Tiles::Queries>(Kernel::kFewQueries,
                                                                                           Kernel::kQueries, p_.Lq);
     }
-    // Larger clusters leave multiprocessors idle, and the accumulators of kDqGlobal may lie in dbias2.
+    // Clusters of more than two blocks leave multiprocessors idle, on which kernel_dbias2 begins if it is the next
+    // kernel. It must follow kDqGlobal, whose accumulators of dq may lie in the memory of dbias2.
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
@@ -153,7 +158,7 @@ class BackwardPlanner {
     if constexpr (Tiles::kHasDqShared) {
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
-      // Both blocks of a cluster would store the same parts of dbias1.
+      // Deterministic dbias1 has one part for each head: all blocks of a cluster would store the same part.
       const bool same_parts = p_.dbias1 && p_.deterministic;
       if (!same_parts && suits<typename Tiles::SplitFused>(Kernel::kSplitFused)) return Kernel::kSplitFused;
       for (Kernel kernel : {Kernel::kTripleFused, Kernel::kQuadFused}) {
@@ -162,15 +167,15 @@ class BackwardPlanner {
     }
     return Kernel::kNone;
   }
-  // A single row n: the keys of a (b, n, h) are shared out among the blocks of a cluster, and dS, rounded, is dbias2.
-  // Where dbias2 is wanted in float32, or its rows do not begin at 16 bytes, others have it.
+  // N = 1: the blocks of a cluster divide the keys of a (b, n, h) among themselves, and the rounded dS is dbias2. A
+  // dbias2 in float32, or one that TMA cannot store (rows that do not begin at 16 bytes), comes from other kernels.
   bool splits_keys() const {
     const int64_t blocks = cluster_blocks_of(Kernel::kClusterFused);
     const bool fits = p_.N == 1 && p_.Lq <= Tiles::ClusterFused::kQueries && blocks > 1 && blocks <= kMostClusterBlocks;
     return Tiles::kHasLargeClusters && fits && device_.blocks_of(Kernel::kClusterFused) > 0 && p_.dbias2 == nullptr &&
            (p_.rounded_dbias2 == nullptr || has_tensor_map(rounded_dbias2(p_)));
   }
-  // Blocks of a cluster of a kernel that has gradients of keys.
+  // Blocks in a cluster of a kernel that computes dk and dv.
   int64_t cluster_blocks_of(Kernel kernel) const {
     if (kernel == Kernel::kClusterFused) return ceil_div(p_.Lk, Tiles::ClusterFused::kTiles * kOwned);
     return kernel == Kernel::kSplitFused    ? 2
@@ -178,8 +183,8 @@ class BackwardPlanner {
            : kernel == Kernel::kQuadFused   ? 4
                                             : 1;
   }
-  // It takes about 0.7 of the time of two where all its warpgroups have keys and all blocks a (b, n, h), and is still
-  // faster where three in eight have none.
+  // A fused kernel takes about 0.7 of the time of two kernels where every warpgroup has keys and every cluster has a
+  // (b, n, h). It is still faster where three eighths of its work is overhang in both.
   template <typename Fused>
   bool suits(Kernel kernel) const {
     const int64_t blocks = cluster_blocks_of(kernel), most = blocks * Fused::kQueries;
@@ -200,7 +205,7 @@ class BackwardPlanner {
     return {};
   }
 
-  // The one whose blocks come to fewer tiles each.
+  // The kernel with fewer tiles for each block.
   template <typename Few, typename Many>
   Kernel fewer_rounds(Kernel few, Kernel many, int64_t owned) const {
     return num_rounds<Few>(few, owned) < num_rounds<Many>(many, owned) ? few : many;
@@ -211,7 +216,8 @@ class BackwardPlanner {
     return ceil_div(tiles, std::max(device_.blocks_of(kernel), int64_t(1)));
   }
 
-  // Clusters where at most a tenth of their queries does not exist; square tiles where the others leave more empty.
+  // Clusters where their tiles cover at most a tenth more than those of single blocks; square tiles where the others
+  // cover over a tenth more than these.
   Kernel dbias2_kernel() const {
     const int64_t paired = num_covered(Kernel::kPairedDbias2), single = num_covered(Kernel::kSingleDbias2);
     const bool pairs = 10 * paired <= 11 * single && device_.blocks_of(Kernel::kPairedDbias2) > 0;
@@ -225,13 +231,13 @@ class BackwardPlanner {
     const int64_t tiles = tile.num_tiles(p_);
     const int64_t clusters = std::max(device_.blocks_of(plan_.dbias2) / tile.cluster_blocks, int64_t(1));
     plan_.keys_per_list = has_mask ? tile.keys : 0;
-    // With hidden keys tiles cost different amounts. What is visible only the device knows; where it is not asked, at
-    // least four tiles for each cluster: it is not where each slice takes memory, and behind kDqGlobal, where blocks
-    // begin as that one's end, at different times.
+    // With hidden keys, tiles differ in cost, and only the device knows the visible keys. It chooses the number of
+    // slices, with two exceptions: deterministic sums, where each slice takes memory, and after kDqGlobal, whose blocks
+    // end at different times. Without its choice, four tiles for each cluster even out the costs.
     plan_.device_chooses_slices = has_mask && p_.N >= 16 && !p_.deterministic && !plan_.dq_global;
     const int64_t least = has_mask ? ceil_div(4 * clusters, tiles) : 1;
     plan_.num_slices = choose_slices(p_.N, tiles, clusters, least);
-    // Where blocks come to many tiles, slices of 96 n are faster: (1,1536,1536,4,32) 22.4 instead of 22.9.
+    // Where each cluster has four tiles or more, slices of 96 rows n are faster: (1,1536,1536,4,32) 22.4 ms, else 22.9.
     if (tiles >= 4 * clusters && !p_.deterministic) {
       plan_.num_slices = std::max(plan_.num_slices, std::min(ceil_div(p_.N, 96), kMostSlices));
     }

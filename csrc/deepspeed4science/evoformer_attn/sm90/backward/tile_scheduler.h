@@ -1,9 +1,11 @@
-// The order of a persistent block's tiles: every gridDim.x-th tile, all tiles of every so many-th (b, n, h), or the
-// next tile that no block has taken.
+// The tile schedulers of kernel_dq_dkdv's persistent blocks. A block computes
 //
-// In the third order the block's producer takes the next tile from a counter and passes it to all warps. Blocks take
-// tiles in ascending order, so the tiles of one (b, n, h) run at the same time, and no block waits for one that has not
-// begun.
+//   1. every gridDim.x-th tile (TileScheduler);
+//   2. with dq in shared memory, all tiles of every gridDim.x-th (b, n, h), in clusters of every so many clusters
+//      (GroupedTileScheduler for producers, PublishedTileScheduler for consumers);
+//   3. with dq in global memory, the next tile that no block has taken (TileScheduler, TileQueue). The block's producer
+//      takes it from a counter and passes it to all warps. Blocks take tiles in ascending order, so the tiles of one
+//      (b, n, h) run at the same time, and no block waits for a tile that no block has taken.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -14,7 +16,7 @@
 
 namespace ds4s::sm90 {
 
-// In shared memory.
+// Third order: a queue in shared memory, from the producer, which takes tiles, to the other warps.
 template <int kReaders>
 struct TileQueue {
   static constexpr int kSize = kTileQueueSize;
@@ -32,7 +34,7 @@ struct TileQueue {
     pipe.advance();
     return tile;
   }
-  // By a warp, or by one lane of it.
+  // Called by all lanes of a warp (warp == true) or by one lane.
   CUTLASS_DEVICE int read(Pipe& pipe, bool warp) {
     full[pipe.index].wait(pipe.phase);
     const int tile = tiles[pipe.index];
@@ -45,7 +47,7 @@ struct TileQueue {
 
 enum class TileReader { kTakes, kWarp, kLane, kConsumer };
 
-// One warp's way through them; `tile` is args.num_tiles or more behind the last one.
+// First and third order, one object for each warp. `tile` is at least args.num_tiles once all tiles are done.
 template <typename Config, TileReader kReader>
 struct TileScheduler {
   int tile;
@@ -71,8 +73,8 @@ struct TileScheduler {
   typename TileQueue<1>::Pipe pipe_;
 };
 
-// kDqInShared, for its producers: the tiles of a (b, n, h) one after another, from the first that sees a key to the
-// last; of a row n that sees nothing the first one. Then the next (b, n, h) of this block.
+// Second order, for producers: the tiles of a (b, n, h) one after another, from the first to the last with a visible
+// key, then those of the block's next (b, n, h). A row n without a visible key has its first tile only.
 template <typename Config>
 struct GroupedTileScheduler {
   int tile;
@@ -110,13 +112,13 @@ struct GroupedTileScheduler {
     const bool sees = keys_.x < keys_.y;
     tile = end = pair * args.num_blocks, first = true;
     tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
-    keys_ = load(args, pair + step());  // long before it is needed
+    keys_ = load(args, pair + step());  // a whole (b, n, h) ahead of its use
   }
 
-  int2 keys_;  // in which the next (b, n, h) has visible ones
+  int2 keys_;  // the range that contains the visible keys of the next (b, n, h)
 };
 
-// The same order for the consumers, who read it together with the owned tiles.
+// Second order, for consumers: producers publish the tile together with the owned tiles K and V.
 template <typename Config>
 struct PublishedTileScheduler {
   int tile;

@@ -1,5 +1,5 @@
-// Host side of the Hopper forward: FwdParams -> tensor maps and ForwardArgs -> launch. A generated unit names one
-// Forward<...> and exports its two functions.
+// Host side of the Hopper forward: FwdParams -> tensor maps and ForwardArgs -> launch. A generated unit instantiates
+// one Forward<...> and exports its functions.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace ds4s::sm90 {
 
-// One kernel: its maps, its arguments, its grid.
+// The launch of one kernel: its tensor maps, arguments and grid.
 template <typename Config>
 struct ForwardLaunch {
   using scalar_t = typename Config::scalar_t;
@@ -65,7 +65,7 @@ struct ForwardLaunch {
     for (int d = 0; d < 2; ++d) args.row_mask_stride[d] = p.row_mask_stride[d];
     args.N = int32_t(p.N), args.H = int32_t(p.H), args.Lq = int32_t(p.Lq), args.Lk = int32_t(p.Lk);
     const int64_t groups = num_row_groups(p) * p.B, bands = ceil_div(groups, plan.groups_of_band);
-    const int64_t of_band = ceil_div(groups, bands);  // about as many in each
+    const int64_t of_band = ceil_div(groups, bands);  // row groups are divided evenly among bands
     args.by_groups = cutlass::FastDivmod(int(of_band));
     args.num_bands = int32_t(ceil_div(groups, of_band));
     args.by_last_groups = cutlass::FastDivmod(int(groups - (args.num_bands - 1) * of_band));
@@ -128,7 +128,7 @@ struct Forward {
   template <typename Tiles>
   using Launch = ForwardLaunch<ForwardConfig<scalar_t, kHeadDim, kHasBias1, kHasBias2, Tiles>>;
 
-  // What the plan asks for; kernels that it does not choose stay unloaded.
+  // Queries only what make_plan reads for this call: CUDA loads a kernel when it is first queried.
   static cudaError_t query(const FwdParams& p, ForwardFacts& device) {
     if (p.N != 1) return cudaSuccess;
     int blocks = 0;
