@@ -172,6 +172,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         """The kernels that these calls choose on devices of these architectures, each once.
 
         A dtype without kernels on an architecture is left out; before 8.0, bfloat16 has float32's.
+        Raises ToolchainError where an architecture cannot run the family of DS4S_CUDA_FAMILY.
         """
         calls_ = tuple(wanted)
         rows = [row for target in targets for row in self._rows(calls_, target, aligned)]
@@ -179,9 +180,11 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
     def _rows(self, wanted: Iterable[Call], target: Arch, aligned: bool) -> Iterable[CudaKernel]:
         device = (target.major, target.minor)
+        forced = env.text("DS4S_CUDA_FAMILY") and serving(device)
+        chosen = [FAMILIES[name] for name in self.families(device)] if forced else serving(device)
         families = [
             one
-            for one in serving(device)
+            for one in chosen
             if (aligned or not one.aligned_only) and not self.target_obstacle(one, (target,))
         ]
         for call in wanted:

@@ -243,6 +243,16 @@ def test_kernels_of_a_list_of_calls(nvcc):
     assert {row.family for row in unaligned} == {"sm80"}, "TMA reads aligned rows only"
 
 
+def test_kernels_of_a_list_of_calls_for_a_forced_family(nvcc, monkeypatch):
+    """What is compiled beforehand is what a call with the same variable looks for."""
+    wanted = presets.calls([Row("one", 32, "both")], dtypes=("bf16",))
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm80")
+    names = [row.name for row in BUILDER.kernels_for(wanted, arch.parse("9.0a;6.1"))]
+    assert names == ["sm80_fwd_bf16_d32_both_aligned", "sm80_bwd_bf16_d32_bias2_aligned"]
+    with pytest.raises(ToolchainError, match=r"one of sm70, sm75 on compute capability 7\.5"):
+        BUILDER.kernels_for(wanted, arch.parse("7.5"))
+
+
 def test_missing_cutlass_is_told_with_the_command_that_mends_it(no_gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
     reasons = [str(o) for o in BUILDER.obstacles() if "CUTLASS" in o.reason]
