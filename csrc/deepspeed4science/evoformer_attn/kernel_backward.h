@@ -4,20 +4,21 @@
 //   dq = scale dS K,   dk = scale dS^T Q,   dv = P^T dO,   dbias1 = sum over h and q of dS,
 //   dbias2 = sum over n of dS.
 //
-// Each gradient is finished by the one block that owns it, and the results have the same bits in every run. From 9.0
-// up, where the order of additions is free, one kernel computes all of them instead.
+// In separate kernels, each part of a gradient is computed by the one block that owns it, and results have the same
+// bits in every run. From compute capability 9.0 up, where the order of additions is free, one kernel, fused, computes
+// all gradients instead.
 //
 //   common/key_mask.h               hidden keys and the shift of bias1
 //   common/preprocess.h             -delta, bias2 aligned and transposed; final sums of parts
 //   sm80/backward/statistics.h      float in full precision: replaces lse and delta
-//   sm80/backward/kernel_dq_dkdv.h  owned queries: dq;  owned keys: dk, dv, dbias1, and in the one kernel dq and dbias2
-//   sm80/backward/dq_accumulator.h  accumulators of dq in the one kernel, by atomic additions
+//   sm80/backward/kernel_dq_dkdv.h  owned queries: dq;  owned keys: dk, dv, dbias1, and where fused dq and dbias2
+//   sm80/backward/dq_accumulator.h  accumulators of dq in the fused kernel, by atomic additions
 //   sm80/backward/kernel_dbias2.h   owned tiles of bias2: dbias2
 //
-// In the separate kernels bias gradients of several blocks (dbias1 over heads, dbias2 over slices of n) meet by atomic
-// additions, or as parts with a sum in a fixed order. Schedule, budgets and reasons:
-// docs/kernels/sm80.md. Device code only; sm80/backward/plan.h decides
-// what runs, sm80/backward/launch.h starts it.
+// In the separate kernels, sums over blocks (dbias1 over heads, dbias2 over slices of the rows n) are atomic additions
+// or, in deterministic mode, parts that are summed in a fixed order. Schedule, budgets and reasons:
+// docs/kernels/sm80.md. This header has device code only; sm80/backward/plan.h decides what runs,
+// sm80/backward/launch.h starts it.
 #pragma once
 
 #include "common/preprocess.h"
@@ -39,13 +40,13 @@ struct AttentionBackwardKernel {
   using Gradients = ds4s::Gradients;
   using Config = ds4s::BackwardConfig<scalar_t, ArchTag, isAligned_, kHeadDim_, kSupportsBias_, kTf32_>;
 
-  // The configuration of a block that gives the gradients kWhat of its queries or keys,
+  // The configuration of a block that computes the gradients kWhat of its queries or keys,
   template <Gradients kWhat, bool kWantsDbias1 = false>
   using Owned = ds4s::OwnedTileConfig<Config, kWhat, kWantsDbias1>;
-  // of one that gives dk and dv of its keys, and adds to dq and dbias2,
+  // of one that computes dk and dv of its keys, and adds to dq and dbias2,
   template <bool kWantsDbias1>
   using Fused = ds4s::FusedConfig<Config, kWantsDbias1>;
-  // and of one that gives a tile of dbias2.
+  // and of one that computes a tile of dbias2.
   using Dbias2 = ds4s::Dbias2TileConfig<Config>;
 
   // Dynamic shared memory.

@@ -2,9 +2,9 @@
 //
 //   O = softmax(scale Q K^T + bias1 - shift + bias2) V,   lse = log sum exp of the same
 //
-// One block computes kQueriesPerBlock rows of one (batch, head) and walks over the keys in blocks of kKeysPerBlock.
-// Each warp owns 32 rows and 32 keys of every block; scores and probabilities stay in its registers. Schedule, budgets
-// and reasons: docs/kernels/sm80.md. The templates and names up to Broadcast2_ are the contract's, the others are ours.
+// One block computes kQueriesPerBlock queries of one (batch, head) and iterates over the keys in blocks of
+// kKeysPerBlock. Each warp owns 32 queries and 32 keys of every block; scores and probabilities stay in its registers.
+// Schedule, budgets and reasons: docs/kernels/sm80.md.
 //
 // Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), bias2, constants of the block; the merge of the
 // warps and O reuse it. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for each
@@ -82,7 +82,7 @@ struct AttentionKernel {
 
   using Traits = ds4s::ArchTraits<ArchTag>;
   using Mma = ds4s::WarpMma<scalar_t, ArchTag, kTf32_>;
-  // Beside an O of 128 registers `huge` would lie in local memory, and its load in the loop would wait for bias2.
+  // Where O takes 128 registers, `huge` would lie in local memory, and its load in the loop would wait for bias2.
   static constexpr bool kKeepsHuge = kHeadDimValue < 128;
   using Softmax = ds4s::RowSoftmax<Mma, kKeepsHuge>;
   using Row = typename Softmax::Row;
@@ -137,7 +137,7 @@ struct AttentionKernel {
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kBias2Bytes + kConstantsBytes <= kMaxShared;
   static constexpr bool kAsync = Traits::kHasCpAsync && kAligned && (kFitsTwice || !kSingleValueIteration);
-  // The addresses of the first keys are computed while the mask is on its way; their loads are issued as soon as the
+  // The addresses of the first keys are computed while the mask is being loaded; their loads are issued as soon as the
   // mask says that these keys are seen.
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;

@@ -41,8 +41,8 @@ CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
 #endif
 }
 
-// Whether every GPU that this unit is compiled for starts a kernel beside the last blocks of the one before: from 9.0
-// up.
+// Whether every GPU that this unit is compiled for has programmatic dependent launch: a kernel may start beside the
+// last blocks of the previous one. From 9.0 up.
 CUTLASS_HOST_DEVICE constexpr bool has_dependent_launch() { return has_vector_atomics(); }
 
 }  // namespace ds4s

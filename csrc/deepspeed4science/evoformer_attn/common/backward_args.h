@@ -1,4 +1,5 @@
-// What the kernels of the backward share: the caller's parameters and what common/preprocess.h made of them.
+// The arguments that the older families' backward kernels share: the caller's parameters, and the statistics and copies
+// that common/preprocess.h makes of them.
 #pragma once
 
 #include "common/key_mask.h"
@@ -23,7 +24,7 @@ struct BackwardInputs {
   int64_t bias1_stride[2];     // B, N
   KeyMask mask;                // the keys that bias1 and row_mask hide, and the shift of bias1, math.md (1a), (6a)
   const float2* softmax;       // full precision: [B, N, H, Lq], replaces lse (sm80/backward/statistics.h)
-  const void* negative_delta;  // [B, N, H, Lq] QueryValue; null for the fused pass, which keeps it in dq (DeltaInDq)
+  const void* negative_delta;  // [B, N, H, Lq] QueryValue; null for the fused kernel, which keeps it in dq (DeltaInDq)
   float* dbias1_parts;         // [B, N, H, Lk], or null: add into p.dbias1 atomically
   float* dbias2_parts;         // [dbias2_slices, B, H, Lq, Lk], or null: store (one slice) or add atomically
   int32_t dbias2_slices;       // number of parts into which the rows n are cut
@@ -35,7 +36,7 @@ CUTLASS_DEVICE T* element(const void* ptr, const int64_t (&stride)[4], int64_t b
   return const_cast<T*>(static_cast<const T*>(ptr)) + b * stride[0] + n * stride[1] + l * stride[2] + h * stride[3];
 }
 
-// -delta, math.md (9), of one (b, n, h) for the fused pass: a float at the beginning of each row of dq until dq is
+// -delta, math.md (9), of one (b, n, h) for the fused kernel: a float at the beginning of each row of dq, until dq is
 // written.
 template <typename scalar_t>
 struct DeltaInDq {

@@ -1,4 +1,4 @@
-// Common parts of the backwards' host sides: starting kernels, adding parts up. After an error no further kernel is
+// Common parts of the host side of a backward: starts kernels and sums parts. After an error no further kernel is
 // started, and `status_` holds the error.
 #pragma once
 
@@ -37,8 +37,8 @@ class BackwardHost {
     kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
     check(cudaGetLastError());
   }
-  // From 9.0 up: beside the last blocks of the kernel before, for which the kernel must wait itself
-  // (ptx::wait_for_kernel_before).
+  // From compute capability 9.0 up, the kernel starts beside the last blocks of the previous one, and must itself wait
+  // for its end (ptx::wait_for_kernel_before).
   template <typename Kernel, typename... Args>
   void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
     if (!allow_shared(kernel, shared)) return;

@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kKeyMaskThreads) find_visible_keys(const __gri
   find_visible_keys_of<scalar_t>(args, blockIdx.x);
 }
 
-// Whether one row n sees no key, without the result of find_visible_keys; called by all threads of a block. That is so
-// where all its bias1 are -inf: otherwise the largest finite one is visible, or the NaN.
+// Whether one row n sees no key, without the result of find_visible_keys: row_mask leaves it out, or all its bias1 are
+// -inf (otherwise the largest finite one, or a NaN, is visible). Called by all threads of a block.
 template <typename scalar_t, int kThreads, typename Params>
 CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
   if (p.row_mask != nullptr && p.row_mask[b * p.row_mask_stride[0] + n * p.row_mask_stride[1]] == 0) return true;
@@ -246,7 +246,7 @@ CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
   return true;
 }
 
-// A block of kThreads threads for each tile of keys of a b.
+// Writes the list of rows n of one tile of keys of a b. Called by all kThreads threads of a block.
 template <int kThreads>
 CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int keys, int block) {
   constexpr int kWarps = kThreads / 32;

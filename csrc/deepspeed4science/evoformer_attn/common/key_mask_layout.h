@@ -8,8 +8,8 @@ namespace ds4s {
 
 class KeyMaskLayout {
  public:
-  static constexpr int kUnit = 16;              // keys of one bit
-  static constexpr int kWordKeys = 32 * kUnit;  // of one word
+  static constexpr int kUnit = 16;              // keys of one bit of the mask
+  static constexpr int kWordKeys = 32 * kUnit;  // keys of one 32-bit word
   static constexpr int num_words(int64_t Lk) { return int((Lk + kWordKeys - 1) / kWordKeys); }
 
   template <typename Params>  // FwdParams or BwdParams

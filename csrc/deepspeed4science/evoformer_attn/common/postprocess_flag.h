@@ -1,13 +1,13 @@
-// The flag by which kernels of a backward tell its last one that it has work to do (common/postprocess.h).
+// The flag that a backward's kernels raise where its last kernel (common/postprocess.h) must repair gradients.
 #pragma once
 
 #include "ptx.h"
 
 namespace ds4s {
 
-// The word is never cleared: it counts as raised where it holds the number of this call, and each call has another
-// number. A word that holds the number by chance, or from an earlier replay of the same graph, costs time and changes
-// no result.
+// The flag is a word in the workspace. It is raised if it holds the number of this call; each call has another number,
+// so the word is never cleared. If it holds the number by chance, or from an earlier replay of the same CUDA graph, the
+// last kernel runs without need: this costs time and changes no result.
 struct PostprocessFlag {
   uint32_t* word;
   uint32_t raised;

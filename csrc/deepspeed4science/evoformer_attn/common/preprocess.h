@@ -1,8 +1,8 @@
-// Before the passes of a backward: their common inputs, in the form that is cheapest to read. After them: sums of
-// parts.
+// The kernels before a backward's gradients, which compute common inputs in the form that is cheapest to read, and the
+// one after them, which sums parts.
 //
 //   prepare_rows     -delta, math.md (9); in full precision sm80/backward/statistics.h instead
-//   copy_bias2       bias2 with rows aligned to 16 bytes, and its transpose for the pass over keys
+//   copy_bias2       bias2 with rows aligned to 16 bytes, and its transpose for the kernels that own keys
 //   sum_parts        dbias1 over heads, math.md (15), and dbias2 over slices, math.md (16), in a fixed order
 //
 // The hidden keys and the shift of bias1 come from common/key_mask.h.
@@ -93,9 +93,9 @@ struct PrepareRows {
       o[i] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
       do_[i] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
-    if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // beside those loads
+    if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // while those loads are in flight
     row = Row(first, H);
-    bool looks = false;  // O of a query that sees nothing is 0
+    bool looks = false;  // whether a delta is 0: O of a query that sees nothing is 0, so its lse must be looked at
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
       float delta = reduce(dot_share<Config>(o[i], do_[i]));
@@ -125,8 +125,8 @@ struct PrepareRows {
   }
 };
 
-// Eight resident blocks. Without a number ptxas limits itself to 48 registers and issues the loads of one row of a
-// group after those of another.
+// Eight resident blocks. Without this number ptxas limits itself to 48 registers and does not keep the loads of a
+// group's rows in flight together.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_rows(const __grid_constant__ BackwardInputs args, float* negative_delta, PostprocessFlag flag) {

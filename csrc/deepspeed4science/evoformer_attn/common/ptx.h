@@ -108,7 +108,7 @@ CUTLASS_DEVICE float2 load_pair(const T* x) {
 CUTLASS_DEVICE float2 load_pair(const float* x) { return make_float2(x[0], x[1]); }
 
 // Loads the bits of one element, zero-extended to a whole register: ld.global.nc (9.7.9.8). A 16-bit variable would be
-// widened right behind the load, by an instruction that waits for it; this waits where the value is used.
+// widened by an instruction right after the load, which waits for it; here the wait is where the value is used.
 template <typename T>
 CUTLASS_DEVICE uint32_t load_bits(const T* gmem) {
   uint32_t x;
@@ -128,8 +128,8 @@ CUTLASS_DEVICE float bits_to_float(uint32_t x) {
   }
 }
 
-// Loads directly into its register: for a choice between this and another value, the compiler would wait here to move
-// it.
+// Loads directly into the register of x. If x were chosen between a loaded and another value, the compiler would insert
+// a move here, which waits for the load.
 CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
   asm volatile("ld.global.nc.s32 %0, [%1];" : "+r"(x) : "l"(gmem));
 }
@@ -166,8 +166,8 @@ CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Between kernels of a stream with programmatic dependent launch (griddepcontrol, 9.7.13.13; nothing before 9.0). The
-// next kernel's blocks may start where there is room, once all blocks of this one have called this or ended.
+// Programmatic dependent launch between the kernels of a stream (griddepcontrol, 9.7.13.13; no effect before 9.0). The
+// next kernel's blocks may start where resources are free, once all blocks of this one have called this or ended.
 CUTLASS_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

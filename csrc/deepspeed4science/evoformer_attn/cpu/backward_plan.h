@@ -45,7 +45,8 @@ struct BackwardPlan {
       row_costs = costs;
       if (steps == p.N) batch_order = order_batches(p, costs + p.B * p.N);
     }
-    // Below twice as many groups as threads, so that there are few sums of chunks. A tenth: the cost of the barriers.
+    // Threads share groups only where there are fewer than two groups for each, so that there are few sums of chunks.
+    // The factor 1.1 stands for the cost of the barriers.
     if (threads > 1 && groups < 2 * threads) {
       const double share = double((groups * chunks + threads - 1) / threads) / double(groups * chunks);
       shared = share * 1.1 < longest_share(p);
@@ -69,15 +70,15 @@ struct BackwardPlan {
     return order;
   }
 
-  // The share of all work that the busiest thread has where each group belongs to one thread. There are fewer groups
-  // than twice the threads, so no thread takes a third group before every other has two.
+  // The busiest thread's share of all work if each group belongs to one thread. There are fewer than two groups for
+  // each thread, so no thread takes a third group.
   double longest_share(const BwdParams& p) const {
     if (batch_order == nullptr) return double((groups + threads - 1) / threads) / double(groups);
     auto cost = [&](int64_t group) { return group < groups ? batch_cost(p, batch_order[group / p.H]) : 0; };
     int64_t total = 0, most = 0;
     for (int64_t group = 0; group < groups; ++group) {
       total += cost(group);
-      // The thread with the shortest first group takes the longest remaining one.
+      // The thread with the shortest first group takes the longest of the remaining groups.
       const int64_t second = groups > threads && group < threads ? cost(2 * int64_t(threads) - 1 - group) : 0;
       most = std::max(most, group < threads ? cost(group) + second : int64_t(0));
     }
@@ -85,7 +86,7 @@ struct BackwardPlan {
   }
 };
 
-// costs[b, n]: the number of keys in the tiles of the row n, and a few for a row without tiles. False: no memory.
+// Fills costs[b, n]: the number of keys in the tiles of the row n, plus kEmptyRow. Returns false without memory.
 template <int kKeys>
 bool find_row_costs(const BwdParams& p, int32_t* costs) {
   constexpr int32_t kEmptyRow = 8;

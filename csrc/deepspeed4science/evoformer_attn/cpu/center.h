@@ -1,4 +1,5 @@
-// Between the two passes of the backward: queries of which one key holds nearly all of P, or which see no key.
+// Between the two passes of the backward (gradient.h): queries in which one key holds nearly all of P, and queries that
+// see no key.
 #pragma once
 
 #include <cmath>
@@ -61,8 +62,8 @@ class StripRow {
   const KeyTiles<E::kKeys>& tiles_;
 };
 
-// Where one key holds more than half of a row's P, dP of that key becomes the center, and its own difference is exactly
-// 0. If it is the only visible key, all of dS is 0. A query that sees no key gets dS = 0.
+// Where one key holds more than half of a row's P, dP of that key becomes the center, so that its dP - center is
+// exactly 0. If it is the only visible key, all of dS is 0. A query that sees no key gets dS = 0.
 template <bool kPrecise, typename E>
 inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows,
                         GradientRows<E>& state) {
@@ -87,8 +88,8 @@ inline void settle_rows(const float* probs, float* dprobs, const KeyTiles<E::kKe
   }
 }
 
-// The same for keys that are only some of those of O and lse: P follows from lse and not from the sum over these keys,
-// and delta, which find_centers computed from O, is that of all keys. dprobs null: only P is wanted.
+// The same if k and v are only some of the keys of O and lse (partial_keys): P follows from lse and not from the sum
+// over these keys, and delta, which find_centers computed from O, is that of all keys. dprobs null: only P is wanted.
 template <bool kPrecise, typename E>
 inline void settle_partial_rows(float* dprobs, const KeyTiles<E::kKeys>& tiles, int rows, const float* lse,
                                 GradientRows<E>& state) {

@@ -1,9 +1,9 @@
 // Calls of few scores in float32, computed in double on one thread, in both directions: math.md (1) to (6), (9) to
 // (16).
 //
-// Where scores are large (a standard deviation of 10), the rounding of a handful of them makes nearly all of the error,
-// and no float32 kernel keeps the error law, math.md (17): one draw of roundings is compared with another one. Many
-// scores average that out. With few, exactness costs less than the call itself.
+// Where scores are large (a standard deviation of 10), the rounding of a handful of them makes nearly all of the error.
+// The error law, math.md (17), then compares one random draw of roundings with another, and no float32 kernel keeps it
+// every time. Many scores average the roundings out; with few, exactness costs less than the call itself.
 #pragma once
 
 #include <cerrno>

@@ -189,7 +189,8 @@ int forward(const FwdParams& p) {
   if (p.B * p.N * p.H == 0) return 0;
   if (has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresForward>(p);
 
-  // Tasks are as long as leaves four for each thread; tasks of fewer than two blocks would pack K and V too often.
+  // Tasks are short enough that each thread has four, but not shorter than two blocks: K and V would be packed too
+  // often.
   const int64_t heads = p.B * p.H * p.N;
   const int64_t blocks = (p.Lq + E::kQueries - 1) / E::kQueries;
   int64_t parts = 1;

@@ -59,7 +59,7 @@ struct FmaEngine {
 
   static constexpr int kQueries = kFmaQueries;
   static constexpr int kKeys = kKeys_;
-  static constexpr int kDepthAlign = 1;  // a product's depth needs no padding
+  static constexpr int kDepthAlign = 1;  // the contracted dimension needs no padding
   static constexpr int kChannelAlign = V::kWidth;
   static constexpr bool kInPlace = true;  // a score tile is an operand without being copied
   static constexpr int kProbVecs = 1;

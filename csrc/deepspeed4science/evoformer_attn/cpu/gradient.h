@@ -6,9 +6,9 @@
 //   P = p inverse,  dS = P ((dP - center) - delta).
 // Computing sum and delta from p itself costs three operations and makes the rows of dS sum to zero as exactly as
 // eager's do: delta = rowsum(dO * O) would inherit the rounding error of O, and lse that of half its last place.
-// Any center gives the same dS. float32 takes rowsum(dO * O): where one key holds nearly all of P, the difference of
-// two nearly equal numbers is then taken first, exactly. For other types the center is 0. Between the passes center.h
-// treats rows of which one key holds nearly all of P, and rows without a visible key.
+// Any center gives the same dS. In float32 the center is rowsum(dO * O): where one key holds nearly all of P, dP -
+// center is a difference of two nearly equal numbers, and exact. For other types the center is 0. Between the two
+// passes, center.h handles rows in which one key holds nearly all of P, and rows without a visible key.
 #pragma once
 
 #include "bias.h"
@@ -37,7 +37,7 @@ struct GradientRows {
 
   float sum(int i) const { return E::V::reduce_add(E::V::load(sums + i * kWidth)); }
 
-  // Whether one key may hold more than half of the row: its lane then does.
+  // Whether one key may hold more than half of the row's sum: if it does, so does its lane.
   bool may_be_led(int i, float sum) const { return E::V::reduce_max(E::V::load(sums + i * kWidth)) > 0.5f * sum; }
 
   void finish(int rows) {

@@ -1,4 +1,4 @@
-// Terms of exponents: bias1 of the keys and lse of the queries of a (b, n, h), math.md (8).
+// Two terms of the exponent, math.md (8): bias1 of the keys and lse of the queries of a (b, n, h).
 #pragma once
 
 #include "common/backward_args.h"

@@ -22,7 +22,7 @@ struct Bias2Stripe {
   BiasFragment<Mma, scalar_t> fragment;
   const scalar_t* g;  // owned 0, streamed 0
   int64_t pitch;
-  int owned;  // this lane's first
+  int owned;  // this lane's first owned query or key
   int last_owned, last_streamed, first_column;
 
   CUTLASS_DEVICE Bias2Stripe(const scalar_t* g_, int64_t pitch_, int first, int num_owned, int num_streamed, char*,
@@ -51,11 +51,11 @@ struct TransposedBias2 {
   BiasFragment<Mma, scalar_t> fragment;
   const scalar_t* g;  // this lane's chunk in the next 32 queries
   int64_t stride;     // of eight queries
-  int queries;        // how many exist from there on; none where the keys do not
+  int queries;        // queries that exist from there on; none where the chunk's keys do not exist
   scalar_t* s;
-  int stored, fetched;  // this lane's offsets there
+  int stored, fetched;  // this lane's offsets in s
 
-  // g_: query 0, key 0.
+  // g_: the element of query 0 and key 0.
   CUTLASS_DEVICE TransposedBias2(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed,
                                  char* shared, int warp_first, int lane_)
       : g(g_ + first + warp_first + (lane_ >> 2) * pitch + (lane_ & 3) * kVec),

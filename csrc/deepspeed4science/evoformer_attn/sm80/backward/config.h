@@ -1,4 +1,4 @@
-// The configurations of the backward's kernels, with reasons (docs/kernels/sm80.md has the budgets).
+// The configurations of the backward's kernels, each choice with its reason (docs/kernels/sm80.md has the budgets).
 #pragma once
 
 #include "sm80/backward/args.h"
@@ -13,7 +13,7 @@ template <typename scalar_t_,  // half_t; bfloat16_t (Sm80); float
           typename ArchTag_,   // cutlass::arch::Sm70, Sm75, Sm80
           bool kAligned_,      // pointers, strides, D and Dv are multiples of 16 bytes
           int kHeadDim_,       // tier: at least D and Dv, a multiple of 16
-          bool kHasBias2_,     // bias2 is there
+          bool kHasBias2_,     // bias2 is given
           bool kTf32_>         // float on Sm80: TF32 instead of full precision
 struct BackwardConfig {
   using scalar_t = scalar_t_;
@@ -50,12 +50,13 @@ struct BackwardConfig {
   static constexpr int kStreamed = kTiles.streamed;
   static constexpr int kStripes = kStreamed / 32;
 
-  // One pass for all gradients where additions of four floats exist. With single ones it takes 9.1 to 14.1 ms at
-  // (1,768,768,4,32) instead of 4.2; the three passes take 5.6. Without bias2 there is no gain.
+  // One kernel for all gradients, fused, where atomic additions of four floats exist. With single additions it takes
+  // 9.1 to 14.1 ms at (1,768,768,4,32) instead of 4.2; the three separate kernels take 5.6. Without bias2 nothing is
+  // gained.
   static constexpr bool kCanFuse =
       has_vector_atomics() && kAsync && kHasBias2 && sizeof(scalar_t) == 2 && kHeadDim <= 64;
 
-  // dk and dv together need 2 kHeadDim registers a lane; past 128 two passes compute one each.
+  // dk and dv together need 2 kHeadDim registers a lane; past 128 registers two kernels compute one each.
   static constexpr bool kSplitsKeys = kHeadDim > 64;
 };
 
@@ -64,8 +65,8 @@ struct OwnedTileConfig : Config {
   static constexpr Gradients kWhat = kWhat_;
   static constexpr bool kOwnsKeys = kWhat != Gradients::kDq;                              // rows are keys
   static constexpr bool kWantsDv = kWhat == Gradients::kDkDv || kWhat == Gradients::kDv;  // P is an operand
-  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is one
-  // A kernel of its own without dbias1's sums: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
+  static constexpr bool kWantsDs = kWhat != Gradients::kDv;                               // dS is an operand
+  // Without dbias1 an instantiation without its sums runs: dk and dv in 2.27 instead of 2.41 ms (1,768,768,4,32).
   static constexpr bool kWantsDbias1 = kWantsDbias1_;
   static constexpr bool kFusesDq = false;
   static constexpr bool kKeepsAddresses = false;
@@ -73,8 +74,8 @@ struct OwnedTileConfig : Config {
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
   static constexpr int kAccumulators = (kWantsDv + kWantsDs) * Config::kPartChannels;  // registers a lane
-  // The row operands stay in registers where the values that live through the loop leave enough for scores and
-  // addresses.
+  // The owned operands stay in registers where the other values that live through the loop leave enough registers for
+  // scores and addresses.
   static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
   // Narrow 16-bit keys: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve warps
@@ -85,18 +86,18 @@ struct OwnedTileConfig : Config {
       (Config::kChannelBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
 };
 
-// The pass over keys that also gives dq and dbias2: dS is computed once for all of them (dq_accumulator.h;
-// docs/kernels/sm80.md).
+// The fused kernel: a block owns keys and also adds to dq and dbias2, so that dS is computed once for all gradients
+// (dq_accumulator.h; docs/kernels/sm80.md).
 template <typename Config, bool kWantsDbias1_>
 struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
-  // A lane's offsets stay in registers; wider heads have none left and compute them for each tile.
+  // A lane's offsets stay in registers. Wider heads have no registers left and compute the offsets for each tile.
   static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
-  // bias2 is read by query, through shared memory, of which D = 64 has none left; there a transposed copy is read.
+  // bias2 is transposed through shared memory. D = 64 has no shared memory left and reads a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;
   static constexpr int kStripes = kStreamed / 32;
-  // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower ones lose up to 2 %.
+  // (1,256,1024,4,64): 3.62 ms, as a loop 3.69; narrower heads would be up to 2 % slower.
   static constexpr int kUnrolledStripes = Config::kHeadDim > 48 ? kStripes : 1;
 };
 

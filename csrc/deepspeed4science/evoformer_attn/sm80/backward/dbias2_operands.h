@@ -10,7 +10,7 @@ namespace ds4s {
 template <typename Config>
 struct Dbias2Position {
   int64_t b, h, slice;
-  int query, key;  // the tile's first ones
+  int query, key;  // the tile's first query and key
   int n_begin, n_end;
 
   CUTLASS_DEVICE explicit Dbias2Position(const BackwardInputs& args) {
@@ -62,7 +62,7 @@ struct Dbias2Operands {
   const int thread, half, queries_left, keys_left;
   const bool has_query, has_key;
   const float column_unit;
-  const int64_t first_bn;  // of n = 0
+  const int64_t first_bn;  // index of row n = 0 among all B N
   const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;
   int64_t query_index;
 

@@ -1,5 +1,5 @@
-// dq in the pass over keys, math.md (13), where the order of additions may vary: every block of keys adds its share of
-// dq to an fp32 accumulator that stays in L2 (dq_product.h), and the last block of a pair (b n, h) writes dq.
+// dq, math.md (13), in the fused kernel, where the order of additions may vary: every block of keys adds its share of
+// dq to a float32 accumulator that stays in L2 (dq_product.h), and the last block of a pair (b n, h) writes dq.
 // dq_accumulator_pool.h assigns accumulators to pairs.
 //
 // Invariants (docs/kernels/dq-accumulators.md has a diagram, and why waiting ends):
@@ -31,20 +31,21 @@ struct OrderedDqAdd {
     __syncthreads();
     return number;
   }
-  // Waits until the accumulator is free; first_before = before(pair) is the pair that had it. Called by one thread,
-  // before a barrier that precedes the first addition.
+  // Waits until the accumulator is free; first_before = before(pair) is the pair that had it before. Called by one
+  // thread, before a barrier that precedes the first addition.
   CUTLASS_DEVICE void wait(int32_t first_before) const { wait_for(first_before); }
   // Waits until no accumulator in the memory of dk or dv is in use. Called by all threads before dk or dv is written.
   CUTLASS_DEVICE void wait_for_hosted() const {
     const int group = pool.group_of(pair);
     if (group == 0) return;
     const uint32_t first = pool.groups[group].first_pair;
-    const uint32_t num = pool.groups[0].count + first - pool.groups[1].first_pair;  // whose accumulator may be there
+    // Pairs whose accumulator may lie in the memory of dk or dv.
+    const uint32_t num = pool.groups[0].count + first - pool.groups[1].first_pair;
     for (uint32_t x = threadIdx.x; x < num; x += Config::kThreads) wait_for(int32_t(first - 1 - x));
     __syncthreads();
   }
 
-  // Called after the last addition: the last block of a pair writes dq and leaves zeros. num_blocks(): how many add.
+  // Called after the last addition: the last block of a pair writes dq and leaves zeros. num_blocks: blocks that add.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared,
                              int num_blocks) const {
     if (!is_last(shared, num_blocks)) return;
@@ -59,7 +60,8 @@ struct OrderedDqAdd {
   }
 
  private:
-  // Waits until that pair is done; where it sees nothing, until the previous pair with the same accumulator is.
+  // Waits until pair `other` is done. If it sees nothing, waits for the previous pair with the same accumulator
+  // instead.
   CUTLASS_DEVICE void wait_for(int32_t other) const {
     while (other >= 0) {
       const int32_t state = ptx::load_acquire(pool.progress + other);
@@ -77,7 +79,7 @@ struct OrderedDqAdd {
     if (last) __threadfence();
     return last;
   }
-  // A thread takes eight channels of queries q and q + 8 at a time: four pieces of 16 bytes.
+  // A thread writes eight channels of queries q and q + 8 at a time: four pieces of 16 bytes.
   CUTLASS_DEVICE static void write_dq(const BwdParams& p, scalar_t* gDq, float* accumulator) {
     using Layout = DqAccumulatorLayout<Config::kHeadDim>;
     constexpr int kTiles = Config::kHeadDim / 8, kAtATime = 4, kPieces = 4;

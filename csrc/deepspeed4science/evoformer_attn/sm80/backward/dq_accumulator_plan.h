@@ -1,4 +1,4 @@
-// The number of fp32 accumulators of dq in the one pass for all gradients, and their memory (dq_accumulator.h).
+// The number of float32 accumulators of dq in the fused kernel, and their memory (dq_accumulator.h).
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,15 @@ namespace ds4s {
 struct DqAccumulatorPlan {
   int64_t accumulator_bytes = 0;  // of one (b, n, h)
   int64_t num_own = 0;            // in the workspace
-  // First the rows n that hold none in their dk and dv, then the groups that do.
+  // groups[0]: the rows n whose dk and dv hold no accumulators; the groups after it hold some (hosts).
   int num_groups = 1;
   DqAccumulatorGroup groups[kMaxAccumulatorGroups]{};
 
   int64_t count() const { return groups[0].count; }
   int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
 
-  // key_blocks: of a (b, n, h); resident_blocks: under way at a time; more: accumulators beyond those.
+  // key_blocks: blocks of a (b, n, h); resident_blocks: blocks under way at a time; more: accumulators to add to those
+  // of the (b, n, h) under way.
   static DqAccumulatorPlan of(const BwdParams& p, int element_bytes, int64_t accumulator_bytes, int64_t key_blocks,
                               int64_t resident_blocks, int64_t more) {
     DqAccumulatorPlan plan;
@@ -31,7 +32,7 @@ struct DqAccumulatorPlan {
     const bool has_mask = p.bias1 != nullptr || p.row_mask != nullptr;
     const int64_t visible_blocks = has_mask ? ceil_div(key_blocks, 2) : key_blocks;
     const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + more, pairs);
-    // As many as fit into the size of the three passes' delta and a counter for each (b, n, h).
+    // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
     if (fitting < least) plan.host_in_dkdv(p, element_bytes, least, wanted, fitting);
@@ -42,8 +43,8 @@ struct DqAccumulatorPlan {
  private:
   void set_own(int64_t count) { num_own = count, groups[0].count = uint32_t(count); }
 
-  // Puts some into the last rows n of dk and dv, if these rows are few and the workspace has enough for a group of
-  // them. Otherwise all stay in the workspace.
+  // Puts some accumulators into dk and dv of the last rows n, if these rows are few and the workspace has enough
+  // accumulators for a group of them. Otherwise all accumulators stay in the workspace.
   void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t least, int64_t wanted, int64_t fitting) {
     if (fitting < kFusedSideBySide * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
     const int64_t rows = p.B * p.N;
@@ -59,20 +60,21 @@ struct DqAccumulatorPlan {
     }
     if (plan.count() >= least) *this = plan;
   }
-  // In front of those that there are.
+  // Inserts a group before the other groups with accumulators.
   void add_host(int64_t first_row, int64_t first_pair, int64_t in_dk, int64_t in_dv) {
     for (int group = num_groups++; group > 1; --group) groups[group] = groups[group - 1];
     groups[1] = {uint32_t(first_row), uint32_t(first_pair), groups[0].count, /*first=*/0, uint32_t(in_dk)};
     groups[0].count += uint32_t(in_dk + in_dv);
   }
-  // Each group begins with the accumulators in the group behind it, which no later group may use; the first group ends
-  // with the workspace's. So the previous user of an accumulator always began long ago.
+  // The order in which a group's pairs use the accumulators. Each group begins with those in the next group, which no
+  // later group may use, and groups[0] ends with the workspace's. So the pair that had an accumulator before has nearly
+  // always ended.
   void order(int64_t pairs) {
     for (int group = 1; group < num_groups; ++group) groups[group].first = groups[group].count - 1;
     const int64_t end = num_groups > 1 ? groups[1].first_pair : pairs;
     if (end > 0) groups[0].first = uint32_t((end - 1) % groups[0].count);
   }
-  // Whether rows n follow each other without gaps.
+  // Whether rows n follow one another in memory without gaps.
   static bool is_dense(const BwdParams& p, const int64_t (&s)[4], int64_t channels) {
     const bool within = s[1] == p.Lk * p.H * channels && (p.Lk - 1) * s[2] + (p.H - 1) * s[3] + channels == s[1];
     return within && (p.B == 1 || s[0] == p.N * s[1]);

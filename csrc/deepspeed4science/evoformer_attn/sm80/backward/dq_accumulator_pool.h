@@ -1,5 +1,4 @@
-// The fp32 accumulators of dq in the one kernel for all gradients: the accumulator of each pair (b n, h), and its
-// address.
+// The float32 accumulators of dq in the fused kernel: which one each pair (b n, h) uses, and its address.
 //
 // Some lie in the workspace; where these are too few, others lie in the memory of dk and dv of the last rows n, which
 // form groups, the hosts:
@@ -7,9 +6,9 @@
 //   rows n         0 .........................| group 1 | group 2 | group 3 |
 //   accumulators   the workspace's, then those in group 3, 2 and 1
 //
-// A pair may use accumulators in groups behind its own (S4, dq_accumulator.h); group 3 uses the workspace's only. So
-// the rows n of a group write their dk and dv when all earlier pairs are done, and until then nearly as many of their
-// pairs are under way as elsewhere.
+// A pair may use accumulators in groups after its own (S4, dq_accumulator.h); group 3 uses the workspace's only. So the
+// rows n of a group can write their dk and dv when all earlier pairs are done, and until then nearly as many of their
+// pairs are under way as in other groups.
 #pragma once
 
 #include <cutlass/detail/helper_macros.hpp>
@@ -18,8 +17,8 @@
 
 namespace ds4s {
 
-// An accumulator has the matrix instruction's layout: for each 16 queries and 8 channels, the four values of each lane,
-// of queries lane / 4 and lane / 4 + 8. So a warp adds to 512 neighbouring bytes at a time.
+// The layout of an accumulator is that of the matrix instruction's: for each 16 queries and 8 channels, four values of
+// each lane, of queries lane / 4 and lane / 4 + 8. So a warp adds to 512 neighbouring bytes at a time.
 template <int kHeadDim>
 struct DqAccumulatorLayout {
   static constexpr int kRows = 16, kTile = kRows * 8;
@@ -28,15 +27,15 @@ struct DqAccumulatorLayout {
 };
 
 struct DqAccumulatorPool {
-  float* own;              // of the workspace, zeros where nobody adds
+  float* own;              // the accumulators in the workspace; zeros while no pair uses them
   float *in_dk, *in_dv;    // dk and dv of row n = 0
   int64_t dk_row, dv_row;  // floats of a row n
   int64_t size;            // floats of an accumulator: padded_queries kHeadDim
   DqAccumulatorGroup groups[kMaxAccumulatorGroups];
   int32_t num_groups;
-  int32_t* progress;       // [B N H], in the order of the blocks: how many have added, or one of the two below
+  int32_t* progress;       // [B N H], in the order of the blocks: blocks that have added, or kDone or kSeesNothing
   uint32_t* ticket;        // the next block's number
-  int32_t padded_queries;  // Lq and Lk in whole tiles: nothing is masked, for dS is 0 past the ends
+  int32_t padded_queries;  // Lq and Lk in whole tiles: additions need no bounds checks, since dS is 0 past the ends
   int32_t padded_keys;
   float* dbias2;  // [B, H, padded_queries, padded_keys]; null where it is not wanted
 
@@ -63,7 +62,7 @@ struct DqAccumulatorPool {
     if (index_in_host < host.in_dk) return in_dk + host.first_row * dk_row + index_in_host * size;
     return in_dv + host.first_row * dv_row + (index_in_host - host.in_dk) * size;
   }
-  // The pair that had this one's accumulator before; negative: none.
+  // The previous pair with the same accumulator as `pair`; negative: none.
   CUTLASS_DEVICE int32_t before(uint32_t pair) const {
     int group = group_of(pair);
     if (pair - groups[group].first_pair >= groups[group].count) return int32_t(pair - groups[group].count);
@@ -71,7 +70,7 @@ struct DqAccumulatorPool {
     while (--group >= 0) {
       const DqAccumulatorGroup& other = groups[group];
       const uint32_t size = groups[group + 1].first_pair - other.first_pair;
-      // Its first user there.
+      // The first pair of `other` that uses this accumulator, counted from the group's first pair.
       const uint32_t first = index <= other.first ? other.first - index : other.first + other.count - index;
       if (first < size) return int32_t(other.first_pair + first + (size - 1 - first) / other.count * other.count);
     }

@@ -17,9 +17,9 @@ struct DqOutputs {
   float* accumulator;
   float* dbias2;  // query 0, the block's first key
   int32_t dbias2_row_bytes;
-  int32_t dbias2_keys;  // all visible ones are before this one; 0 where dbias2 is not wanted
-  int32_t before;       // the pair that had the accumulator before; negative: none
-  int32_t num_blocks;   // how many add to dq of the pair
+  int32_t dbias2_keys;  // dbias2 gets the keys before this one, all visible ones among them; 0: dbias2 is not wanted
+  int32_t before;       // the previous pair with the same accumulator; negative: none
+  int32_t num_blocks;   // blocks that add to dq of the pair
 };
 
 template <typename Config>
@@ -29,11 +29,11 @@ struct DsTile {
   static constexpr int kQueries = Config::kStreamed, kKeys = Config::kOwned;
   static constexpr int kBytes = kKeys * kQueries * int(sizeof(scalar_t));
 
-  // The order in which 16 keys are contracted: a lane has four neighbours.
+  // The order in which 16 keys are contracted: a lane's four keys are neighbours.
   CUTLASS_HOST_DEVICE static constexpr int key_at(int half, int c) { return 4 * (c >> 1) + 2 * half + (c & 1); }
 
-  // Chunks of eight queries. Neither the stores below nor ldmatrix of eight keys key_at(half, 0 .. 7) meet a bank
-  // twice.
+  // Permutes chunks of eight queries, so that neither the stores below nor ldmatrix of eight keys key_at(half, 0 .. 7)
+  // have bank conflicts.
   CUTLASS_HOST_DEVICE static constexpr int swizzle(int key) { return (key & 1) << 2 | ((key >> 2) & 3); }
   CUTLASS_HOST_DEVICE static constexpr int offset(int key, int chunk) {
     static_assert(kQueries % 64 == 0, "the swizzle permutes eight chunks");
@@ -91,7 +91,7 @@ class DqProduct {
     sDs += ds_, sK += k_;
     const int first_row = tile_q + first_row_, q = first_row + (lane_ >> 2);
     const bool odd = lane_ & 4;
-    char* rows[2];  // of dbias2: q & ~1, and eight behind it; pointers even where nobody wants it
+    char* rows[2];  // rows q & ~1 and (q & ~1) + 8 of dbias2; computed even if dbias2 is null, but then not used
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
       rows[half] = reinterpret_cast<char*>(outputs.dbias2) + int64_t((q & ~1) + 8 * half) * outputs.dbias2_row_bytes +
@@ -149,7 +149,7 @@ class DqProduct {
   }
 
   const int lane_, first_row_;  // first_row_: of the warp's queries, in the tile
-  int ds_, k_;                  // this lane's part of the offsets that it names to ldmatrix
+  int ds_, k_;                  // this lane's part of the offsets that it passes to ldmatrix
 };
 
 }  // namespace ds4s

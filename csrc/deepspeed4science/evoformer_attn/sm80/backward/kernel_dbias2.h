@@ -45,7 +45,7 @@ struct KernelDbias2 {
   using Left = LeftOperand<Mma, typename Operands::QueryTile, scalar_t, Config::kResident>;
   using Exponent = typename Operands::Exponent;
   using QueryValue = typename Config::QueryValue;
-  // 16 bytes spilled in wide tiles, with 32 bits 228; elsewhere it is the other way round (0, 16).
+  // In wide tiles 64-bit indices spill 16 bytes, 32-bit ones 228; in the others 64-bit ones 16, 32-bit ones none.
   using Index = typename cutlass::platform::conditional<Config::kIsWide, int64_t, int>::type;
 
   static constexpr int kStripes = Config::kStripes;  // of a warp
@@ -54,8 +54,8 @@ struct KernelDbias2 {
   static constexpr int kChunkTiles = Config::kChunkTiles;
   static constexpr int shared_bytes(int stages) { return stages * Operands::kStageBytes; }
 
-  const int lane, warp_query, warp_key;  // of the warp, in the tile
-  const int lane_query, lane_key;        // of the lane; lane_key: its place in a tile of keys
+  const int lane, warp_query, warp_key;  // the warp's first query and key in the tile
+  const int lane_query, lane_key;        // the lane's offsets in the tiles of queries and of keys
   Exponent probabilities;
   BiasFragment<Mma, scalar_t> bias2[kStripes];
   float dbias2[kStripes][4][8] = {};
@@ -122,7 +122,7 @@ struct KernelDbias2 {
     }
   }
 
-  // Adds dS of one n.
+  // Adds dS of one row n.
   CUTLASS_DEVICE void add_row(const Operands& operands, int stage) {
     const scalar_t* s = operands.tiles(stage);
     const float* sKeys = operands.key_vector(stage) + 2 * warp_key;
@@ -173,7 +173,7 @@ struct KernelDbias2 {
     }
   }
 
-  // Epilogue. One slice stores; several add, or leave their parts.
+  // Epilogue. A single slice stores dbias2; several slices add to it atomically, or store a part each.
   CUTLASS_DEVICE void store(const BackwardInputs& args, const Position& at) const {
     const BwdParams& p = args.p;
     const bool adds = args.dbias2_slices > 1 && !args.dbias2_parts;

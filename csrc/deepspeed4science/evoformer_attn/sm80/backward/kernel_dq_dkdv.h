@@ -8,15 +8,15 @@
 //   dS               P * (dP - delta)                     the same, transposed
 //   out              dq = scale dS K                      dk = scale dS^T Q,  dv = P^T dO,  dbias1 = sums of dS
 //
-// A term of the streamed side is the accumulator's initial value and costs nothing; a term of the owned side joins the
-// exponent. Warp w has queries or keys 32 w .. 32 w + 31 and the whole streamed side. Shared memory: SharedLayout
-// (mainloop.h).
+// A term of the streamed side is the accumulator's initial value and costs nothing; a term of the owned side is added
+// in the exponent. Warp w owns queries or keys 32 w .. 32 w + 31 and computes them against the whole streamed side.
+// Shared memory: SharedLayout (mainloop.h).
 //
 // Hidden keys (common/key_mask.h): where queries are owned, tiles without a visible key are not loaded, and stripes
-// behind a tile's last visible key not computed. A block that owns hidden keys stores zeros, and a warp of hidden keys
-// computes nothing.
+// after a tile's last visible key are not computed. A block that owns hidden keys stores zeros, and a warp of hidden
+// keys computes nothing.
 //
-// With kFusesDq the keys' kernel also gives dq and dbias2 (dq_accumulator.h).
+// With kFusesDq (the fused kernel) a block that owns keys also adds to dq and dbias2 (dq_accumulator.h).
 #pragma once
 
 #include "sm80/backward/mainloop.h"
@@ -42,13 +42,13 @@ struct KernelDqDkdv {
     uint32_t number = blockIdx.x;
     if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
     if (Config::kExact && args.mask.range != nullptr) {
-      int opaque = int(number);  // computed again below: held till then, full precision would spill 48 bytes
+      int opaque = int(number);  // Position is computed again below: kept until then, it would spill 48 bytes
       ptx::keep(opaque);
       const Position hidden(args.p, uint32_t(opaque));
       if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
     }
     const Position at(args.p, number);
-    if constexpr (!Config::kExact) {  // these would spill by that: 104 bytes for keys at D = 32 on 8.0
+    if constexpr (!Config::kExact) {  // computed once here: twice would spill 104 bytes for keys at D = 32 on 8.0
       if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
     }
     const BiasMatrix& bias2 = Config::kOwnsKeys && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
@@ -62,8 +62,8 @@ struct KernelDqDkdv {
   }
 
  private:
-  // Prologue: the first tiles set out, and the vectors of the owned side become what the loop wants.
-  // Gives the first tile.
+  // Prologue: starts the loads of the first tiles, and converts the owned side's vectors to the form that the loop
+  // reads. Returns the first tile.
   CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
                                   const Position& at, const Operands<Config>& operands, int owned_left) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
@@ -73,7 +73,7 @@ struct KernelDqDkdv {
     }
     const int tile = loop.streamed.seek(0);
 
-    // Vectors set out before the tiles and are used after them.
+    // Loads of vectors are issued before those of tiles, and their values used after them.
     const typename Loop::Vectors::Loaded first = loop.vectors.load(tile * Config::kStreamed);
     OwnedValue owned[Mma::kSlots] = {};
     auto load_owned = [&](auto load) {
@@ -145,7 +145,7 @@ struct KernelDqDkdv {
             args.mask.template num_visible<Config::kOwned>(at.bn, int(args.p.Lk))};
   }
 
-  // Epilogue: the gradients leave.
+  // Epilogue: stores the gradients.
   CUTLASS_DEVICE static void end(const Loop& loop, const BackwardInputs& args, const Position& at) {
     const BwdParams& p = args.p;
     const int first = at.first + loop.warp.first, owned_left = at.num_owned(p) - first;
@@ -174,7 +174,7 @@ struct KernelDqDkdv {
                          loop.shared, loop.outputs()->num_blocks);
     }
   }
-  // dbias1 is also summed over heads: each head's part, or atomically.
+  // dbias1 is also summed over heads: each head stores its part, or adds atomically.
   CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardInputs& args, const Position& at, int first,
                                           int owned_left) {
     CUTLASS_PRAGMA_UNROLL

@@ -39,7 +39,7 @@ class Backward : BackwardHost {
     query_device(device);
     return make_plan(p, device, kUnit).workspace_bytes;
   }
-  static bool rounds_dbias2(const BwdParams&) { return false; }  // its sums come first, in float32
+  static bool rounds_dbias2(const BwdParams&) { return false; }  // dbias2 is always summed in float32 first
   static void print_plan(const BwdParams& p, PlanText& text) {
     DeviceFacts device;
     query_device(device);
@@ -108,7 +108,7 @@ class Backward : BackwardHost {
     return status_;
   }
 
-  // The same for all kernels.
+  // The arguments that all kernels have in common.
   BackwardInputs arguments() const {
     BackwardInputs args = BackwardHost::arguments(plan_.bias1, plan_.key_mask);
     args.softmax = at<float2>(plan_.softmax);
@@ -129,7 +129,7 @@ class Backward : BackwardHost {
     return {ptr, plan_.bias2_copies_b == 1 ? 0 : plan_.bias2_copies_h * rows * pitch, step_h, pitch};
   }
 
-  // Prepares bias1, bias2, o and dO in the form that is cheapest to read.
+  // Starts the kernels before the gradients': copies of the biases, visible keys, delta or row_statistics.
   void prepare() {
     if (plan_.runs_fused && p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     if constexpr (kHasBias2) {
@@ -158,7 +158,7 @@ class Backward : BackwardHost {
     start(postprocess<scalar_t, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0, args);
   }
 
-  // dk, dv or both; with dbias1 where it is wanted.
+  // dk, dv or both, and dbias1 if it is wanted.
   template <Gradients kWhat>
   void of_keys(int num_stages) {
     if (!p_.dbias1) return start_kernel<kWhat>(num_stages);
@@ -195,7 +195,8 @@ class Backward : BackwardHost {
             p_.Lk, plan_.padded_queries, plan_.padded_keys);
     }
   }
-  // delta, in dq, and zeros. The kernel before is find_visible_keys, which touches none of it, or nobody's.
+  // Stores delta in dq and clears the memory to which blocks add. It may overlap with find_visible_keys, which touches
+  // neither. Without that kernel it does not overlap: the kernel before it is not ours.
   void prepare_fused_rows(const DqAccumulatorPool& pool) {
     const DqAccumulatorPlan& plan = plan_.accumulators;
     const int64_t first = plan.first_host_row(p_.B * p_.N), rows = p_.B * p_.N - first;

@@ -18,11 +18,12 @@ struct SharedLayout {
   static constexpr int kStageBytes = StreamedTiles<Config>::kStageBytes;
   static constexpr int kOwnedBytes = (1 + Config::kWantsDs) * OwnedTile::kBytes;
 
-  // The owned tiles; they share the second stage's memory if the loop reads them from registers.
+  // The offset of the owned tiles. If the loop reads them from registers, they lie in the second stage's memory, except
+  // in the fused kernel, whose product dS K reads K again.
   CUTLASS_HOST_DEVICE static constexpr int owned(int stages) {
     return (Config::kResident && !Config::kFusesDq ? 1 : stages) * kStageBytes;
   }
-  // Two tiles of dS; V, if the loop reads it from registers, comes in there.
+  // The offset of two tiles of dS. If the loop reads V from registers, V is loaded there first.
   CUTLASS_HOST_DEVICE static constexpr int ds(int stages) {
     return owned(stages) + (Config::kResident ? 1 : 2) * OwnedTile::kBytes;
   }
@@ -53,7 +54,7 @@ struct Mainloop {
   using Warp = WarpGradients<Config>;
   using Bias2 = typename Warp::Bias2;
   static constexpr int kStreamed = Config::kStreamed;
-  // Wider ones spill outside of the fused kernel: 24 to 80 bytes more at D = 64.
+  // Wider heads would spill outside of the fused kernel: 24 to 80 bytes more at D = 64.
   static constexpr bool kSkipsWarps = Config::kOwnsKeys && (Config::kChannelBytes <= 64 || Config::kFusesDq);
 
   const int stages;

@@ -1,7 +1,9 @@
-// The plan of a backward: its kernels, their parameters, and the offsets of the workspace's pieces. A value that
-// follows from the call, the device and the unit, without CUDA: a host test plans for any device.
+// The plan of a backward: its kernels, their parameters, and the offsets in the workspace. A plan is a value, computed
+// from the call, the device and the unit. This header includes no CUDA, so that a host test can make plans for any
+// device.
 //
-//   choose_kernels() decides whether one kernel gives dq, dk, dv and both bias gradients, or up to four.
+// choose_kernels() decides between one kernel for dq, dk, dv and both bias gradients, here called fused, and up to four
+// separate ones.
 #pragma once
 
 #include "common/device_facts.h"
@@ -13,36 +15,37 @@
 
 namespace ds4s {
 
-// A unit's kernels in numbers. Bytes of shared memory are those of two stages.
+// The properties of a unit's kernels that a plan reads. Bytes of shared memory are those with two pipeline stages.
 struct BackwardUnit {
   int element_bytes, head_dim;
   bool has_bias2;
   bool is_exact;     // float in full precision: statistics.h
-  bool splits_dkdv;  // dk and dv come from a kernel each
+  bool splits_dkdv;  // dk and dv have a kernel each
   int max_stages;
   BackwardTileSizes tiles;
-  int dq_shared_bytes, dk_shared_bytes, dv_shared_bytes, dbias2_shared_bytes;  // dk: and dv, where it is not split
-  int dbias2_blocks;                                                           // on a multiprocessor
-  // The one kernel for all gradients.
+  // dk: of the kernel for dk and dv, unless splits_dkdv.
+  int dq_shared_bytes, dk_shared_bytes, dv_shared_bytes, dbias2_shared_bytes;
+  int dbias2_blocks;  // resident on a multiprocessor
+  // The fused kernel.
   bool has_fused;
-  bool fused_reads_bias2;  // reads bias2 itself; else its transpose
+  bool fused_reads_bias2;  // it reads bias2; else a transposed copy of it
   int fused_shared_bytes, fused_blocks;
 
   int64_t vector() const { return 16 / element_bytes; }
 };
 
 struct BackwardPlan {
-  // Kernels, in the order in which they run.
+  // The kernels, in the order in which they run.
   bool runs_fused = false, runs_dkdv = false, runs_dk = false, runs_dv = false, runs_dbias2 = false, runs_dq = false;
   int dq_stages = 1, dk_stages = 1, dv_stages = 1, dbias2_stages = 1;
-  int64_t num_slices = 1;  // of the rows n, for kernel_dbias2
+  int64_t num_slices = 1;  // kernel_dbias2 cuts the rows n into so many slices
   DqAccumulatorPlan accumulators;
   int64_t padded_queries = 0, padded_keys = 0;  // whole tiles of the fused kernel
 
-  // Copies of bias2; of a dimension along which it repeats, one slice.
-  bool copies_bias2 = false;            // rows on 16 bytes
-  bool transposes_bias2 = false;        // rows are keys
-  bool transpose_is_in_dbias2 = false;  // until dbias2 is written
+  // Copies of bias2. Where it is the same for all b or all heads, the copies have one slice of that dimension.
+  bool copies_bias2 = false;            // a copy whose rows are aligned to 16 bytes
+  bool transposes_bias2 = false;        // a copy whose rows are keys
+  bool transpose_is_in_dbias2 = false;  // the transpose lies in the memory of dbias2 until dbias2 is written
   int64_t bias2_copies_b = 1, bias2_copies_h = 1, bias2_pitch = 0, bias2_t_pitch = 0;
 
   // Offsets in the workspace.
@@ -89,11 +92,11 @@ class BackwardPlanner {
     plan_.runs_dq = p_.dq != nullptr;
   }
 
-  // Whether the one kernel runs: the order of additions is free, dq, dk and dv are all wanted, and as many warps are
+  // Whether the fused kernel runs: the order of additions is free, dq, dk and dv are all wanted, and as many warps are
   // resident on a multiprocessor as with the separate kernels.
   bool can_fuse() const {
     if (!unit_.has_fused || p_.deterministic || !p_.dq || !p_.dk || !p_.dv) return false;
-    if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq
+    if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq's stride is an int
     const int shared = unit_.fused_shared_bytes;
     return shared <= device_.shared_bytes_per_block &&
            unit_.fused_blocks * (shared + kReservedSharedBytes) <= device_.shared_bytes_per_multiprocessor;
@@ -106,8 +109,9 @@ class BackwardPlanner {
     plan_.dv_stages = stages(unit_.dv_shared_bytes), plan_.dbias2_stages = stages(unit_.dbias2_shared_bytes);
   }
 
-  // Accumulators for the (b, n, h) that are under way at a time and kSideBySide more; twice that where the kernel reads
-  // a copy of bias2, since fewer have not been timed. dbias2 in whole tiles.
+  // Plans accumulators for the (b, n, h) that are under way at a time and kFusedSideBySide more (four times as many
+  // more where the kernel reads a transposed bias2, since fewer have not been timed), and memory for dbias2 in whole
+  // tiles.
   void plan_fused() {
     const int64_t key_blocks = ceil_div(p_.Lk, unit_.tiles.owned);
     plan_.padded_queries = ceil_div(p_.Lq, unit_.tiles.fused_streamed) * unit_.tiles.fused_streamed;

@@ -1,11 +1,11 @@
-// Before the one kernel for all gradients: delta of each query, math.md (9), and zeros where blocks add.
+// Runs before the fused kernel: delta of each query, math.md (9), and zeros in the memory to which blocks add.
 #pragma once
 
 #include "common/preprocess.h"
 
 namespace ds4s {
 
-// Whole 16-byte pieces on 16 bytes.
+// Memory to be cleared, in 16-byte pieces, aligned to 16 bytes.
 struct ZeroPieces {
   uint4* ptr;
   int64_t count;
@@ -13,11 +13,11 @@ struct ZeroPieces {
 
 struct FusedZeros {
   static constexpr int kRanges = 4;
-  ZeroPieces ranges[kRanges];  // counters and accumulators of the workspace; those in dk, in dv; dbias2
+  ZeroPieces ranges[kRanges];  // counters and accumulators in the workspace; accumulators in dk; in dv; dbias2
 };
 
-// A block has queries and a share of the memory to clear; it clears while the previous kernel, find_visible_keys, may
-// still run.
+// Each block clears its share of the memory, while the previous kernel (find_visible_keys) may still run, and then
+// computes delta of its queries.
 template <typename Config>
 __global__ void __launch_bounds__(kPrepareThreads, 8)
     prepare_fused(const __grid_constant__ BackwardInputs args, const __grid_constant__ FusedZeros zeros,

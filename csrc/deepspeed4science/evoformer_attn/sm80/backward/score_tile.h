@@ -68,7 +68,7 @@ CUTLASS_DEVICE void multiply_scores(float (&out)[kTiles][8], const float (&x)[4]
   multiply_operand<Mma, ColTile>(out, a, step, lane_b);
 }
 
-// A statistic of one part or of two, of which the second is 0.
+// x as a statistic: a float, or two parts of which the second is 0.
 template <typename T>
 CUTLASS_DEVICE T one_part(float x) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -78,14 +78,14 @@ CUTLASS_DEVICE T one_part(float x) {
   }
 }
 
-// One value for each column in shared memory, every pair twice, (x, y, x, y): the form of the matrix instruction's
-// initial accumulator, for two rows at once.
+// Stores one value for each column in shared memory. Every pair of columns is stored twice, (x, y, x, y): this is the
+// matrix instruction's initial accumulator, for two rows at once.
 constexpr int kColumnBytes = 8;
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float x) {
   float* pair = sColumns + column / 2 * 4 + column % 2;
   pair[0] = x, pair[2] = x;
 }
-// A pair for each column instead: (x, y) of two columns side by side, their second parts after them.
+// The same for values of two parts: the first parts of two neighbouring columns, then their second parts.
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float2 x) {
   float* pair = sColumns + column / 2 * 4 + column % 2;
   pair[0] = x.x, pair[2] = x.y;
@@ -93,7 +93,7 @@ CUTLASS_DEVICE void store_column(float* sColumns, int column, float2 x) {
 CUTLASS_DEVICE float2 column_of_pair(const float4& columns, int i) {
   return i % 2 == 0 ? make_float2(columns.x, columns.z) : make_float2(columns.y, columns.w);
 }
-// Of tile j, a lane's values 4 half .. 4 half + 3.
+// The initial values of a lane's elements 4 half .. 4 half + 3 of tile j.
 template <typename Mma>
 CUTLASS_DEVICE float4 columns_of(const float* sColumns, int j, int half, int lane) {
   return *reinterpret_cast<const float4*>(sColumns + 2 * Mma::Permuted::at(0, Mma::column_of(lane, 0)) +
@@ -109,8 +109,8 @@ CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sCo
   }
 }
 
-// One value for each of a lane's rows, as initial values of an accumulator, in registers of their own: otherwise they
-// would be copied together for every tile.
+// One value for each of a lane's rows, as initial values of an accumulator. They have registers of their own, else the
+// compiler would assemble them again for every tile.
 template <typename Mma>
 struct RowBegin {
   float values[8];

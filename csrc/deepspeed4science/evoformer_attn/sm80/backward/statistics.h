@@ -1,4 +1,5 @@
-// Full precision: statistics of each query for the passes, from scores with the same bits as theirs, math.md (1), (9),
+// Statistics of each query for the backward's kernels in full precision, computed from scores with the same bits as
+// theirs, math.md (1), (9):
 //
 //   s = scale q k + bias1 + bias2       max = max over k of s       sum = sum over k of exp(s - max)
 //   center = rowsum(do * o)             rest = sum over k of exp(s - max) / sum * (dP - center)

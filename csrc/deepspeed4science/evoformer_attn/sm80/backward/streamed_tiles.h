@@ -32,7 +32,7 @@ struct StreamedTiles {
   int qk_channels, dov_channels;
   int num, thread, half;
   const scalar_t* g[kSources];
-  int64_t step = 0;  // kKeepsLoader: from pass to pass, and this thread's part of the addresses
+  int64_t step = 0;  // kKeepsLoader: elements between a thread's rows; below, its first row and its offset in a tile
   int first_row = 0, lane_offset = 0;
   char* shared;
 
@@ -159,7 +159,7 @@ struct StreamedVectors {
   }
 };
 
-// The same for the one kernel for all gradients, one value a thread: -lse of a query, or -delta, which is in dq.
+// The same for the fused kernel, one value for each thread: -lse of a query, or its -delta, which lies in dq.
 template <typename Config>
 struct QueryVectors {
   using scalar_t = typename Config::scalar_t;

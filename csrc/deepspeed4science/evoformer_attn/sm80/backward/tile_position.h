@@ -5,8 +5,8 @@
 
 namespace ds4s {
 
-// Among kRows neighbouring n, n varies fastest, then tiles, then heads: these blocks read the same part of bias2, and
-// their streamed tiles stay in L2.
+// The order of the blocks: kRows neighbouring n vary fastest, then tiles, then heads. Blocks that run at the same time
+// thus read the same part of bias2, and their streamed tiles stay in L2.
 template <typename Config>
 struct TilePosition {
   int64_t bn, b, n, h;
@@ -49,8 +49,8 @@ struct Operand {
   int channels;
 };
 
-// Of keys, K and V are owned and Q and dO streamed; of queries, the reverse. Scores are products of Q and K, dP of dO
-// and V.
+// A block that owns keys owns K and V and streams Q and dO; a block that owns queries owns Q and dO and streams K and
+// V. The product of Q and K gives the scores, that of dO and V gives dP.
 template <typename Config>
 struct Operands {
   using scalar_t = typename Config::scalar_t;

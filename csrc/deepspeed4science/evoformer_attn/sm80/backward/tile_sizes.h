@@ -1,21 +1,21 @@
 // Tile sizes of the backward for Sm70, Sm75 and Sm80, with the limit or the measurement that chose them (H200, bf16,
-// both biases, the whole backward unless a kernel is named; docs/history/sm80-backward.md). Plain arithmetic, for plans
-// too.
+// both biases, the whole backward unless a kernel is named; docs/history/sm80-backward.md). Plain arithmetic, since
+// plans include it on the host.
 #pragma once
 
 namespace ds4s {
 
-// The number of neighbouring n whose blocks, which read the same part of bias2, run side by side.
+// The blocks of so many neighbouring n run side by side, since they read the same part of bias2.
 constexpr int kSideBySide = 16;
-// In the one kernel for all gradients, where they add to the same part of dbias2, too: 3.89 ms at (1,768,768,4,32) with
-// 8, 3.97 with 16, 3.89 with 4.
+// In the fused kernel they also add to the same part of dbias2. At (1,768,768,4,32): 3.89 ms with 8, 3.97 with 16, 3.89
+// with 4.
 constexpr int kFusedSideBySide = 8;
 
 struct BackwardTileSizes {
   int warps;           // of a block of kernel_dq_dkdv.h, 32 queries or keys each
-  int owned;           // queries whose dq, or keys whose dk and dv, a block gives
-  int streamed;        // keys, or queries, that it takes at a time
-  int fused_streamed;  // queries that the one pass for all gradients takes at a time
+  int owned;           // queries whose dq, or keys whose dk and dv, a block computes
+  int streamed;        // keys, or queries, that a block streams at a time
+  int fused_streamed;  // queries that a block of the fused kernel streams at a time
   int dbias2_queries;  // a block's tile of dbias2
   int dbias2_keys;
   int dbias2_stripes;  // of 32 keys, for each of its warps
@@ -24,16 +24,17 @@ struct BackwardTileSizes {
 // row_bytes: of a query's or key's channels; async: global memory to shared memory without registers.
 constexpr BackwardTileSizes backward_tiles(int row_bytes, int element_bytes, bool async) {
   BackwardTileSizes tiles{};
-  // Two tiles of four warps would fill the 64 KiB of 7.5 from 129 bytes on, of two warps from 257 on.
+  // Two tiles of four warps would fill the 64 KiB of compute capability 7.5 from 129 bytes a row on, two tiles of two
+  // warps from 257 on.
   tiles.warps = row_bytes <= 128 ? 4 : row_bytes <= 256 ? 2 : 1;
   tiles.owned = 32 * tiles.warps;
   // Two stages of two such tiles are at most 72 KiB.
   tiles.streamed = row_bytes <= 64 ? 128 : row_bytes <= 128 ? 64 : 32;
-  // dS of 128 keys lies in shared memory twice, so 64: two blocks of 54 to 108 KiB on a multiprocessor.
+  // 64, because dS of 128 keys lies in shared memory twice: two blocks of 54 to 108 KiB on a multiprocessor.
   tiles.fused_streamed = 64;
   tiles.dbias2_queries = tiles.owned;
   // (1,256,1024,4,64), kernel_dbias2: 32 x 64 scores a warp, left operands from shared memory, 1.87 ms; 32 x 32 with
-  // operands in registers 2.22. The shared memory of 7.5 is too small for it.
+  // operands in registers 2.22. Compute capability 7.5 has too little shared memory for it.
   const bool is_wide = element_bytes == 2 && async && row_bytes > 64 && row_bytes <= 128;
   const bool is_broad = row_bytes <= 64 || is_wide;
   tiles.dbias2_stripes = is_broad ? 2 : 1;

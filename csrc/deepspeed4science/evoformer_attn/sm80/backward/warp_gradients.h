@@ -23,13 +23,13 @@ struct WarpGradients {
   static constexpr int kTiles = Config::kPartChannels / 8;
   static constexpr int kChunkTiles = Config::kChunkTiles;
 
-  const int lane, first;  // first: of the warp's, in the owned tile
+  const int lane, first;  // first: the warp's first query or key in the owned tile
   Exponent probabilities;
   int lane_nk, lane_kn;  // this lane's offsets in a streamed tile
   int lane_ds = 0;       // and in a tile of dS
   Left left_qk, left_dov;
   typename Exponent::Row exponent[Mma::kSlots];
-  QueryValue negative_delta[Mma::kSlots] = {};  // queries
+  QueryValue negative_delta[Mma::kSlots] = {};  // where queries are owned
   RowBegin<Mma> dp_begin;
   float dv[Config::kWantsDv ? kTiles : 2][8] = {}, dqk[Config::kWantsDs ? kTiles : 2][8] = {};
   float dbias1[Mma::kSlots] = {};
@@ -46,8 +46,8 @@ struct WarpGradients {
     }
   }
 
-  // Computes 32 x 32 scores. qk, dov, vectors: of the 32 streamed ones; sDs: the address for dS in shared memory;
-  // next_first: the first streamed one of the next 32.
+  // Computes 32 x 32 scores and adds their gradients. qk, dov, vectors: of the 32 streamed queries or keys; sDs: the
+  // address for dS in shared memory; next_first: the first of the next 32 streamed queries or keys.
   CUTLASS_DEVICE void add_stripe(const scalar_t* qk, const scalar_t* dov, const float* vectors, Bias2& bias2,
                                  int stripe, int next_first, bool more, scalar_t* sDs) {
     float s[4][8], dp[4][8];

@@ -63,7 +63,7 @@ struct Forward {
  private:
   static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kHasBias1, kHasBias2};
 
-  // What bias1 and row_mask hide, and both biases as the kernel reads them.
+  // Finds the visible keys and copies biases that the kernel cannot read as they are.
   static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const ForwardPlan& plan,
                              cudaStream_t stream) {
     KeyMaskBuffers<FwdParams> key_mask(p);
@@ -81,7 +81,7 @@ struct Forward {
     k.group_log2 = plan.group_log2;
     return error;
   }
-  // From then on `rows` describes the copy.
+  // Copies the bias and makes `rows` describe the copy.
   static cudaError_t copy(BiasRows& rows, void* to, cudaStream_t stream) {
     const RepackParams params{rows.ptr,
                               to,

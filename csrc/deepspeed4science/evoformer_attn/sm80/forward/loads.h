@@ -36,16 +36,16 @@ struct ForwardLoads : ForwardWarp<K> {
   }
 
  protected:
-  // This thread's element of a row bias: loaded early, converted and stored when it has arrived.
+  // This thread's element of a row bias: its load is issued early; it is converted and stored when it has arrived.
   struct RowElement {
     ElementBits<scalar_t> bias1, bias2;
   };
-  // Of a row n and a head: the first key.
+  // Pointers to the first key of a row n and head.
   struct Operands {
     const scalar_t *key, *value;
     scalar_t *bias1, *bias2;
   };
-  // Values that the loop reads once a stage and has no registers for.
+  // Values that the loop reads once a stage and for which it has no registers.
   struct Constants {
     Operands operands;
     output_t* output;
@@ -145,8 +145,8 @@ struct ForwardLoads : ForwardWarp<K> {
     }
   }
 
-  // kStagesBias2: a lane copies what it adds to its own scores, so it waits for nobody but itself. `key`: to which
-  // bias2_ptr points; stripe: of the stage.
+  // kStagesBias2: a lane copies the elements that it adds to its own scores, so no barrier is needed. key: the key to
+  // which bias2_ptr points; stripe: its index in the stage.
   CUTLASS_DEVICE void send_bias2(int stripe, const KeySegment& segment, int key) {
     const int rows = segment.end - key - bias_start.column() > 0 ? p.num_queries - bias_start.row() : 0;
     uint4* const s = sBias2(stripe);
@@ -163,8 +163,8 @@ struct ForwardLoads : ForwardWarp<K> {
     for (int slot = 0; slot < kBias2Chunks; ++slot) reinterpret_cast<uint4*>(&fragment)[slot] = s[32 * slot];
   }
 
-  // Keys from `key` on, to which the pointers point. Pointers and extent include the lane's offset: the policy gets the
-  // first thread of its map.
+  // Loads the biases of the keys from `key` on, to which the pointers point. Pointers and extent include the lane's
+  // offset, so the policy gets thread id 0.
   CUTLASS_DEVICE void load_matrices(Frag1& bias1, Frag2& bias2, const KeySegment& segment, int key) {
     cutlass::MatrixCoord extent(p.num_queries - bias_start.row(), segment.end - key - bias_start.column());
     if constexpr (K::Bias1::kIsMatrix) {

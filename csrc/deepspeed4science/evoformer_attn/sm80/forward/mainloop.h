@@ -33,9 +33,9 @@ struct ForwardBlock : ForwardLoads<K> {
   using Base::sConstants;
   using Base::thread;
 
-  // mask: the row n's.
+  // mask: that of the block's row n.
   CUTLASS_DEVICE void run(const RowMask& mask) {
-    // The addresses of the first loads are computed while the mask is on its way.
+    // The addresses of the first loads are computed while the mask is being loaded.
     Loader<QTile> loader_q(p.query_ptr, p.q_strideM, p.head_dim, thread);
     SegmentStart start;
     if constexpr (K::kSendsEarly) {

@@ -33,7 +33,8 @@ struct ForwardParams {
   cutlass::FastDivmod by_blocks, by_heads, by_N;
   KeyMask key_mask = {};  // [batch, ...]: hidden keys, and the shift of bias1; null: none, and 0
 
-  // Elements. M: next query or key; H: next head; B: next of the B * N batches; Outer: added for each next of the B.
+  // Strides in elements, to the next query or key (M), head (H), one of the B * N batches (B); Outer is added for each
+  // step in B.
   int64_t q_strideM = 0, k_strideM = 0, v_strideM = 0, o_strideM = 0;
   int64_t q_strideH = 0, k_strideH = 0, v_strideH = 0, o_strideH = 0;
   int64_t q_strideB = 0, k_strideB = 0, v_strideB = 0, o_strideB = 0;
@@ -41,8 +42,8 @@ struct ForwardParams {
   int64_t bias1_strideB = 0, bias1_strideN = 0;
   int64_t bias2_strideB = 0, bias2_strideH = 0, bias2_strideM = 0;
 
-  // Fills in fields that are zero: heads and batches are the grid's, Dv is D, O is contiguous, and so is a bias without
-  // strides.
+  // Fills in fields that are zero: heads and batches become the grid's, Dv becomes D, O contiguous, a bias without
+  // strides contiguous, too.
   CUTLASS_HOST_DEVICE void complete(int32_t grid_heads, int32_t grid_batches) {
     if (num_heads == 0) num_heads = grid_heads;
     if (num_batches == 0) num_batches = grid_batches;
@@ -58,9 +59,10 @@ struct ForwardParams {
     }
   }
 
-  // Advances the pointers to this block's rows; num_queries becomes the number from there on. False: nothing to do.
-  // The grid is (query blocks, heads, batches), or the product of the three on x (no limit of 65,535 then). With
-  // group_log2 the 2^group_log2 neighbours of a batch come first, one after another: they read the same bias2 tile.
+  // Advances the pointers to this block's queries; num_queries becomes the number of queries from there on. Returns
+  // false where the block has nothing to do. The grid is (query blocks, heads, batches), or the product of the three on
+  // x (no limit of 65,535 then). 2^group_log2 neighbouring batches vary fastest, since they read the same tile of
+  // bias2.
   CUTLASS_DEVICE bool advance_to_block() {
     const Position at = position_of_block();
     if (at.batch < num_batches) advance_to(at);
@@ -100,12 +102,12 @@ struct ForwardParams {
   }
 
  private:
-  // x / y; a true division takes 40 instructions, one after another.
+  // x / y; an integer division takes 40 dependent instructions.
   CUTLASS_DEVICE static uint32_t divide(uint32_t x, uint32_t y, const cutlass::FastDivmod& by_y) {
     if constexpr (K::kIsComplete) return uint32_t(by_y.div(int(x)));
     return x / y;
   }
-  // A policy uses bias1's strides for a row and bias2's for a matrix, whichever slot it is in.
+  // A row bias has bias1's strides and a matrix bias has bias2's, whether it is Broadcast1_ or Broadcast2_.
   template <typename BiasT>
   CUTLASS_DEVICE scalar_t* to_tile(scalar_t* ptr, int64_t b, int64_t n, int64_t head, int32_t row) const {
     if constexpr (BiasT::kIsRow) {
@@ -118,7 +120,7 @@ struct ForwardParams {
   }
 };
 
-// AttentionKernel::check_supported.
+// The implementation of AttentionKernel::check_supported.
 template <typename K>
 const char* forward_obstacle(const typename K::Params& given) {
   typename K::Params p = given;

@@ -1,5 +1,5 @@
-// With what a forward runs, and where in the workspace its pieces lie: a value that follows from the call and the unit.
-// No CUDA here: a host test compares plans.
+// The plan of a forward: its number of blocks, their order, and the offsets in the workspace. A plan is a value,
+// computed from the call and the unit. This header includes no CUDA, so that a host test can compare plans.
 #pragma once
 
 #include "common/bias_rows.h"
@@ -8,7 +8,7 @@
 
 namespace ds4s {
 
-// A unit's kernel in numbers.
+// The properties of a unit's kernel that a plan reads.
 struct ForwardUnit {
   int element_bytes;
   int queries, keys;  // of a tile
@@ -17,11 +17,11 @@ struct ForwardUnit {
 
 struct ForwardPlan {
   int64_t blocks = 0;
-  // So many neighbouring n are computed side by side and share a tile of bias2 while it is in L2: 1.58 instead of
-  // 1.74 ms at (1,768,768,4,32) on an H200.
+  // The blocks of 2^group_log2 neighbouring rows n run side by side and read the same tile of bias2 from L2: 1.58
+  // instead of 1.74 ms at (1,768,768,4,32) on an H200.
   int32_t group_log2 = 0;
 
-  // Offsets in the workspace: what bias1 and row_mask hide, bias1 in rows of neighbours, bias2 in aligned rows.
+  // Offsets in the workspace: the result of find_visible_keys, bias1 with contiguous rows, bias2 with aligned rows.
   int64_t key_mask = kNotReserved, bias1 = kNotReserved, bias2 = kNotReserved;
   int64_t workspace_bytes = 0;
 
@@ -47,7 +47,8 @@ inline ForwardPlan make_plan(const FwdParams& p, const ForwardUnit& unit) {
   plan.blocks = ceil_div(p.Lq, unit.queries) * p.H * ceil_div(p.B * p.N, group) * group;
 
   const KeyMaskLayout key_mask(p);
-  const bool copies_bias1 = unit.has_bias1 && p.bias1_stride[2] != 1 && p.Lk != 1;  // it is read element by element
+  // The kernel reads bias1 element by element, so its rows need stride 1 but no alignment.
+  const bool copies_bias1 = unit.has_bias1 && p.bias1_stride[2] != 1 && p.Lk != 1;
   const BiasRows bias2 = bias2_rows(p, unit);
   WorkspaceLayout layout;
   plan.key_mask = layout.reserve(key_mask.needed(), key_mask.bytes());

@@ -23,8 +23,8 @@ struct FitsInSharedMemory {
 
 constexpr int kForwardConstantsBytes = 96;  // ForwardLoads::Constants
 
-// kSingleValueIteration = false: behind Q, K and V, for each row of warps the biases of 32 x 32 scores at a time, whose
-// memory later holds O's parts; then for each warp the statistics of its rows.
+// The layout after Q, K and V with kSingleValueIteration = false: for each row of warps the biases of 32 x 32 scores at
+// a time, whose memory later holds parts of O; then for each warp the statistics of its rows.
 template <int kNumWarps, int kWarpsM, int kBegin_, int kHeadDimValue>
 struct MultiValueShared {
   static constexpr int kBiasPitch = 32 + 4;

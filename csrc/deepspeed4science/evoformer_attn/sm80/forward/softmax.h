@@ -2,8 +2,9 @@
 //
 //   p = 2^(c s - c m),  l = sum p,  c = scale * log2(e)
 //
-// m is a reference, not the running maximum. It moves only when a row exceeds it by a factor of 2^kSlack: any m gives
-// the same quotient (5), and 2^8 fits every type that P is rounded to. Usually lanes exchange and rescale nothing.
+// m is a reference, not the running maximum. It moves only when a score of the row would make p exceed 2^kSlack: any m
+// gives the same quotient (5), and 2^8 fits every type to which P is rounded. Usually lanes exchange and rescale
+// nothing.
 #pragma once
 
 #include <cutlass/array.h>

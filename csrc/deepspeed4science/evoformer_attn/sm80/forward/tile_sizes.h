@@ -6,10 +6,10 @@
 
 namespace ds4s {
 
-// Meanings: AttentionKernel's parameters.
+// The fields are AttentionKernel's template parameters of the same names.
 struct ForwardTileSizes {
   int queries, keys, stripes, in_flight, warps;
-  int head_dim, head_dim_value;  // tiers; past kLargestTier the number of channels at a time
+  int head_dim, head_dim_value;  // tiers of D and Dv; past kLargestTier, the number of channels computed at a time
   bool stages_bias2 = false;
 };
 
@@ -30,10 +30,11 @@ constexpr ForwardTileSizes forward_tiles() {
   constexpr bool kStaged = kRoomy && has_large_shared_memory();
   if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps, D, Dv};
   // (1,768,768,4,32): 1.44 ms; with one stripe 1.58, with two 1.57, with 16 warps 1.73, with two stripes in flight
-  // 1.69. Without biases 1.09 with one stripe and 1.14 with four: the loop waits for K and V only and is no shorter.
+  // 1.69. Without biases 1.09 with one stripe and 1.14 with four: the loop then waits for K and V only.
   if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
-  // bias2 in shared memory takes no registers on its way: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
-  // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no room; at D <= 32 it loses.
+  // Loading bias2 through shared memory takes no registers: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
+  // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no shared memory left; at
+  // D <= 32 it is slower.
   constexpr bool kStagesBias2 = kStaged && kHasBias2 && kLargest > 32 && kLargest <= 64;
   if (kStagesBias2) return {128, 32, 2, 1, 12, D, Dv, kStagesBias2};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67.

@@ -118,9 +118,9 @@ struct ForwardWarp {
     }
   }
 
-  // The initial value of the product's accumulator is the row bias, in raw units. In full precision every step would
-  // then be rounded at the size of the bias, which a finite mask makes large; there the finished product is scaled and
-  // the biases are added to it.
+  // The initial value of the accumulator is the row bias, in raw units. In full precision it is not: every step would
+  // be rounded at the size of the bias, which a finite mask makes large. There the biases are added to the finished,
+  // scaled product.
   CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
