@@ -1,4 +1,4 @@
-// Host side: makes the copy of bias2 that bias2_view.h asks for.
+// Host side: copies bias2 into padded rows where bias2_view.h asks for a copy.
 #pragma once
 
 #include "common/repack.h"

@@ -22,7 +22,7 @@ struct Bias2View {
   int64_t num_rows() const { return view.size[1] * view.size[2] * view.size[4]; }
   int64_t workspace_bytes() const { return copied ? num_rows() * pitch() * 2 : 0; }
 
-  // The copy, where there is one.
+  // The tensor that kernels read: bias2 itself, or the copy.
   TensorView<5> read(const void* copy) const {
     if (!copied) return view;
     TensorView<5> x = view;

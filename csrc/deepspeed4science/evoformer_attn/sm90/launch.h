@@ -5,10 +5,10 @@
 
 namespace ds4s::sm90 {
 
-// The configuration points to the attributes, so it stays where it is.
+// The configuration points to the attributes, so a Launch is neither copied nor moved.
 class Launch {
  public:
-  // cluster: blocks that share their shared memory.
+  // cluster: the number of blocks in a cluster.
   Launch(int64_t blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream = nullptr) {
     config_.gridDim = dim3(uint32_t(blocks)), config_.blockDim = dim3(uint32_t(threads));
     config_.dynamicSmemBytes = size_t(shared_bytes), config_.stream = stream, config_.attrs = attributes_;

@@ -17,7 +17,7 @@ class LaunchSequence {
     if (status_ == cudaSuccess) status_ = status;
   }
 
-  // cluster: blocks that share their shared memory.
+  // cluster: the number of blocks in a cluster.
   template <typename Kernel, typename... Args>
   void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared_bytes, int cluster,
                          const Args&... args) {
@@ -29,7 +29,7 @@ class LaunchSequence {
   void zero(float* x, int64_t count) {
     if (status_ == cudaSuccess && count > 0) check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_));
   }
-  // Parts that lie one after another, in a fixed order.
+  // Sums parts that lie one after another, in a fixed order.
   void sum(float* out, const float* parts, int64_t outer, int64_t num_parts, int64_t inner) {
     if (status_ != cudaSuccess) return;
     const int64_t blocks = (outer * inner + kPrepareThreads - 1) / kPrepareThreads;

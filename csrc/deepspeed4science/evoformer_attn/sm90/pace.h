@@ -1,8 +1,9 @@
-// Blocks keep step: none runs far ahead of the mean of all, so that bias2, K and V, which many blocks read, are read
-// while they are in the L2 cache. Multiprocessors differ by a few per cent, many tiles in a long call.
+// Keeps blocks in step: a block waits while it is far ahead of the mean of all blocks, so that bias2, K and V, which
+// many blocks read, are read while they are in the L2 cache. Without it, multiprocessors drift apart by a few per cent,
+// which is many tiles in a long call.
 //
-// Results do not depend on it. If some blocks do not run (another kernel has their place), the first block that has
-// waited too long ends the waiting for all.
+// Results do not depend on it. If some blocks do not run (another kernel occupies their multiprocessors), the first
+// block that has waited too long ends the waiting for all.
 #pragma once
 
 #include "common/ptx.h"

@@ -35,7 +35,8 @@ struct PersistentGrid {
   }
 
  private:
-  // The blocks of a cluster share a group of multiprocessors, which may leave some without a partner.
+  // The blocks of a cluster run in one group of multiprocessors (GPC), so some multiprocessors may stay without a
+  // block.
   static cudaError_t in_clusters(int& blocks) {
     Launch launch(blocks / kCluster * kCluster, kNumThreads, kSharedBytes, kCluster);
     int clusters = 0;

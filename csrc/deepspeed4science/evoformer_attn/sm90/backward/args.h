@@ -27,7 +27,7 @@ struct BackwardArgs {
   int32_t* dq_num_released;   // number of entries of dq_released
   int32_t* next_tile;         // the first tile that no block has taken (tile_scheduler.h)
   int32_t* next_dbias2_tile;  // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
-  float* dbias2_global;       // the pass over keys adds dS to it (dbias2_global.h); or null
+  float* dbias2_global;       // kernel_dq_dkdv adds dS to it (dbias2_global.h); or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;
@@ -42,8 +42,8 @@ struct BackwardArgs {
   bool stores_dbias1;                // each head stores a part of its own
   bool adds_dbias2;                  // several slices add into one result
   bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv stores it; rounded where it splits keys
-  bool waits;                        // this kernel reads what the one before it writes
-  bool waits_before_stores;          // the kernel before also writes where this one stores: accumulators of dq
+  bool waits;                        // at its beginning the kernel waits for the end of the previous one
+  bool waits_before_stores;          // it waits before its stores: accumulators of dq may lie in dbias2
 
   // The kernels compute s = Q K^T + (bias1 + bias2 - lse) / scale and P = 2^(c s), math.md (8). Some terms are initial
   // values of the accumulator, the others are added in the exponent.
@@ -52,9 +52,9 @@ struct BackwardArgs {
   float c;     // scale log2(e)
 
   // kernel_dq_dkdv in clusters.
-  int32_t queries_of_block;  // the last block may have fewer
-  bool heads_outside;        // one head's rows n follow one another
-  bool splits_keys;          // each block has all queries and a tile of keys
+  int32_t queries_of_block;  // the last block of a cluster may have fewer
+  bool heads_outside;        // tiles are numbered rows n first, then heads
+  bool splits_keys;          // each block of a cluster has all queries and a tile of keys
 
   // The index of a row n among all B N.
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }

@@ -1,7 +1,7 @@
-// Sums dk and dv over the blocks of a cluster, which have the same keys and each a part of the queries: the first block
-// gets dk, the second dv. First pairs of blocks swap: each warpgroup writes its part of the partner's result into the
+// Sums dk and dv over the blocks of a cluster, which have the same keys and each a part of the queries. The first block
+// gets dk, the second dv. First, pairs of blocks swap: each warpgroup writes its part of the partner's result into the
 // partner's shared memory, where a barrier counts the bytes, and adds the part that it receives. Then the third block
-// sends its dk (without a fourth block both results) to the first two, the fourth its dv.
+// sends dk to the first (without a fourth block also dv to the second), and the fourth sends dv to the second.
 //
 //   blocks   swapped              then sent
 //   2        0 <-> 1
@@ -22,7 +22,7 @@ struct ClusterReduce {
   static_assert(sizeof(OwnedPair) >= 128 * sizeof(Result), "a result goes where the owned tiles were");
 
   Shared& shared;
-  float4* buffer;  // this thread's part of the room of the owned tiles
+  float4* buffer;  // this thread's part of the buffer, which is the memory of the owned tiles
   uint32_t parity;
   const ConsumerCoord& at;
 
@@ -35,8 +35,8 @@ struct ClusterReduce {
     }
   }
 
-  // Called when no product reads the owned tiles any more. Afterwards dk is complete in the first block, dv in the
-  // second.
+  // To be called when no product reads the owned tiles any more. Afterwards dk is complete in the first block, dv in
+  // the second.
   CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& dk, Result& dv, uint32_t& parity,
                                       const ConsumerCoord& at) {
     const ClusterReduce reduce{shared, reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128, parity, at};

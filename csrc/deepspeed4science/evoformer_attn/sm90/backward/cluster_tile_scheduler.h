@@ -1,6 +1,6 @@
-// The tiles of a persistent cluster, one after another: a fixed share or, where tiles differ in cost (hidden keys), the
-// next one from a counter in global memory. The first block takes it and sends its number to all blocks; each block's
-// barrier counts the bytes.
+// The tile scheduler of kernel_dbias2's persistent clusters. A cluster computes every so many-th tile or, where tiles
+// differ in cost (hidden keys), the next one from a counter in global memory. Its first block takes the tile from the
+// counter and sends the number to all blocks; each block's barrier counts the bytes.
 //
 // Invariant: a queue entry is reused without waiting for its readers, because no warp is 16 tiles behind the scheduler.
 // A tile has at least one step, of two stages. The producers of a cluster are at most all stages apart, their consumers
@@ -18,7 +18,7 @@ struct ClusterTileQueue {
   using Pipe = PipelineState<kSize>;
   int tiles[kSize];
   FullBarrier full[kSize];
-  int num_slices, num_tiles;  // of the rows n, of all slices
+  int num_slices, num_tiles;  // slices of the rows n, tiles of all slices
 
   CUTLASS_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1);
@@ -31,8 +31,8 @@ struct ClusterTileQueue {
   }
 };
 
-// One warp's way through them; `tile` is the queue's num_tiles or more behind the last one. kTakes: the one thread that
-// brings tiles.
+// One object for each warp. `tile` is at least the queue's num_tiles once all tiles are done. kTakes: for the one
+// thread that takes tiles.
 template <typename Config, bool kTakes>
 class ClusterTileScheduler {
  public:
@@ -56,8 +56,8 @@ class ClusterTileScheduler {
     tile = queue_.tiles[pipe_.index];
     pipe_.advance(), has_next_ = false;
   }
-  // Takes the next tile, if that has not been done. To be called near the end of a tile: a tile taken earlier is
-  // withheld from idle clusters.
+  // Takes the next tile, unless it is taken already. To be called near the end of a tile: if a tile were taken earlier,
+  // idle clusters could not compute it.
   CUTLASS_DEVICE void take_next() {
     if (has_next_ || args_.next_dbias2_tile == nullptr) return;
     has_next_ = true;

@@ -1,4 +1,4 @@
-// The shape of kernel_dq_dkdv: tile sizes, what lies in shared memory, how registers are shared out.
+// The configuration of kernel_dq_dkdv: tile sizes, the layout of shared memory, the registers of each warpgroup.
 #pragma once
 
 #include "common/arch.h"
@@ -80,7 +80,7 @@ struct DqDkdvConfig {
   };
   struct NoDq {};
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
-  // kDqInGlobal: dS on its way from one warpgroup to all, and dq on its way from an accumulator to the result.
+  // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
     static constexpr int kDsStages = 4, kSums = 4;
     alignas(1024) uint8_t ds[kDsStages][kTiles][BiasTile::kBytes];
@@ -93,7 +93,7 @@ struct DqDkdvConfig {
   };
   using Queue =
       TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kDqInGlobal: read by all warps but the one that fills it
-  // What the producer tells the consumers about a tile.
+  // What the producer publishes to the consumers about a tile.
   struct UnlocatedVisible {
     int tile;  // `tile`, `first` and `end` are unused; see LocatedVisible
     bool first;
@@ -198,7 +198,7 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // with split keys it adds zeros to dq
+    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // with split keys this block must add zeros to dq
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

@@ -1,4 +1,4 @@
-// The shape of kernel_dbias2: tile sizes, what lies in shared memory, how registers are shared out.
+// The configuration of kernel_dbias2: tile sizes, the layout of shared memory, the registers of each warpgroup.
 #pragma once
 
 #include "sm90/backward/cluster_tile_scheduler.h"
@@ -21,16 +21,16 @@ struct Dbias2Config {
   static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // many for statistics, where there is room
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
-  // At most as many warps as rows n in flight, so that no warp gets a whole round of stages ahead, which the parity of
-  // a barrier could not tell.
+  // At most as many warps as rows n in flight. So no warp is ahead by all stages: the phase bit of a barrier could not
+  // tell that from being in step.
   static constexpr int kStatisticsWarps = kStages / 2 < 3 ? kStages / 2 : 3;
 
   using QueryTile = SwizzledTile<kBlockQueries, kHeadDim>;
   using KeyTile = SwizzledTile<kBlockKeys, kHeadDim>;
   static constexpr int kHeadSteps = (kHeadDim + 15) / 16;
 
-  // The operands of one product: Q and K of an n, or dO and V; and what enters it by sm90/mma/rank1_mma.h: -lse / scale
-  // and bias1 / scale, or -delta.
+  // The operands of one product: Q and K of a row n, or dO and V; and the terms of its rank-1 update
+  // (sm90/mma/rank1_mma.h): -lse / scale and bias1 / scale, or -delta.
   template <typename Tile>
   struct Operand {
     alignas(1024) uint8_t tile[Tile::kBytes];
@@ -45,8 +45,8 @@ struct Dbias2Config {
     Stage stages[kStages];
     FullBarrier full[kStages];
     EmptyBarrier empty[kStages];
-    EmptyBarrier partner_empty[kStages];  // of a cluster: there the stage is free too
-    int num_rows[kStages];                // of Q and K of a tile's first row n: how many there are
+    EmptyBarrier partner_empty[kStages];  // in a cluster: the stage is free in the other block, too
+    int num_rows[kStages];                // in stages with Q and K of a tile's first row n: the tile's number of rows n
     ClusterTileQueue tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
@@ -57,7 +57,7 @@ struct Dbias2Config {
   struct Coordinates {
     int query, key, head, batch, slice;
   };
-  // A cluster of two blocks has the same keys: one block brings K to both, the other V.
+  // The two blocks of a cluster have the same keys: one block loads K for both, the other V.
   CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {

@@ -63,7 +63,7 @@ struct DqDkdvConsumer {
           const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
           Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
-      } else {  // nothing to compute, but the stages must be released
+      } else {  // nothing to compute, but stages must be released
         if constexpr (Config::kReleasesEarly && !kDqInShared) shared.owned_empty[buffer].arrive();
         if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);

@@ -1,10 +1,10 @@
-// dbias2, math.md (16), in the pass over keys of wide heads: dS of a step is added to it in fp32, so that no other pass
-// computes dS again.
+// dbias2, math.md (16), in kernel_dq_dkdv above D = 64: dS of a step is added to dbias2 in float32, so that no other
+// kernel computes dS again.
 //
-// Four registers of a warpgroup's lanes hold 8 queries by 64 keys of dS^T. Such a unit has eight rows of 64 elements in
-// dbias2. Until the pass is done, these rows hold the elements in the accumulators' order, two rows for each warp: a
-// warp adds to 2 x 256 bytes without exchanging data. Afterwards `order_dbias2` moves each element to its place.
-// Incomplete units, at the last queries and keys, are in their final order from the beginning.
+// Four registers of a warpgroup's lanes hold a unit of dS^T, 8 queries by 64 keys: eight rows of 64 elements in dbias2.
+// Until the kernel ends, these rows hold the unit in the order of the accumulators, two rows for each warp, so that a
+// warp adds to 2 x 256 bytes without exchanging data. Afterwards `order_dbias2` moves the elements into row-major
+// order. Incomplete units, at the last queries and keys, are row-major from the beginning.
 #pragma once
 
 #include "common/atomic_add.h"
@@ -13,7 +13,7 @@
 
 namespace ds4s::sm90 {
 
-// Row-major positions in a unit: of a lane's four registers before order_dbias2, and of the e-th of them afterwards.
+// Offsets in a unit: of a lane's four registers before order_dbias2, and of the e-th of them afterwards.
 struct Dbias2Unit {
   static constexpr int kQueries = 8, kKeys = 64;
   int64_t pitch;
@@ -77,7 +77,7 @@ struct Dbias2Global {
   }
 };
 
-// A block of 128 threads for so many units, one below the other.
+// Units of a block of 128 threads of order_dbias2, one after another along the queries.
 constexpr int kOrderUnits = 4;
 static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs args) {
   ptx::wait_for_kernel_before();

@@ -1,12 +1,12 @@
-// dq in kernel_dq_dkdv of keys where it does not fit into shared memory, math.md (13): every block adds its keys' share
-// to an accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, each of them writes a
-// part of dq. Only the (b, n, h) under way have an accumulator.
+// dq, math.md (13), in kernel_dq_dkdv where it does not fit into shared memory: every block adds its keys' share to an
+// accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, each of them writes a part of
+// dq. Only the (b, n, h) under way have an accumulator.
 //
-//   consumers         dS through shared memory, dq^T = K^T dS^T: each warpgroup 64 columns of dq by 32 queries, added
-//                     to the accumulator, which keeps the order of the instruction's accumulators
+//   consumers         exchange dS through shared memory and compute dq^T = K^T dS^T, 64 columns of dq by 32 queries for
+//                     each warpgroup; they add it to the accumulator in the order of the instruction's registers
 //   accumulator warp  finds the accumulator of a tile, and counts a tile that has been added
-//   dq warp           waits for the other blocks, writes this block's part of dq and leaves zeros; the last one of a
-//                     (b, n, h) releases the accumulator
+//   dq warp           waits for the other blocks, writes this block's part of dq and leaves zeros; the last block of a
+//                     (b, n, h) to do so releases the accumulator
 //
 // Why no block waits forever (docs/kernels/dq-accumulators.md has the proof and a diagram; a pair is a (b, n, h)):
 //   H1  Tiles are taken in increasing order (tile_scheduler.h), and a block finishes its tiles in that order.
@@ -57,7 +57,7 @@ struct DqGlobal {
     Pipe given, taken;
     uint32_t accumulator_phase = 0;
     float* next;  // this lane's first element of the next step
-    bool begins;  // no step of this tile has been added
+    bool begins;  // no step of this tile has been added yet
   };
 
   // Stores dS of this warpgroup's keys, each 8x8 matrix transposed, at `offset`.

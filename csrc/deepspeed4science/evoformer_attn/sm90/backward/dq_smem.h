@@ -1,6 +1,6 @@
-// dq, math.md (13), in shared memory, in kernel_dq_dkdv of keys. All warpgroups of a block store their part of dS,
-// queries by keys; in turn, one of them multiplies it: dq += dS K over all keys of the block. dq of one (b, n, h) stays
-// in shared memory while the block iterates over the keys.
+// dq, math.md (13), in shared memory, in kernel_dq_dkdv that owns keys. In each step all warpgroups of a block store
+// their parts of dS, queries by keys, and one warpgroup, another one in each step, computes dq += dS K over all keys of
+// the block. dq of one (b, n, h) stays in shared memory while the block iterates over the keys.
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
@@ -33,8 +33,8 @@ struct DqShared {
     bool first, last;  // among the tiles of this (b, n, h) with a visible key
   };
 
-  // Multiplies dS of step `index` if it is this warpgroup's turn. The wait for the parts of the others ends: they store
-  // them without waiting for this warpgroup.
+  // Multiplies dS of step `index` if that step is this warpgroup's. Waiting for the other warpgroups' parts of dS ends,
+  // since they store them without waiting for this one.
   CUTLASS_DEVICE static void add(const TileState& state, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;

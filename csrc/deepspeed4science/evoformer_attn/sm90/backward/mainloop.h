@@ -46,7 +46,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     cutlass::arch::fence_view_async_shared();
     shared.dq.full[stage][at.tile].arrive();
   }
-  // Stores dS = 0 for keys that are hidden or do not exist; for the latter bias2, and so the tile, is 0 already.
+  // Stores dS = 0 for hidden keys. For keys that do not exist, the tile holds zeros already: TMA has loaded bias2 as 0.
   CUTLASS_DEVICE static void store_zero_ds(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
     if (!kHasBias2 || exists) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
@@ -75,8 +75,8 @@ struct DqDkdvMainloop : StepProducts<Config> {
     results.dbias2 += kColumns, results.keys_left -= kColumns;
   }
 
-  // Packs P and dS of a step whose products s and dp have been started. Also waits for the results of the step before,
-  // whose stage was last_stage, and releases that stage.
+  // Packs P and dS of a step whose products s and dp have been started. Also waits for the result products of the
+  // previous step, whose stage was last_stage, and releases that stage.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
                                            Shared& shared, const BackwardArgs& args, int stage, int last_stage,
                                            PendingStore& pending, const ConsumerCoord& at) {
@@ -132,7 +132,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     fence_registers(results.of_p);
     wgmma_begin();
     start_scores(s, operands.owned, operands.streamed + pipe.index * Operands::kNextStage);
-    wgmma_commit();  // an empty group in place of results
+    wgmma_commit();  // an empty group in place of the previous step's results
     start_products(dp, operands, pipe.index);
     for (int step = 1;; ++step) {
       finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);

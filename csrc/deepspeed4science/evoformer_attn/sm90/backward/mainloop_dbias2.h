@@ -32,7 +32,7 @@ struct Dbias2Mainloop {
     return block.key + at.tile * Config::kKeys + 2 * (at.lane % 4);
   }
 
-  // log2(e) bias2, as accumulators have it; nothing is read past its ends.
+  // Loads log2(e) bias2 in the order of the accumulators; nothing is read past the ends of bias2.
   CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
                                         const ConsumerCoord& at) {
     int query = first_query(block, at), key = first_key(block, at);
@@ -52,7 +52,7 @@ struct Dbias2Mainloop {
         bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
       }
     }
-    // Keeps them unpacked: the compiler would unpack them again for every row n.
+    // Keeps the values unpacked: otherwise the compiler would unpack them again for every row n.
     if constexpr (!kPacked) fence_registers(bias2);
   }
   // s becomes P; bias2 from its element `part` on.
@@ -62,7 +62,7 @@ struct Dbias2Mainloop {
       float2 value;
       if constexpr (kPacked) {
         uint32_t pair = bias2[(part + x) / 2];
-        asm volatile("" : "+r"(pair));  // not before
+        asm volatile("" : "+r"(pair));  // unpacked here and not earlier
         value = ptx::unpack<scalar_t>(pair);
         value.x *= kLog2e, value.y *= kLog2e;
       } else {
@@ -87,7 +87,7 @@ struct Dbias2Mainloop {
                                        const Coordinates& block, const Biases& bias2, Sums& dbias2,
                                        const ConsumerCoord& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
-    // Start addresses of this warpgroup's rows of the first stage, and of what enters their products.
+    // Start addresses of this warpgroup's rows in the first stage, and of the terms of their rank-1 updates.
     const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 16);
     const uint32_t first_queries = start_address(shared.stages[0].queries.tile) + QueryTile::rows_step(row);
     const uint32_t first_keys = start_address(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
@@ -125,7 +125,7 @@ struct Dbias2Mainloop {
           fence_registers(s);
           if (part + kScores == kKeys) shared.empty[of_scores.index].arrive();
           exponentiate(s, bias2, part / 2, args.c);
-          fence_registers(s);  // all of it before waiting for more
+          fence_registers(s);  // all of this before the next wait
         }
         wgmma_wait<0>();
         fence_registers(dp);

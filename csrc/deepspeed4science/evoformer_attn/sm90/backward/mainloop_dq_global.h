@@ -1,11 +1,11 @@
 // The mainloop of kernel_dq_dkdv where dq is added to accumulators (dq_global.h). It differs from mainloop.h in the
-// order of products: those of a step's results follow both score products of the next step, and run beside everything
-// that is computed from these scores.
+// order of products: the result products of a step follow both score products of the next step, and run while the
+// exponentials of these scores are computed.
 //
 //   step k:   s, dp of k          wgmma
 //             dv of k - 1         P from registers
-//             dk of k - 1         dS from shared memory, this warpgroup's
-//             dq of k - 2         dS of all keys; a step later, when the other warpgroup has stored its dS
+//             dk of k - 1         dS of this warpgroup, from shared memory
+//             dq of k - 2         dS of all warpgroups, one step later, when the other one has stored its part
 #pragma once
 
 #include "sm90/backward/dbias2_global.h"
@@ -31,8 +31,8 @@ struct DqGlobalMainloop {
     Packed p;
     typename Dq::Sum sum;
     typename Dbias2::Position dbias2;
-    bool adds = false;    // sum is of a step, not of nothing
-    int last_stage = -1;  // read by the results in flight
+    bool adds = false;    // sum holds a step's dq, which must be added
+    int last_stage = -1;  // the stage that result products in flight read
     CUTLASS_DEVICE explicit State(const typename Dbias2::Position& position) : dbias2(position) {}
   };
 
@@ -50,7 +50,7 @@ struct DqGlobalMainloop {
     Dq::start(state.sum, dq, shared, operands.owned_tiles, at);
     wgmma_commit();
   }
-  // Releases their operands and adds dq.
+  // Waits for these products, releases their operands and adds dq.
   CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::State& dq,
                                             const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     wgmma_wait<0>();
@@ -72,7 +72,7 @@ struct DqGlobalMainloop {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
     Products::pack(p, s);
-    fence_registers(s);  // all of it before waiting for more
+    fence_registers(s);  // all of this before the next wait
     wgmma_wait<1>();
     fence_registers(dp);
     CUTLASS_PRAGMA_UNROLL

@@ -6,7 +6,7 @@
 
 namespace ds4s::sm90 {
 
-// All rows begin at 16 bytes, as the tensor memory accelerator needs them.
+// Config of PrepareRows: rows of tensors that TMA reads begin at 16 bytes.
 template <typename scalar_t_, int kHeadDim_>
 struct PrepareConfig {
   using scalar_t = scalar_t_;
@@ -39,8 +39,8 @@ struct PreprocessArgs {
   RowLists row_lists;
   int32_t num_lists, keys_per_list;
   KeyMaskArgs key_mask;
-  int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: they are known
-  Zeros dbias1, dbias2, accumulators, counters;  // the last two are dq_global.h's
+  int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: none
+  Zeros dbias1, dbias2, accumulators, counters;  // accumulators and counters are those of dq_global.h
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of

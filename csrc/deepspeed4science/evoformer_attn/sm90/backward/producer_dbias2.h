@@ -1,5 +1,5 @@
-// The producers of kernel_dbias2: one thread issues all TMA loads; warps in turn load the statistics of queries and
-// keys, whose rows may begin at any byte.
+// The producers of kernel_dbias2: one thread issues all TMA loads; several warps, each for every so many-th row n, load
+// the statistics of queries and keys, whose rows may begin at any byte.
 #pragma once
 
 #include "sm90/backward/config_dbias2.h"
@@ -19,7 +19,7 @@ struct Dbias2Producer {
   // Run by one thread: all TMA loads. In a cluster one block loads K for both, the other V.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const Dbias2Maps& maps) {
     const int rank = Config::rank();
-    constexpr int kRowsAhead = 4;  // taking a tile takes as long
+    constexpr int kRowsAhead = 4;  // the next tile is taken so many rows n before the end: about the latency of taking
     const bool shares = Config::num_blocks() > 1;
     typename Config::Pipe pipe;
     for (ClusterTileScheduler<Config, /*kTakes=*/true> tiles(shared.tile_queue, args);
@@ -57,7 +57,7 @@ struct Dbias2Producer {
     }
   }
 
-  // Statistics of rows and columns of one n.
+  // The statistics of the queries and keys of one row n.
   struct Statistics {
     static constexpr int kRows = Config::kBlockQueries / 32, kColumns = Config::kBlockKeys / 32;  // of a lane
     float shift;
@@ -66,7 +66,7 @@ struct Dbias2Producer {
 
     // Starts the loads; `store` waits for them.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      n = min(n, args.N - 1);  // where no row n sees a key, any valid one
+      n = min(n, args.N - 1);  // where no row n sees a key, n is N; any valid row will do
       Bias1OfRow<scalar_t> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       shift = bias1.shift;
@@ -92,8 +92,8 @@ struct Dbias2Producer {
     }
   };
 
-  // Run by several warps in turn, each for its own n. A step is shorter than the loads, so a warp starts those for its
-  // next n a round ahead.
+  // Run by several warps, each for every kWarps-th row n. The loads take longer than a step, so a warp starts those of
+  // its next row n when it has stored the last ones.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int warp) {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
@@ -103,7 +103,7 @@ struct Dbias2Producer {
       Coordinates at = Config::locate(args, tiles.tile);
       const typename Config::Rows rows(args, shared.tile_queue.num_slices, at);
       Statistics statistics;
-      const int own = (warp - step + kWarps) % kWarps;  // the first row n of this warp
+      const int own = (warp - step + kWarps) % kWarps;  // index of this warp's first row n
       int next;
       rows.load(next, min(own, rows.count - 1));
       statistics.load(args, at, next, lane);

@@ -1,5 +1,5 @@
 // The products of one step of kernel_dq_dkdv and their operands, for the mainloops of mainloop.h and
-// mainloop_dq_global.h. In the pass over keys all matrices are the transposes of their names: rows of s are keys,
+// mainloop_dq_global.h. If the kernel owns keys, all matrices are the transposes of their names: rows of s are keys,
 // columns queries.
 #pragma once
 
@@ -25,12 +25,12 @@ struct StepProducts {
 
   // The results of one owned tile, in registers.
   struct Results {
-    float row[2];                          // the rows' term of the exponent
+    float row[2];                          // the term of the exponent that belongs to rows
     Result of_ds;                          // dk or dq
     float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
-    float sums[2];                         // of dS over columns, this lane's share
-    float* dbias2;                         // dS is added there too: this lane's next four keys; or null
-    int keys_left;                         // from there on
+    float sums[2];                         // this lane's share of dS summed over columns
+    float* dbias2;                         // where dS is stored, too: this lane's next four keys; or null
+    int keys_left;                         // keys from there on
   };
 
   // Start addresses of a warpgroup's operands, streamed ones in stage 0.

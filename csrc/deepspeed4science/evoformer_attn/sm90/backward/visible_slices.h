@@ -1,5 +1,5 @@
-// common/slices.h on the device: the number of slices of the rows n for kernel_dbias2, by what is visible. With hidden
-// keys, tiles have different numbers of rows n, some none: more slices distribute them evenly.
+// common/slices.h on the device: the number of slices of the rows n for kernel_dbias2, by the visible keys. With hidden
+// keys, tiles have different numbers of rows n, some have none; more slices distribute the work more evenly.
 #pragma once
 
 #include "common/slices.h"
@@ -7,11 +7,12 @@
 
 namespace ds4s::sm90 {
 
-// Called by a warp. All visible rows n count as if they belonged to tiles with the largest number, `largest`, each.
+// Called by a warp. The estimate counts the rows n of all lists as so many tiles with the longest list's length,
+// `largest`.
 CUTLASS_DEVICE int choose_visible_slices(const BackwardArgs& args, int num_clusters) {
   const RowLists& lists = args.row_lists;
   const int lane = int(threadIdx.x) % 32, num_lists = args.B * lists.tiles;
-  int total = 0, largest = 0, num_visible = 0;  // lists that are not empty
+  int total = 0, largest = 0, num_visible = 0;  // num_visible: lists that are not empty
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = lane; i < num_lists; i += 32) {
     const int count = lists.counts[i];
@@ -26,7 +27,7 @@ CUTLASS_DEVICE int choose_visible_slices(const BackwardArgs& args, int num_clust
   const bool differ = total < largest * num_visible;
   const int least = differ ? (4 * num_clusters - 1) / (tiles_of_list * num_visible) + 1 : 1;
 
-  // A lane for each number of slices. A wave more by a rounding error does not count.
+  // Each lane rates one number of slices. 0.01 keeps a rounding error from adding a wave.
   const int slices = lane + 1, most = max(min(largest / 8, int(kMostSlices)), 1);
   const float waves = ceilf(tiles * float(slices) / clusters - 0.01f);
   const float cost = slices >= min(least, most) && slices <= most ? waves * (1.f / float(slices) + 0.02f) : infinity();

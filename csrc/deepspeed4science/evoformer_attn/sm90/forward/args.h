@@ -1,4 +1,4 @@
-// The forward kernel's arguments beside its tensor maps.
+// The forward kernel's arguments, besides its tensor maps.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -16,10 +16,10 @@ struct ForwardArgs {
   int64_t row_mask_stride[2];
 
   int32_t N, H, Lq, Lk;
-  // Tiles of a band of groups of kRows rows n: its groups, innermost, times query blocks, times H. Then the next band;
-  // the last one may have fewer groups.
+  // The order of tiles. A band is some groups of kRows rows n. Its tiles are numbered groups first, then query blocks,
+  // then heads; the next band follows. The last band may have fewer groups.
   int32_t num_tiles, num_bands;
-  int32_t* parts_begun;  // by all blocks together (sm90/pace.h); null: nobody waits
+  int32_t* parts_begun;  // parts that all blocks together have begun (sm90/pace.h); null: no block waits
   cutlass::FastDivmod by_band_tiles, by_groups, by_last_groups, by_query_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head
 

@@ -1,5 +1,5 @@
-// How a warp stores bias1 of a step in shared memory: f (bias1 - shift), math.md (1a), as floats, and -inf past the
-// last key. TMA cannot load rows that begin at any byte. The loads of a step run while the warp waits for its stage.
+// A warp loads bias1 of a step and stores f (bias1 - shift), math.md (1a), in shared memory as floats, with -inf past
+// the last key. TMA cannot do this: rows may begin at any byte. The loads run while the warp waits for its stage.
 #pragma once
 
 #include "sm90/forward/config.h"

@@ -1,4 +1,4 @@
-// The shape of one forward kernel: tile sizes, what lies in shared memory, how registers are shared out.
+// The configuration of the forward kernel: tile sizes, the layout of shared memory, the registers of each warpgroup.
 #pragma once
 
 #include "common/arch.h"
@@ -43,7 +43,7 @@ struct ForwardConfig {
   static_assert(kBlockQueries <= 256, "a box has up to 256 rows");
   static constexpr int kQSteps = (kHeadDim + 15) / 16;
 
-  struct KeyStage {  // what the scores of a step need
+  struct KeyStage {  // a stage of the pipeline for scores
     alignas(1024) uint8_t k[kRows][KTile::kBytes];
     alignas(1024) uint8_t bias2[kHasBias2 ? kQueryTiles : 1][kHasBias2 ? BiasTile::kBytes : 16];
   };
@@ -52,7 +52,7 @@ struct ForwardConfig {
   };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kHasBias1 ? kRows : 1][kHasBias1 ? kKeys : 4];
-  // The place of a key's value: the four values of a lane among 16 keys are neighbours.
+  // The index of a key's value: the four values of a lane among 16 keys are neighbours.
   CUTLASS_DEVICE static int bias1_place(int key) {
     return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);
   }
@@ -60,7 +60,7 @@ struct ForwardConfig {
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
   static constexpr int kFirstWarps = 4 * kQueryTiles;  // warps that read a row n of the first tile (first_mask.h)
-  // What the producer tells the consumers about a tile together with its Q.
+  // What the producer publishes to the consumers about a tile, together with its Q.
   struct Visible {
     int num_steps;   // loaded steps: those with a visible key, and num_unseen
     int num_unseen;  // 1: the first loaded step was loaded ahead and has no visible key

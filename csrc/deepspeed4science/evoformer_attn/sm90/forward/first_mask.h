@@ -1,5 +1,5 @@
-// All consumers of a block, which are idle at first, find the visible keys of its first tile together. One warp
-// (RowScan) would take 2 us, a sixth of the forward of (1,1,768,16,24).
+// The visible keys of a block's first tile. All consumers find them together, since they have nothing to do yet. One
+// warp (RowScan) would take 2 us, a sixth of the forward of (1,1,768,16,24).
 #pragma once
 
 #include "sm90/forward/config.h"

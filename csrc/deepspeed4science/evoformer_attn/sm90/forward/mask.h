@@ -21,7 +21,7 @@ struct TileMask {
   static_assert(kWords == 32, "cleared by a warp");
 
   uint32_t steps[kRows][kWords];            // bit i of word w: the row sees a key of step 32 w + i
-  int end[kRows];                           // behind the last key that the row sees
+  int end[kRows];                           // last key that the row sees, + 1
   bool sees_first[kRows], sees_any[kRows];  // a key of the first step, of any
   float shift[kRows];                       // of bias1
 };
@@ -31,7 +31,7 @@ constexpr int kFirstMaskKeys = 1024;
 template <int kRows, int kWarps>
 struct FirstMaskParts {
   float largest[kRows][kWarps];
-  int end[kRows][kFirstMaskKeys / kStepKeys];  // behind the last visible key of each step; 0: there is none
+  int end[kRows][kFirstMaskKeys / kStepKeys];  // last visible key of each step, + 1; 0: there is none
 };
 
 // Floats as integers in the same order; NaN, which max.NaN makes positive, is above infinity.
@@ -40,13 +40,13 @@ CUTLASS_DEVICE int ordered(float x) { return flip_ordered(__float_as_int(x)); }
 CUTLASS_DEVICE float from_ordered(int x) { return __int_as_float(flip_ordered(x)); }
 CUTLASS_DEVICE float warp_max(float x) { return from_ordered(__reduce_max_sync(0xffffffffu, ordered(x))); }
 
-// The end of the last visible one of 64 keys.
+// The last visible one of 64 keys, + 1.
 CUTLASS_DEVICE int end_of_votes(const uint32_t (&votes)[2]) {
   return votes[1] != 0 ? 64 - __clz(int(votes[1])) : 32 - __clz(int(votes[0]));
 }
 
-// Run by one warp. Its instructions matter: a tile of (1,384,384,4,32) takes 16,000 on each scheduler, and 800 more
-// were 5 %.
+// Run by one warp. The number of its instructions matters: a tile of (1,384,384,4,32) takes 16,000 on each scheduler of
+// a multiprocessor, and 800 more cost 5 %.
 template <typename scalar_t, bool kHasBias1>
 class RowScan {
  public:
@@ -72,7 +72,7 @@ class RowScan {
     // The largest bias1 of all words must be known before the first word is written; a single word is read only once.
     const int num_words = (Lk_ + Mask::kWordKeys - 1) / Mask::kWordKeys;
     float mine = -infinity(), largest = -infinity();
-    int last = -1;  // of its steps
+    int last = -1;  // the last visible step
     CUTLASS_PRAGMA_NO_UNROLL
     for (int word = num_words > 1 ? -num_words : 0; word < num_words; ++word) {
       const int first = (word < 0 ? word + num_words : word) * Mask::kWordKeys;

@@ -1,5 +1,6 @@
-// The plan of a forward on Hopper, its kernel and workspace: a value computed from the call, the device and the tier of
-// D. No CUDA here, so that a host test can plan for any device.
+// The plan of a Hopper forward: its kernel, the order of its blocks, and the offsets in the workspace. A plan is a
+// value, computed from the call, the device and the tier of D. This header includes no CUDA, so that a host test can
+// make plans for any device.
 #pragma once
 
 #include "common/device_facts.h"
@@ -10,12 +11,12 @@
 
 namespace ds4s::sm90 {
 
-// By the names of ForwardChoice.
+// The instantiations of the forward kernel; ForwardChoice (tile_sizes.h) has their tiles.
 enum class ForwardKernel : int { kManyRows, kOneRow, kFewTiles };
 constexpr const char* kForwardKernelNames[] = {"many_rows", "one_row", "few_tiles"};
 
 struct ForwardFacts : DeviceFacts {
-  int64_t one_row_blocks = 0;  // of ForwardChoice::OneRow, that the device holds; asked for where N is 1
+  int64_t one_row_blocks = 0;  // resident blocks of ForwardChoice::OneRow; queried only where N is 1
 };
 
 struct ForwardPlan {
@@ -39,9 +40,10 @@ int64_t num_forward_tiles(const FwdParams& p) {
   return ceil_div(p.Lq, 64 * Tiles::kQueryTiles) * ceil_div(p.N, Tiles::kRows) * p.H * p.B;
 }
 
-// The part of a plan that depends on no device. Where bias2 of a batch exceeds the L2 cache, bands let blocks that run
-// at the same time share few of its rows; where it far exceeds the cache, blocks keep step, too. (1,2048,2048,4,32):
-// 17.0; bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in step 136.
+// The part of a plan that depends on no device. Where bias2 of a batch exceeds the L2 cache, tiles are numbered in
+// bands, so that blocks that run at the same time read the same few rows of bias2; where it far exceeds the cache,
+// blocks also keep step. (1,2048,2048,4,32): 17.0 ms; bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in
+// step 136.
 inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
   constexpr int64_t kMiB = 1 << 20, kGroups = 12;
   const Bias2View bias2(p);
@@ -55,7 +57,8 @@ inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
   plan.workspace_bytes = layout.bytes();
 }
 
-// N = 1: no second row n shares bias2. Tiles of 64 queries are chosen where larger ones leave multiprocessors idle.
+// With N = 1 no second row n shares bias2. Where tiles of 256 queries would leave multiprocessors idle, tiles of 64
+// run.
 template <int kHeadDim>
 ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
   ForwardPlan plan;

@@ -26,8 +26,8 @@ struct WarpgroupSoftmax {
   CUTLASS_DEVICE explicit WarpgroupSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
 
-  // Takes the first reference from a quarter of a tile's first scores. Where these are all hidden, or huge, the
-  // reference waits for exponentiate(), which looks at all scores.
+  // Takes the first reference from a quarter of a tile's first scores. Where these are all hidden, or huge,
+  // exponentiate(), which looks at all scores, sets the reference.
   template <int kCount>
   CUTLASS_DEVICE void begin(const float (&s)[kCount]) {
     float x[2];

@@ -1,5 +1,5 @@
 // Tile sizes of the Hopper forward for each tier, with measurements (H200, bf16, both biases, ms;
-// docs/history/sm90-design.md has more). Numbers only, because the host's plan includes this file, too.
+// docs/history/sm90-design.md has more). Constants only, since plan.h includes them on the host.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +7,8 @@
 namespace ds4s::sm90 {
 
 template <int kRows_,         // rows n of a block; they share tiles of bias2
-          int kQueryTiles_,   // tiles of 64 queries of a block; they share keys and values
-          int kStages_,       // steps in flight
+          int kQueryTiles_,   // tiles of 64 queries of a block; they share K and V
+          int kStages_,       // pipeline stages
           int kBlocksPerSm_,  // blocks resident on one multiprocessor
           bool kPipelined_>   // O += P V of a step runs beside the exponentials of the next
 struct ForwardTiles {
@@ -24,7 +24,7 @@ struct ForwardChoice {
   using ManyRows = std::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 4, 1, /*kPipelined=*/true>,
                                       std::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
                                                          ForwardTiles<1, 2, 3, 1, /*kPipelined=*/true>>>;
-  // N = 1: no second row n shares bias2. (1,1,384,16,24), few tiles: 0.0099, 1 x 2 tiles 0.0112.
+  // For N = 1, where no second row n shares bias2. FewTiles at (1,1,384,16,24): 0.0099, with 1 x 2 tiles 0.0112.
   using OneRow = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 4, 3, 1, /*kPipelined=*/kHeadDim <= 32>, ManyRows>;
   using FewTiles = std::conditional_t<kHeadDim <= 64, ForwardTiles<1, 1, 3, 2, /*kPipelined=*/true>, ManyRows>;
 };

@@ -53,8 +53,8 @@ struct ConsumerCoord {
   CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
 };
 
-// The TMA store of the last tile, which still reads its buffer. It is waited for during the next tile; then all lanes
-// release the buffer, each for its own reads.
+// The TMA store of the previous tile, which may still read its buffer. Consumers wait for it during the next tile; then
+// all lanes release the buffer, each for its own reads.
 struct PendingStore {
   int buffer = -1;
   CUTLASS_DEVICE void finish(EmptyBarrier* empty, const ConsumerCoord& at) {
@@ -145,11 +145,11 @@ CUTLASS_DEVICE void store_eight(scalar_t* dst, uint4 eight, int valid) {
   }
 }
 
-// Gives each of the four lanes of a row eight neighbours of 32 columns, from 8 (lane % 4) on. mine: this lane's pairs,
-// one of each 8 columns.
+// Exchanges values so that each of the four lanes of a row has eight neighbours of 32 columns, from 8 (lane % 4) on.
+// mine: this lane's pairs, one of each 8 columns.
 CUTLASS_DEVICE uint4 eight_of_a_row(const uint32_t (&mine)[4], int lane) {
   const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
-  uint32_t pairs[2][2];  // of columns 8 (lane % 2) and 16 more: of the even and the odd lane here
+  uint32_t pairs[2][2];  // first index: columns from 8 (lane % 2) on, and 16 more; second: of the even and odd lane
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 2; ++i) {
     uint32_t got = ptx::shfl_xor(odd ? mine[2 * i] : mine[2 * i + 1], 1);

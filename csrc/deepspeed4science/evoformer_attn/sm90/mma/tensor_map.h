@@ -1,4 +1,4 @@
-// Host side of TMA: one tensor map for each tensor, made at every call (a microsecond for all).
+// Host side of TMA: encodes a tensor map for each tensor, at every call (a microsecond for all of them).
 #pragma once
 
 #include <cuda.h>

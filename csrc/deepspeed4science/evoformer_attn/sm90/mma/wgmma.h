@@ -61,7 +61,7 @@ CUTLASS_DEVICE void wgmma(float (&d)[kN / 2], const uint32_t* a, uint64_t b, Sca
 // In which of the thread's two rows (lane / 4, and 8 more) value `index` of an accumulator lies.
 CUTLASS_HOST_DEVICE constexpr int row_of(int index) { return index >> 1 & 1; }
 
-// A product changes registers without the compiler's knowledge while it runs; this marks where that ends.
+// While a product runs, it changes registers without the compiler's knowledge; this marks the end of that.
 template <int kCount>
 CUTLASS_DEVICE void fence_registers(float (&d)[kCount]) {
   CUTLASS_PRAGMA_UNROLL
