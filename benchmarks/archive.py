@@ -1,4 +1,4 @@
-"""All result files as one list of measurements, whatever command wrote each file."""
+"""All result files as one list of measurements, whichever command wrote them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _WORKLOAD_OF = {w.shape: w.id for w in reversed(WORKLOADS) if w.bias2}
 
 @dataclass(frozen=True)
 class Measurement:
-    """One call of one implementation. `extra_bytes` is the peak on top of the inputs, of forward
-    and backward together where the direction is `bwd`; `errors` by "O", "dq".
+    """One call of one implementation.
+
+    `extra_bytes` is the peak memory beyond the inputs; where the direction is `bwd`, that of
+    forward and backward together. The keys of `errors` are "O", "dq" and so on.
     """
 
     file: str
-    date: str  # with the time, where the file has it
+    date: str  # with the time of day, if the file has it
     machine: str
-    family: str  # whose CUDA kernels `ours` took; "cpu" on a CPU
+    family: str  # the family of the CUDA kernels that `ours` ran; "cpu" on a CPU
     commit: str | None
     workload: str
     mask: str
@@ -62,7 +64,7 @@ def latest(kind: str, folder: Path = RESULTS, *, device: str) -> tuple[str, dict
 
 
 def environment(file: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """What a file says about the machine it was measured on."""
+    """The description of the machine on which a file was measured."""
     content: dict[str, Any] = json.loads((folder / file).read_text())
     return content["environment"]  # type: ignore[no-any-return]
 
@@ -126,7 +128,7 @@ def _graph_replay(file: str, content: dict[str, Any]) -> Iterator[Measurement]:
     environment = content["environment"]
     for row in content["results"]:
         if row.get("commit") is None and row.get("version") != "new":
-            continue  # tried and not kept
+            continue  # a version that was tried and not kept
         shape = tuple(row["shape"])
         yield Measurement(
             file=file,
@@ -145,7 +147,9 @@ def _graph_replay(file: str, content: dict[str, Any]) -> Iterator[Measurement]:
 
 
 def _family(file: str, environment: dict[str, Any]) -> str:
-    """Files name the family only where it was forced: by their name until there was another way."""
+    """The family of the kernels that a file measured. A file says so only where the family was
+    forced, in `cuda_family` or, in older files, in its name.
+    """
     if not environment["gpu"]:
         return "cpu"
     return str(environment.get("cuda_family") or ("sm80" if "-sm80" in file else "sm90"))

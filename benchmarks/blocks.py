@@ -1,6 +1,6 @@
-"""OpenFold 3's PairFormer block, forward and backward in training mode under bfloat16 autocast: on
-each path of kernels that the package has, on those with this op inside, and with the layers of
-`deepspeed4science.nn` in place of its own. Needs the package (`pip install openfold3`).
+"""OpenFold 3's PairFormer block, forward and backward, in training mode under bfloat16 autocast:
+with each choice of kernels that the package has, with this op in their place, and with the layers
+of `deepspeed4science.nn` in place of the package's. Needs the package (`pip install openfold3`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.timing import measure
 from deepspeed4science import drop_in, nn
 
-# The model's own (projects/of3_all_atom/config/model_config.py, pairformer).
+# The model's configuration (projects/of3_all_atom/config/model_config.py, pairformer).
 SINGLE, PAIR, HEADS, HEAD_DIM = 384, 128, 4, 32
 SINGLE_HEADS, SINGLE_HEAD_DIM = 16, 24
 CONFIG = {
@@ -46,10 +46,10 @@ class Path:
     """One choice of kernels for the block."""
 
     name: str
-    flag: str = ""  # of its forward
-    needs: str = ""  # package
-    switched: bool = False  # attention is this op
-    layers: str = ""  # "eager" or "compiled": attention layers are ours
+    flag: str = ""  # argument of the block's forward that chooses the kernels
+    needs: str = ""  # the package that has the kernels
+    switched: bool = False  # this op computes attention
+    layers: str = ""  # "eager" or "compiled": attention layers are those of deepspeed4science.nn
 
 
 PATHS = (
@@ -110,7 +110,7 @@ def measure_block(
     max_runs: int,
 ) -> list[BlockRow]:
     """Measures every path in one run."""
-    torch._dynamo.reset()  # else this crop's layers would be compiled for dynamic sizes
+    torch._dynamo.reset()  # otherwise layers would be compiled for dynamic sizes from here on
     block = _block(device)
     s = torch.randn(1, crop, SINGLE, device=device, requires_grad=True)
     z = torch.randn(1, crop, crop, PAIR, device=device, requires_grad=True)
@@ -121,8 +121,8 @@ def measure_block(
     }
     first, differences = None, {}
     for name, step in steps.items():
-        torch.manual_seed(0)  # the same dropout for all
-        dz = step()[1].double() - gradients[1]  # what the block adds to its residual's
+        torch.manual_seed(0)  # the same dropout for every path
+        dz = step()[1].double() - gradients[1]  # the pairs' gradient without the residual's part
         first = dz if first is None else first
         differences[name] = float((dz - first).norm() / first.norm())
     del first, dz
@@ -137,13 +137,13 @@ def measure_block(
 def _block(device: torch.device) -> torch.nn.Module:
     module = importlib.import_module("openfold3.core.model.latent.pairformer")
     block: torch.nn.Module = module.PairFormerBlock(**CONFIG)
-    for parameter in block.parameters():  # none at 0, where a branch would not count
+    for parameter in block.parameters():  # with parameters of 0, a branch would add nothing
         torch.nn.init.normal_(parameter, std=0.05)
     return block.to(device)
 
 
 class _Transposed(torch.nn.Module):
-    """An ending node for a block that transposes pairs around it by itself."""
+    """An ending node's layer for a block that passes it transposed pairs."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Transposed(torch.nn.Module):
 
 
 class _Called(torch.nn.Module):
-    """A layer without the options that the block passes to its own."""
+    """A layer that gets only those of the block's options that it knows."""
 
     def __init__(self, layer: Callable[..., Any], *names: str) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ def _step(
 
 
 def _of_the_switch(module: Any) -> dict[str, Any]:
-    """The attributes of a module that `drop_in.switch` changes: paths with and without it
-    alternate.
+    """The attributes of a module that `drop_in.switch` changes. They are set for each call, since
+    calls with and without the switch alternate.
     """
     before = dict(vars(module))
     with drop_in.switch("openfold3"):

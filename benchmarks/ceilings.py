@@ -1,6 +1,6 @@
-"""What bounds an attention kernel on this GPU, measured alone: exponentials, fused multiply-adds,
-tensor cores, reads out of L2, DRAM, fp32 sums into L2. Kernels in ceilings.cu, compiled here by the
-op's own toolchain; matrix product and copy are PyTorch's.
+"""The limits of an attention kernel on this GPU, each measured alone: exponentials, fused
+multiply-adds, tensor cores, reads out of L2, DRAM, float32 additions into L2. The kernels are in
+ceilings.cu and compiled by the op's toolchain; matrix product and copy are PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The error of every peer against the same maths in float64: O and the gradients, in the contract's
-layout whatever the peer's own is.
+"""The error of every peer against the same maths in float64: of O and of the gradients, in this
+op's layout, whatever the peer's layout is.
 """
 
 from __future__ import annotations

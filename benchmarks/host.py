@@ -68,8 +68,8 @@ class _Nothing(torch.autograd.Function):
 
 
 def measure_overhead(*, dtype: torch.dtype, device: torch.device) -> list[Overhead]:
-    """All peers in turn, again and again. On a CPU in one thread: who has next to nothing to do
-    would wait for the others.
+    """Times all peers in turn, round after round. On a CPU it uses one thread: with so little work,
+    a call of several threads would mostly wait for them.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Random inputs of one workload, made once and handed to every peer."""
+"""Random inputs of one workload, made once and the same for every peer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Whole layers of `deepspeed4science.nn` with their residual, forward and backward, under bfloat16
-autocast: eager and compiled, and the kernels that the compiled ones spend their time in.
+autocast: eager and compiled, and the kernels in which the compiled layers spend their time.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ GPU in the same run.
 
     torchrun --nproc-per-node 4 -m benchmarks.many_gpus --out result.json
 
-Every process first runs the whole problem alone, all at the same time. Times are medians over steps
-of the slowest process. On a CPU (gloo) it only shows that
-the program runs.
+Every process first runs the whole problem alone, all processes at the same time. A time is the
+median over steps, of the slowest process. On a CPU (gloo) the benchmark only shows that the program
+runs.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def measure(step: Callable[[], None], device: torch.device, steps: int) -> dict[
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> list[float]:
-    """Milliseconds of each step. On a GPU the host runs ahead, as in a training."""
+    """Milliseconds of each step. On a GPU the host runs ahead of the device, as in training."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -143,7 +143,7 @@ def timed(step: Callable[[], None], device: torch.device, steps: int) -> list[fl
 
 
 def bandwidths(mesh: DeviceMesh, device: torch.device, megabytes: int) -> dict[str, float]:
-    """GB/s that a process receives, of collectives as large as those of a pair bias."""
+    """GB/s that a process receives in collectives as large as those of a pair bias."""
     size, count = mesh.size(), megabytes * 2**20 // 4 // mesh.size()
     part = torch.ones(count, device=device)
     whole = torch.ones(count * size, device=device)

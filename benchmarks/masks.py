@@ -1,8 +1,8 @@
-"""Masks of real batches, by name: a workload keeps its shape and gets one of them.
+"""Masks of real batches, by name. A workload with a mask keeps its shape.
 
 OpenFold, OpenFold 3, Boltz and Protenix pad a batch to one length and build the mask of pair maps
-from one token mask: a padded token is a hidden key of every row n, and a row n whose keys are all
-hidden. They hide by -1e9 (a number near it); others do it by -inf.
+from one token mask. A padded token is then a hidden key of every row n, and its own row n has only
+hidden keys. These models hide keys by -1e9 or a number near it; others do it by -inf.
 """
 
 from __future__ import annotations

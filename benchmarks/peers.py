@@ -39,7 +39,7 @@ class Peer(ABC):
 
     @abstractmethod
     def not_available(self, setting: Setting) -> str | None:
-        """Why it cannot run this, or None. Imports the package, compiles nothing."""
+        """Why the peer cannot run this, or None. Imports its package, compiles nothing."""
 
     @abstractmethod
     def adapt(self, inputs: Inputs) -> Leaves:
@@ -50,7 +50,7 @@ class Peer(ABC):
         """The timed call."""
 
     def computes(self, workload: Workload) -> bool:
-        """Whether it computes the whole formula, so that its results can be compared."""
+        """Whether the peer computes the whole formula, so that its results can be compared."""
         return True
 
     def mode(self) -> AbstractContextManager[None]:
@@ -106,8 +106,8 @@ class Ours(Peer):
 
 
 class OursHeadsFirst(Ours):
-    """Ours on the memory that SDPA gets, [B, N, H, L, D], transposed without a copy to the
-    contract's layout: what models do whose attention is written for SDPA.
+    """Ours on tensors that lie in memory as SDPA's do, [B, N, H, L, D], seen transposed without a
+    copy: as in models whose attention is written for SDPA.
     """
 
     name = "ours-heads-first"

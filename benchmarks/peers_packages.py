@@ -1,5 +1,5 @@
-"""Peers that a package holds as one part of something larger. Versions they were read at:
-openfold3 0.5.0, miniworld-engine 2.3.12, turbopairformer 0.1.3.post1.
+"""Peers that are one part of a larger package. Written for these versions: openfold3 0.5.0,
+miniworld-engine 2.3.12, turbopairformer 0.1.3.post1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The op alone, by replay of a CUDA graph: its device time without the host's, for comparisons of
-one kernel under several masks or of two versions of this package.
+"""Device time of the op alone, without the host's, by replay of a CUDA graph: for comparisons of
+one kernel under several masks, or of two versions of this package.
 """
 
 from __future__ import annotations

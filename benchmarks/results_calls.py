@@ -1,5 +1,5 @@
-"""The tables of benchmarks/RESULTS.md about what surrounds the op: layers, blocks, the host, the
-first call; each from the newest file of its kind.
+"""The tables of benchmarks/RESULTS.md about layers, blocks, host time and first calls, each from
+the newest file of its kind.
 """
 
 from __future__ import annotations

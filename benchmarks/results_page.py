@@ -1,4 +1,4 @@
-"""benchmarks/RESULTS.md: one section for each question, written from the result files alone."""
+"""The text of benchmarks/RESULTS.md: one section for each question, from the result files alone."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def link(file: str, date: str) -> str:
 def newest_runs(
     measurements: Iterable[Measurement], workloads: Sequence[str], *, needs: Sequence[str]
 ) -> dict[tuple[str, str, str], list[Measurement]]:
-    """For each (dtype, direction, workload) the rows of the newest file that has this op and one of
-    the peers that are needed.
+    """For each (dtype, direction, workload), the rows of the newest file that has both this op and
+    one of the peers `needs`.
     """
     by_file: dict[tuple[str, str, str], dict[str, list[Measurement]]] = {}
     for m in measurements:

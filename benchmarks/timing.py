@@ -1,6 +1,6 @@
-"""Interleaved timing with cold caches: every peer once, then every peer again, and the median of
-each. Each round begins with another peer, so that no peer always follows the same one: a long call
-leaves the device warmer and its clocks lower.
+"""Interleaved timing with cold caches: rounds of one call of every peer, and the median for each
+peer. Each round begins with another peer, since a long call leaves the device warmer and its clocks
+lower.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The operators where autograd has nothing to record. Calls like one that was made before go
-straight to the function that computes them, others through PyTorch's dispatcher.
+"""The operators below autograd, where nothing is recorded. A call of a kind that was made before is
+replayed (replay.py); others go through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ backwards = Replay(partial(implementation.prepare_backward, rounds=True))
 
 
 def forward(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """The forward operator, not recorded by autograd. Q, K and V have autocast's dtype already; lse
-    may be None where it is not wanted.
+    """The forward operator, not recorded by autograd: O, and lse, which may be None if it is not
+    wanted. Q, K and V have autocast's dtype already.
 
-    differentiable   the backward may be wanted: it is compiled beside the forward
+    differentiable   the backward may follow, and is compiled beside the forward
     """
     replay = differentiable_forwards if differentiable else other_forwards
     tensors, given = tensors_of(call)
@@ -36,7 +36,9 @@ def forward(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor 
 
 
 def backward(call: BackwardCall) -> Gradients:
-    """The backward operator, not recorded; a kernel may have rounded the gradients of biases."""
+    """The backward operator, not recorded by autograd. Bias gradients are in float32 or already
+    rounded to the dtype of the bias.
+    """
     tensors, given = tensors_of(call)
     tensors += call.do_, call.o, call.lse
     kind = given, tuple(call.wanted), call.scale, call.partial_keys
@@ -54,11 +56,11 @@ def backward(call: BackwardCall) -> Gradients:
 
 
 def _operators() -> Any:
-    """Registered by operators.py, which imports this module."""
+    """The registered operators. operators.py registers them, and imports this module."""
     return torch.ops.deepspeed4science
 
 
 def forget() -> None:
-    """Drops all kept calls: for code that changes the program while it runs."""
+    """Drops all kept kinds of calls, for code that replaces parts of the program while it runs."""
     for replay in (differentiable_forwards, other_forwards, backwards):
         replay.forget()

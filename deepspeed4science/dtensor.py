@@ -1,5 +1,5 @@
-"""DTensors, as far as the op itself has to know them. `torch.distributed.tensor` is never imported
-here, but by the code that makes a DTensor.
+"""DTensors, as far as the op itself has to know them. This module never imports
+`torch.distributed.tensor`: where a DTensor exists, its maker has imported it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _load_sharding_rules() -> None:
     sharding.register()
 
 
-# torch.compile then calls the function while tracing and does not trace into it. This is what
-# torch._dynamo's decorator does, without importing torch._dynamo.
+# This attribute makes torch.compile call the function while tracing and not trace into it. The
+# decorator that sets it would import all of torch._dynamo.
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -46,8 +46,8 @@ def placements_of(tensors: Sequence[Tensor | None]) -> Sequence[Placements]:
 
 
 def summed(gradient: Any, placements: Placements) -> Tensor:
-    """A gradient with the given placements, its partial sums added up: to be called before it is
-    rounded.
+    """The gradient with the given placements. If it is a partial sum, it is summed over processes;
+    it must not have been rounded before.
     """
     partial = any(placement.is_partial() for placement in gradient.placements)
     complete: Tensor = gradient.redistribute(placements=placements) if partial else gradient

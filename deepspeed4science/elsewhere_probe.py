@@ -1,4 +1,4 @@
-"""The report where no GPU is: kernels that are here, or can be compiled, for other machines."""
+"""The report on a machine without a GPU: the kernels for GPUs that are compiled, or can be."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def note(builder: Any) -> str:
-    """A line for the CUDA op's row; empty where no kernel is there and none can be compiled."""
+    """A line for the CUDA op's row; empty if no kernel is compiled and none can be."""
     parts = [*_held(), _makes(builder)]
     return "; ".join(part for part in parts if part)
 
 
 def _held() -> list[str]:
-    """The kernels in each place, counted by architecture."""
+    """The kernels in each folder, counted by architecture."""
     from op_builder.cache import cache, search
 
     parts = []
@@ -28,7 +28,7 @@ def _held() -> list[str]:
 
 
 def _makes(builder: Any) -> str:
-    """The architectures that can be compiled for here; empty where obstacles prevent it."""
+    """The architectures for which kernels can be compiled here; empty if none can."""
     from op_builder import CUDAOpBuilder
 
     if not isinstance(builder, CUDAOpBuilder) or builder.tool_obstacles():

@@ -1,5 +1,5 @@
-"""Layer norm and linear maps whose parameters may have another dtype than their input: float32
-weights and activations in 16 bits, with or without autocast.
+"""Layer norm and linear maps whose parameters may have another dtype than their input, such as
+float32 weights and 16-bit activations, with or without autocast.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch.nn import functional
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """Layer norm in at least float32, as under autocast. PyTorch's own accepts no weights of
-    another dtype on a GPU.
+    """Layer norm, computed in float32 or wider, as under autocast, and returned in the dtype of
+    `x`. On a GPU, PyTorch's own layer norm refuses weights of another dtype.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
@@ -19,5 +19,5 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map in the dtype of `x`, or in autocast's where it is on."""
+    """A linear map in the dtype of `x`, or in autocast's dtype where autocast is on."""
     return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

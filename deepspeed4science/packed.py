@@ -1,11 +1,9 @@
-"""Backward of attention whose q, k, v, gate and pair bias are columns of one product: their
-gradients become columns of one tensor, where autograd would copy five tensors together.
+"""Backward of attention whose q, k, v, gate and pair bias are columns of one matrix product. Their
+gradients are written as columns of one tensor; autograd would copy five tensors together.
 
-    product [*, I, J, W]   q, k, v and the gate, H * D columns each; the pair bias, H columns;
-    padding
+    product [*, I, J, W]   columns: q, k, v and the gate, H * D each; the pair bias, H; padding
 
-    The dimension I holds the rows n and J the queries and keys; at an ending node they change
-    places.
+Dimension I is the rows n, and J the queries and keys; at an ending node it is the reverse.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from deepspeed4science.once import once
 def columns(
     product: Tensor, H: int, D: int, ending: bool, *, pair_bias: bool = True
 ) -> list[Tensor]:
-    """Views of product: q, k, v, gate `[*, N, L, H * D]` and, if the product has one, the pair bias
+    """Views of product: q, k, v and gate `[*, N, L, H * D]`; with pair_bias also the pair bias
     `[*, L, L, H]`.
     """
     sizes = [H * D] * 4 + [H] * pair_bias
@@ -33,7 +31,7 @@ def columns(
 
 
 def heads(parts: list[Tensor], H: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of `columns`, `[B, N, L, H, D]`."""
+    """q, k and v, the first three of `columns`, as `[B, N, L, H, D]`."""
     q, k, v = (part.unflatten(-1, (H, -1)) for part in parts[:3])
     return canonicalise(q, k, v, None, None)[:3]
 
@@ -61,8 +59,8 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 
 def _in_widest_elements(*tensors: Tensor) -> list[Tensor]:
-    """Views of the same memory as elements of up to 16 bytes: from rows with gaps in between,
-    PyTorch copies one element at a time (0.18 ms for 589,824 rows of 128 channels in bfloat16).
+    """Views of the tensors with wider elements, up to 16 bytes. PyTorch copies rows with gaps
+    between them one element at a time (0.18 ms for 589,824 rows of 128 channels in bfloat16).
     """
     for dtype in (torch.complex128, torch.float64, torch.float32):
         try:

@@ -1,6 +1,6 @@
-"""Prepared calls, the last step of every call: results are allocated, addresses are written in
-front of the parameters that are known already, and the kernel is launched. A prepared call computes
-any number of calls of its kind (replay.py); a call that is made only once takes the same way.
+"""Prepared calls, the last step of every call: allocate the results, write the addresses before the
+other parameters, which are already packed, and launch the kernel. A prepared call computes any
+number of calls of its kind (replay.py); a call that is not replayed uses one, too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from deepspeed4science.problem import Problem
 
 logger = logging.getLogger(__name__)
 
-# Elements of bias gradients that a kernel rounds, which spares the host a launch for each. Their
-# sums in float32, at most 4 MiB, are there as long as what the forward saved; larger ones autograd
-# rounds when that is free.
+# Up to so many elements, a kernel rounds the bias gradients, which spares a launch for each. Their
+# float32 sums, at most 4 MiB, then exist together with the tensors that the forward saved. Larger
+# gradients are rounded by autograd, after those tensors are freed.
 _MOST_ROUNDED = 2**20
 
 
 class _Prepared:
-    """A kernel and its parameters but for addresses. They are completed at the first call: calls of
-    one kind have the same strides and the same alignment.
+    """A kernel and its parameters without addresses. They are filled in at the first call, since
+    all calls of a kind have the same strides and the same alignment.
     """
 
     _layout: Layout
@@ -49,7 +49,7 @@ class _Prepared:
         return converted
 
     def _launch(self, *tensors: Tensor | None) -> None:
-        """`tensors`: the layout's, in its order."""
+        """tensors: those of the layout, in its order."""
         rest = self._rest
         if rest is None:
             rest = self._load(*tensors)
@@ -57,7 +57,7 @@ class _Prepared:
         workspace, address = None, 0
         if (
             self._workspace_bytes
-        ):  # alive until the launch; then the allocator keeps it for the stream
+        ):  # freed after the launch: the allocator reuses its memory in the order of the stream
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
             address = workspace.data_ptr()
         packed = self._layout.pack_pointers(*tensors, address) + rest
@@ -70,7 +70,7 @@ class _Prepared:
             )
 
     def _load(self, *tensors: Tensor | None) -> bytes:
-        """Loads the kernel and returns its parameters but for addresses. Raises BuildError."""
+        """Loads the kernel and returns its parameters without addresses. Raises BuildError."""
         if self._choice.reason:
             _tell(self._choice.reason)
         kernel = self._backend.kernels.load(self._choice.kernel)
@@ -105,7 +105,7 @@ class PreparedForward(_Prepared):
 
 
 class PreparedBackward(_Prepared):
-    """rounds: kernels may give bias gradients in the biases' own dtype and shape."""
+    """rounds: kernels may return bias gradients in the dtype and shape of the biases."""
 
     _layout = params.BWD
 
@@ -124,11 +124,12 @@ class PreparedBackward(_Prepared):
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
-        float32 or rounded; None where a gradient is not wanted. Where `into` is given, dq, dk and
-        dv are written to it; it has the strides of q, k and v.
+        float32 or rounded; None for a gradient that is not wanted.
 
-        A softmax over one key (attention over the columns of a single sequence) is 1 whatever its
-        score: all gradients but dv are exactly 0, and no kernel computes their rounding errors.
+        into   tensors for dq, dk and dv, with the strides of q, k and v
+
+        A softmax over one key (attention over the columns of a single sequence) is 1 for every
+        score. All gradients but dv are then exactly 0; a kernel would return rounding errors.
         """
         if self._converts:
             call = self._converted(call)
@@ -167,7 +168,7 @@ class PreparedBackward(_Prepared):
 
 
 def _new_like(tensor: Tensor) -> Tensor:
-    """`torch.empty_like`, the faster way to a new tensor where the shape is that of another."""
+    """A new tensor of the same shape and dtype; faster than one from a shape."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -179,5 +180,5 @@ def _tell(reason: str) -> None:
     if reason in _told:
         return
     _told.add(reason)
-    with contextlib.suppress(Exception):  # a failure to show it fails no call
+    with contextlib.suppress(Exception):  # an error in a log handler must not fail the call
         logger.log(logging.WARNING if is_verbose() else logging.INFO, reason)

@@ -1,13 +1,15 @@
-"""Replay: a call like an earlier one skips PyTorch's dispatcher and all checks and choices.
+"""Replay: a call of the same kind as an earlier one skips PyTorch's dispatcher, all checks of
+arguments and the choice of a kernel.
 
-plain call   its tensors are of PyTorch's own classes, on a CPU or a CUDA GPU, and nothing stands
-             between caller and operator: no mode, transform, tracing or profiler
-kind         everything about a plain call but values and addresses, together with the settings of
-             the process that choose its kernel or are among its parameters
+plain call   all its tensors are of PyTorch's own classes, on a CPU or a CUDA GPU, and no mode,
+             transform, tracing or profiler would see the operator
+kind         everything about a plain call but its values and addresses (shapes, strides, dtypes,
+             devices, options), and the settings of the process on which its kernel or parameters
+             depend
 
-Every check and choice before the launch has the same result for all plain calls of a kind whose
-tensors are aligned to 16 bytes, and is therefore kept. Other calls go through the operator, which
-does the same each time.
+If their tensors are aligned to 16 bytes, all plain calls of a kind pass the same checks and take
+the same kernel. These results are therefore kept. Other calls go through the operator, which checks
+and chooses each time.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from deepspeed4science.call import Call
 from op_builder import env
 from op_builder.toolchain import openmp
 
-_MOST_GROUPS = 256  # one more, and all are dropped
-_MOST_OF_A_GROUP = 8  # kinds that differ only in what PyTorch compares: strides, dtypes, devices
+_MOST_GROUPS = 256  # when one more is added, all are dropped
+_MOST_OF_A_GROUP = 8  # kinds of a group differ in properties that TensorGuards compare, as strides
 
 CallT = TypeVar("CallT", bound=Call)
 ResultT = TypeVar("ResultT")
 
 _CLASSES = (Tensor, torch.nn.Parameter)
-_DEVICES = ("cpu", "cuda")  # compared by name: subtracting key sets leaves their device bits
+_DEVICES = ("cpu", "cuda")  # compared by name: a difference of key sets keeps the device bits
 
 
 def _keys(*names: str) -> Any:
@@ -40,8 +42,8 @@ def _keys(*names: str) -> Any:
     return found
 
 
-# These are not PyTorch's public interface. With a release that lacks one, nothing is replayed and
-# all calls go through the operator. Looked up once, since every call uses them.
+# Names outside of PyTorch's public interface. With a release that lacks one, no call is replayed:
+# all go through the operator. They are looked up once, since every call uses them.
 try:
     from torch._C._dynamo.guards import TensorGuards
 
@@ -61,7 +63,7 @@ except (ImportError, AttributeError):
 
 
 def tensors_of(call: Call) -> tuple[list[Tensor], int]:
-    """The tensors of a forward that are not None, and a number that says which these are."""
+    """The tensors of a forward that are not None, and a bit mask of the optional ones given."""
     tensors, given = [call.q, call.k, call.v], 0
     if call.bias1 is not None:
         tensors.append(call.bias1)
@@ -76,9 +78,9 @@ def tensors_of(call: Call) -> tuple[list[Tensor], int]:
 
 
 class Replay(Generic[CallT, ResultT]):
-    """The kept kinds of calls of one operator.
+    """The kinds of calls of one operator that are kept.
 
-    prepare(call) -> compute, a function that computes all calls of the kind of `call`
+    prepare   called with a call; returns a function that computes all calls of its kind
     """
 
     def __init__(self, prepare: Callable[[CallT], Callable[[CallT], ResultT]]) -> None:
@@ -89,7 +91,8 @@ class Replay(Generic[CallT, ResultT]):
     def known(
         self, q: Tensor, tensors: Sequence[Tensor], *others: object
     ) -> Callable[[CallT], ResultT] | None:
-        """The function that computes calls of this kind, or None. Changes nothing.
+        """The function that computes calls of this kind; None if the call is not plain, its tensors
+        are not aligned, or its kind is not kept. Keeps nothing.
 
         tensors   the tensors of the call that are not None, q among them
         others    the other properties of the kind, such as which tensors are None
@@ -106,7 +109,7 @@ class Replay(Generic[CallT, ResultT]):
     def find(
         self, call: CallT, tensors: Sequence[Tensor], *others: object
     ) -> Callable[[CallT], ResultT] | None:
-        """As `known`; where the kind of a plain call is not known, it is prepared and kept."""
+        """As `known`, but a plain call of a new kind is prepared, and its kind kept."""
         if not IS_POSSIBLE:
             return None
         compute = self.known(call.q, tensors, *others)
@@ -126,7 +129,7 @@ class Replay(Generic[CallT, ResultT]):
 
 
 def _settings(q: Tensor) -> tuple[object, ...]:
-    """The settings of the process that choose a kernel or are among its parameters."""
+    """The settings of the process on which the choice of a kernel or its parameters depend."""
     if q.is_cuda:
         return (
             dispatch.BACKENDS,
@@ -145,8 +148,8 @@ def _are_aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether PyTorch's dispatcher would come back to this package at once. Autocast has been
-    applied already.
+    """Whether PyTorch's dispatcher would call this package's kernel for these tensors and nothing
+    before it. Autocast has been applied already.
     """
     if _is_function_mode_enabled() or _is_profiler_enabled() or _are_transforms_active():
         return False

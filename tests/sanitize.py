@@ -1,9 +1,10 @@
 """Small calls of the CUDA op for compute-sanitizer: `compute-sanitizer --tool memcheck python
 tests/sanitize.py`.
 
-Every dtype of the family, aligned and ragged, forward and backward, the backward in both variants;
-also without gradients, since such a forward writes no lse; masks that hide tiles of keys and whole
-rows n. Memory is allocated by CUDA directly, so that a read past a tensor's end is seen.
+The calls cover every dtype of the family, aligned and unaligned lengths, the forward with and
+without lse, the backward with and without deterministic sums, and masks that hide tiles of keys or
+whole rows n. Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its
+own, and reads past its end are detected.
 """
 
 import math
@@ -16,8 +17,9 @@ from op_builder.ops.instantiations import has_row
 
 # N, Lq, Lk, H, D
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))
-# Hopper's pipelines have up to eight stages for keys, queries or an operand of one n; a race is
-# possible from the second use of a stage on. In bfloat16 only, since float16 has the same code.
+# Hopper's pipelines have up to eight stages for keys, queries or the operands of a product of one
+# row n. A race is possible from the second use of a stage on. In bfloat16 only, since float16 runs
+# the same code.
 SM90_CALLS = (
     (3, 65, 200, 1, 128),  # wide tiles are made of several boxes
     (2, 65, 330, 1, 32),  # stages of keys are used again
@@ -26,25 +28,25 @@ SM90_CALLS = (
     (9, 100, 72, 1, 32),  # clusters of two blocks load K and V for each other
     (5, 200, 130, 1, 128),  # the same, with an odd number of stages
     (280, 9, 9, 2, 32),  # blocks have a second tile
-    (132, 100, 330, 2, 32),  # one pass for dk, dv and dq, twice over the keys of a second head
+    (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
-    (78, 1540, 130, 1, 32),  # of three
-    (60, 2310, 130, 1, 32),  # of four
-    (1, 130, 520, 2, 32),  # of five, each with a part of the keys
-    (132, 100, 200, 2, 48),  # both again for wider heads
-    (132, 400, 130, 1, 48),
+    (78, 1540, 130, 1, 32),  # clusters of three
+    (60, 2310, 130, 1, 32),  # clusters of four
+    (1, 130, 520, 2, 32),  # clusters of five, each block with a part of the keys
+    (132, 100, 200, 2, 48),  # dk, dv and dq in one kernel for wider heads
+    (132, 400, 130, 1, 48),  # the same in clusters of two blocks
     (3, 70, 300, 40, 64),  # dq by additions to accumulators in L2
     (2, 40, 301, 60, 128),
-    (2, 60, 300, 60, 128),  # dbias2 by additions as well
-    (1, 130, 130, 50, 32),  # blocks of several tiles for one n
+    (2, 60, 300, 60, 128),  # dbias2 by additions, too
+    (1, 130, 130, 50, 32),  # N = 1: blocks have several tiles of one row n
 )
-# The masks: a padded pair map, by -inf; other keys in every row n; all keys of some queries, whose
-# dO is NaN; all keys but one in the middle.
+# padded: -inf, as for padded pair maps. stairs: other keys in each row n, and row n 0 left out by
+# row_mask. queries: bias2 hides all keys of some queries, whose dO is NaN. one key: all but one.
 MASKS = ("padded", "stairs", "queries", "one key")
 MASKED_CALLS = (
     (9, 70, 330, 1, 32),
     (9, 100, 450, 2, 128),
-    (132, 100, 330, 2, 32),  # tiles of one pass without a visible key between others
+    (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (3, 70, 300, 40, 64),
     (1, 130, 130, 50, 32),
 )
@@ -65,7 +67,7 @@ def main():
 
 
 def hide(bias1, mask):
-    """Hides keys of `[1, N, 1, 1, Lk]`; returns the rows n that are read: all, or all but the
+    """Hides keys in bias1 `[1, N, 1, 1, Lk]`; returns the row_mask: all rows n, or all but the
     first.
     """
     N, Lk = bias1.shape[1], bias1.shape[-1]

@@ -1,14 +1,14 @@
-"""Axial parallelism: layers whose rows n are sharded, with parameters that every process has.
+"""Axial parallelism: layers whose rows n are sharded, with parameters that every process has whole.
 
-Attention along an axis of a pair representation or an alignment treats the other axis as rows.
-Rows need nothing of each other but the pair bias: it is made from the local rows, gathered while q,
-k, v and the gate are projected, and its gradient is reduced and scattered while those are
-differentiated. Between attention along one axis and along the other stands one all-to-all, which is
-`x.redistribute(placements=...)`.
+Attention along one axis of a pair representation or an alignment treats the other axis as rows n.
+Rows n share only the pair bias. Each process computes its part of the bias from its own rows and
+gathers the other parts while q, k, v and the gate are projected; the bias's gradient is reduced and
+scattered while the projections are differentiated. A change from attention along one axis to
+attention along the other is one all-to-all, `x.redistribute(placements=...)`.
 
-Layers of `deepspeed4science.nn` come here by themselves when they meet a DTensor and have plain
-parameters. Each process then has the gradient of a parameter from its own rows: `sum_gradients`
-adds them up.
+Layers of `deepspeed4science.nn` call these functions when they get a DTensor and have plain
+parameters. Each process then has a parameter's gradient from its own rows only; `sum_gradients`
+sums them over processes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
     """`layer(x, mask)` around the starting or the ending node.
 
     Args:
-        x: a DTensor `[*, I, J, c_in]`, sharded by I for the starting node and by J for the ending
-            node over one dimension of the mesh. Sharded by the other one it is moved, and the
-            result moved back. Other dimensions of the mesh may shard `*`.
+        x: a DTensor `[*, I, J, c_in]`, sharded over one dimension of the mesh: by I for the
+            starting node, by J for the ending node. If it is sharded by the other one, it is
+            redistributed, and the result redistributed back. Other dimensions of the mesh may shard
+            `*`.
         mask: a DTensor `[*, I, J]`. Default: all pairs are seen.
 
     Returns:
@@ -77,7 +78,8 @@ def _by_parts(
         o: Tensor = mha.linear_o(gated_attention(product, seen, H, D, ending, gather))
     else:
         q, k, v, gate = columns(product, H, D, ending, pair_bias=False)
-        # Sizes written out: they tell torch.compile's cache processes apart whose shards differ.
+        # Sizes are written out so that processes with shards of different sizes have different
+        # keys in torch.compile's cache.
         q, k, v = (part.view(*part.shape[:-1], H, D) for part in (q, k, v))
         o = mha.gated(gathered_attention(q, k, v, seen, gather), [gate])
     return o.transpose(-2, -3) if ending else o
@@ -86,7 +88,7 @@ def _by_parts(
 def _gather_pair_bias(
     layer: TriangleAttentionStartingNode, x: DTensor, mesh_dim: int, z: Tensor
 ) -> Gather:
-    """z `[*, 1, H, L, L]`, of which each process has some queries, as x has rows."""
+    """Starts to gather z, `[*, 1, H, L, L]`, whose queries are sharded as the rows n of x are."""
     batch, lengths = x.shape[:-3], x.shape[-3:-1]
     lengths = lengths[::-1] if layer.is_ending else lengths
     shape = (*batch, 1, z.shape[-3], *lengths)
@@ -100,11 +102,11 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
     columns sharded.
 
     Args:
-        x: a DTensor `[*, N, L, c_q]`, sharded by N over one dimension of the mesh; others may shard
-            `*`.
-        biases: those of the layer, as DTensors of as many dimensions as scores have, `[*, N, H, L,
-            L]`. bias1 is placed as x is. bias2 is sharded by its queries over the dimension of the
-            mesh that shards N, and gathered; or replicated.
+        x: a DTensor `[*, N, L, c_q]`, sharded by N over one dimension of the mesh; other dimensions
+            of the mesh may shard `*`.
+        biases: those of the layer, as DTensors with as many dimensions as the scores `[*, N, H, L,
+            L]`. bias1 is placed as x is. bias2 is either replicated, or sharded by its queries over
+            the dimension of the mesh that shards N; then it is gathered.
 
     Returns:
         `[*, N, L, c_q]`, placed as x is.
@@ -127,8 +129,8 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
 
 
 def apply_locally(module: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """`module(x)` of what treats each pair alone: norms, linear maps, transitions. `x` is a DTensor
-    of any placements but its last dimension's, or a tensor.
+    """`module(x)` for a module that treats each pair alone: a norm, linear map or transition. `x`
+    is a tensor, or a DTensor that is not sharded along its last dimension.
     """
     if not isinstance(x, DTensor):
         return module(x)

@@ -1,5 +1,5 @@
-"""Passes parts of the keys around the processes of a group: each process sends to the next one and
-receives from the previous one.
+"""Communication of ring attention: each process sends its present part of the keys to the next
+process of the group and receives another part from the previous one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEY_DIMS = (2, 2, 4)  # of k, v and bias1, and of their gradients
 
 
 def extents(length: int, size: int) -> list[int]:
-    """The sizes of DTensor's shards: even parts, rounded up, and the remainder."""
+    """The sizes of DTensor's shards: equal parts, rounded up; the last are smaller or empty."""
     part = -(-length // size)
     return [max(0, min(part, length - i * part)) for i in range(size)]
 
@@ -38,7 +38,7 @@ class Transfer:
             self._part.append(coming)
             operations.append(dist.P2POp(dist.isend, tensor.contiguous(), after, group))
             operations.append(dist.P2POp(dist.irecv, coming, before, group))
-        self._operations = operations  # they own what is being sent
+        self._operations = operations  # they keep the tensors alive that are being sent
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Part:
@@ -48,17 +48,17 @@ class Transfer:
 
 
 class Ring:
-    """Brings every part of the keys to this process once."""
+    """The parts of all processes' keys, each of which is received once."""
 
     def __init__(self, group: dist.ProcessGroup, num_keys: int) -> None:
         self._group = group
         self._extents = extents(num_keys, group.size())
-        self._origin = group.rank()  # the process to which the present part belongs
+        self._origin = group.rank()  # the process whose keys the present part is
         self._sums: Transfer | None = None
 
     def parts(self, own: Part) -> Iterator[tuple[slice, Part]]:
-        """Yields the range of each part and its k, v and bias1; meanwhile the next part is
-        received.
+        """Yields the range of keys of each part with its k, v and bias1. The next part is received
+        while the caller computes with this one.
         """
         part, size = own, self._group.size()
         for step in range(size):
@@ -70,7 +70,9 @@ class Ring:
                 part = following.wait()
 
     def add(self, gradients: Part) -> None:
-        """Adds gradients of the present part to those that other processes computed for it."""
+        """Adds gradients of the present part to the sum that other processes computed for it, and
+        sends the sum on.
+        """
         if self._sums is not None:
             sums = self._sums.wait()
             pairs = zip(sums, gradients, strict=True)
@@ -78,10 +80,10 @@ class Ring:
         self._sums = self._pass_on(gradients)
 
     def own_sums(self) -> Part:
-        """The gradients of the own part, summed over all processes."""
+        """The gradients of this process's own part, summed over all processes."""
         assert self._sums is not None
         return self._sums.wait()
 
     def _pass_on(self, part: Part) -> Transfer:
-        """Starts to send a part. The next one to arrive is that of the one before its origin."""
+        """Starts to send a part. The part that arrives belongs to the process before its origin."""
         return Transfer(self._group, part, self._extents[self._origin - 1])

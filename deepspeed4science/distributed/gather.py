@@ -1,9 +1,10 @@
-"""Gathers a sharded pair bias in its own dtype while something else is computed, and reduces and
-scatters its gradient in float32 while something else is differentiated.
+"""Gathers a sharded pair bias, in its own dtype, while a projection is computed, and reduces and
+scatters its gradient, in float32, while the projection is differentiated.
 
 Autograd runs nodes in the reverse of the order in which they were recorded. A gather that starts
-before a projection and is recorded after it therefore starts its reduce-scatter before the
-projection's gradient. torch.compile reorders by itself; it gets gather and wait in one, in float32.
+before the projection but is recorded after it therefore starts its reduce-scatter before the
+projection's gradient. torch.compile chooses an order itself; for it, `finish` gathers and waits in
+one step, in float32.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Gather:
     """An asynchronous gather, which starts when the object is made.
 
     Args:
-        shard: the local part.
-        shape: the whole tensor's.
-        mesh, placements: how it is sharded.
+        shard: the local part of the tensor.
+        shape: the shape of the whole tensor.
+        mesh, placements: how the tensor is sharded.
         mesh_dim: the dimension of the mesh over which it is gathered.
     """
 
@@ -35,8 +36,8 @@ class Gather:
         placements: Sequence[Any],
         mesh_dim: int,
     ) -> None:
-        # The gathered dimension goes first: parts along any other dimension are copied into place
-        # after their arrival, and the wait for it would be here.
+        # The gathered dimension comes first. Along any other dimension, PyTorch copies the parts
+        # into place after they have arrived, and would wait for them here.
         dim = placements[mesh_dim].dim
         self._dim = dim
         self._mesh = mesh
@@ -46,7 +47,8 @@ class Gather:
             one if i != mesh_dim else Replicate() for i, one in enumerate(self._sharded)
         ]
         self._partial = [one if i != mesh_dim else Partial() for i, one in enumerate(self._sharded)]
-        # Autograd sees the dtype of the gradient (float32): rounding it would wait for its arrival.
+        # For autograd the shard has the gradient's dtype, float32: rounding the gradient would wait
+        # for its arrival.
         wide = shard.float() if torch.is_grad_enabled() else shard
         self.shard = wide.movedim(dim, 0)
         if not torch.compiler.is_compiling():
@@ -55,24 +57,24 @@ class Gather:
                 self._coming = self._redistribute(part, self._sharded, self._gathered)
 
     def whole(self) -> Tensor:
-        """The tensor gathered along mesh_dim. It may still be on its way; the first operator that
-        uses it waits.
+        """The tensor gathered along mesh_dim. Its parts may not have arrived yet; the first
+        operator that uses it waits.
         """
         return self._coming.detach().movedim(0, self._dim)
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
-        """Starts to reduce the float32 gradient of the whole to that of `shard`; `local` waits for
-        the result.
+        """Starts to reduce and scatter the float32 gradient of the whole tensor; `local` waits for
+        the result, the gradient of `shard`.
         """
         part = gradient.movedim(self._dim, 0).contiguous()
         return self._redistribute(part, self._partial, self._sharded)
 
     def local(self, part: Tensor) -> Tensor:
-        """The result of `reduce_scatter` with the dimensions of `shard` in their order."""
+        """The result of `reduce_scatter`, with its dimensions in the tensor's order."""
         return part.movedim(0, self._dim).contiguous()
 
     def finish(self) -> Tensor:
-        """The whole in float32, differentiable by torch.compile."""
+        """The whole tensor in float32, in operators that torch.compile can differentiate."""
         sharded = self._of_local(self.shard.float().contiguous(), self._sharded)
         gathered = sharded.redistribute(placements=self._gathered)
         return gathered.to_local(grad_placements=self._partial).movedim(0, self._dim)

@@ -1,5 +1,5 @@
-"""Attention whose pair bias is being gathered. The bias's gradient is reduced in float32, whatever
-the bias's dtype.
+"""Attention with a pair bias that is being gathered. The bias's gradient is reduced in float32,
+whatever the dtype of the bias.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _GatheredAttention(torch.autograd.Function):
         if dbias1 is not None:
             dbias1 = dbias1.to(bias1.dtype)
         if dbias2 is not None:
-            if bias2.shape[0] > 1:  # batches that share one have been told apart
+            if bias2.shape[0] > 1:  # canonicalise has expanded a bias2 that batches share
                 dbias2 = dbias2.view(*ctx.batch, *dbias2.shape[1:]).sum_to_size(ctx.shape)
             dbias2 = ctx.gather.reduce_scatter(dbias2.view(ctx.shape))
         return dq, dk, dv, dbias1, None, dbias2, None, None, None

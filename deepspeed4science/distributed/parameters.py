@@ -1,4 +1,4 @@
-"""Gradients of parameters that every process has, while each has a part of the inputs."""
+"""Gradients of parameters that every process has whole, while it has only a part of the inputs."""
 
 # No `from __future__ import annotations`: DDP reads the annotations of a hook.
 import torch
@@ -9,9 +9,9 @@ def sum_gradients(
     group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """A hook for `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: parameters get
-    the sum over processes, while DDP's default is the mean. (FSDP2:
-    `set_gradient_divide_factor(1.0)`.)
+    """A hook for `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: gradients of
+    parameters are summed over processes; by default DDP takes their mean. With FSDP2 call
+    `set_gradient_divide_factor(1.0)` instead.
     """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(

@@ -1,4 +1,4 @@
-"""Placements of tensors that are combined with a sharded tensor."""
+"""Placements of DTensors that are combined with a sharded DTensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def local_beside(tensor: DTensor, like: DTensor) -> Tensor:
 
 
 def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
-    """A DTensor of the shape and placements of `like`, but for the last dimension."""
+    """A DTensor of local parts, with the placements of `like` and its shape, except for the last
+    dimension, which has `channels` elements.
+    """
     shape = torch.Size((*like.shape[:-1], channels))
     stride = torch.empty(shape, device="meta").stride()
     placed: DTensor = DTensor.from_local(
@@ -32,8 +34,9 @@ def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
 
 
 def sharded_by(x: DTensor, dim: int) -> tuple[DTensor, int]:
-    """`x` sharded by its dimension `dim`, and the mesh's dimension that shards it. `dim` is one of
-    the two dimensions that layers attend along; x is moved if it was sharded by the other one.
+    """`x` sharded by its dimension `dim`, and the dimension of the mesh that shards it. `dim` is
+    one of the two dimensions along which layers attend; x is redistributed if it was sharded by the
+    other one.
     """
     axes = (x.dim() - 3, x.dim() - 2)
     found = [i for i, one in enumerate(x.placements) if one in (Shard(axes[0]), Shard(axes[1]))]

@@ -1,9 +1,9 @@
 """Ring attention: queries and keys are sharded, keys and values are passed from process to process.
 
-Every process keeps its queries and their rows of bias2. In step s it has the keys of the process s
-places before it, sends them to the next one while it attends over them, and merges the results
-(merge.py). The backward passes the keys around once more, with the lse and delta of all keys; dk,
-dv and dbias1 travel with their keys. docs/many-gpus.md has bytes and times.
+Every process keeps its queries and their rows of bias2. In step s, process r has the keys of
+process r - s, sends them to process r + 1 while it attends over them, and merges the results
+(merge.py). The backward passes the keys around once more and uses lse and delta of all keys; dk, dv
+and dbias1 are sent on as the keys are. docs/many-gpus.md has bytes and times.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def ring_attention(
     Args:
         q: `[B, N, Lq, H, D]`, sharded by Lq; float32, bfloat16 or float16, as k and v.
         k, v: `[B, N, Lk, H, D]`, sharded by Lk.
-        bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; numbers.
+        bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; of a floating-point dtype.
         bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
-        mesh_dim: the mesh's dimension that shards both. Others may shard batches, rows or heads.
+        mesh_dim: the dimension of the mesh that shards Lq and Lk. Other dimensions may shard
+            batches, rows n or heads.
         scale: positive. Default: 1 / sqrt(D).
 
     Returns:
-        O, placed as q is. Gradients are placed as their tensors are; over another dimension of the
-        mesh that of a replicated tensor is a partial sum.
+        O, placed as q is. Gradients are placed as their tensors are. If another dimension of the
+        mesh shards q and a tensor is replicated over it, that tensor's gradient is a partial sum.
 
     Raises:
         InvalidInputError: placements or shapes do not fit, or a process would have no key or query.
@@ -139,9 +140,9 @@ def _largest_of_all(bias1: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _offset(bias1: Tensor | None, shift: Tensor | None) -> Tensor | float:
-    """The difference between the lse of some keys, whose scores the operators shift by the largest
-    bias1 of these keys, and that of scores shifted by the largest of all keys. Where -1e9 hides
-    every key, both are exact.
+    """What must be added to the lse of some keys, which an operator returns for scores shifted by
+    the largest bias1 of these keys, so that it is the lse of scores shifted by the largest bias1 of
+    all keys. Both lse keep their digits where -1e9 hides every key.
     """
     if bias1 is None or shift is None:
         return 0.0

@@ -1,10 +1,9 @@
-"""DTensor's sharding rules of the two operators (docs/many-gpus.md): by batch, by rows n, by heads,
-by queries, or on several mesh dimensions by several of these.
+"""DTensor's sharding rules for the two operators (docs/many-gpus.md): by batch, by rows n, by
+heads, by queries, or by several of these over several dimensions of the mesh.
 
-A rule names, for one axis of the problem, the dimension of each tensor along which that axis lies.
-A tensor with the axis is sharded there, and so is its gradient. A tensor without it, or broadcast
-along it, is replicated, and its gradient is a partial sum. DTensor chooses the rule that moves the
-fewest bytes.
+There is a rule for each axis of the problem. A tensor that has the axis is sharded along it, and so
+is its gradient. A tensor without the axis, or broadcast along it, is replicated, and its gradient
+is a partial sum. DTensor chooses the rule that moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ except ImportError as error:
         "it, call the op on local tensors."
     ) from error
 
-# Axis of the problem -> the dimension in which tensors have it.
+# Axis of the problem -> tensor -> the dimension of the tensor that is this axis.
 AXES: Mapping[str, Mapping[str, int]] = {
     "B": {
         "q": 0,
@@ -43,7 +42,7 @@ AXES: Mapping[str, Mapping[str, int]] = {
     "H": {"q": 3, "k": 3, "v": 3, "o": 3, "do_": 3, "lse": 2, "bias2": 2},
     "Lq": {"q": 2, "o": 2, "do_": 2, "lse": 3, "bias2": 3},
 }
-_GRADIENTS = ("q", "k", "v", "bias1", "bias2")  # of these, in this order
+_GRADIENTS = ("q", "k", "v", "bias1", "bias2")  # the backward returns their gradients in this order
 
 Rule = tuple[list[Any], list[Any]]  # placements of results and of arguments
 
@@ -72,7 +71,7 @@ def backward_rules(*arguments: Any, **named: Any) -> Sequence[Rule]:
 
 
 def _axes(call: Any) -> list[Mapping[str, int]]:
-    """The axes along which this call may be sharded; the empty one replicates all tensors."""
+    """The axes along which this call may be sharded; the empty mapping replicates all tensors."""
     shape = call.q.shape
     axes = [axis for axis in AXES.values() if shape[axis["q"]] > 1]
     if AXES["Lq"] in axes and not _gives_all_queries(call.q):
@@ -81,12 +80,12 @@ def _axes(call: Any) -> list[Mapping[str, int]]:
 
 
 def _gives_all_queries(q: Any) -> bool:
-    """Whether every process gets a query: attention of no query has no value, and torch chunks 5
-    queries for 4 processes as 2, 2, 1 and 0.
+    """Whether every process gets a query. The op refuses tensors without one, and torch divides 5
+    queries among 4 processes as 2, 2, 1 and 0.
     """
     length = q.shape[2]
     for size in q.mesh.shape:
-        length -= (size - 1) * -(-length // size)  # the last one's
+        length -= (size - 1) * -(-length // size)  # the length of the last process
         if length < 1:
             return False
     return True
@@ -119,6 +118,6 @@ def register() -> None:
         return
     for operator, rules in ((forward_op, forward_rules), (backward_op, backward_rules)):
         register_sharding(operator)(rules)
-        # DTensor caches its choices, by default by tensors alone. Results also depend on which
-        # biases are given, on with_lse and on wanted.
+        # DTensor caches its choices, by default with only tensors in the key. They also depend on
+        # which biases are given, on with_lse and on wanted.
         propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(0, needs_pytree=True)

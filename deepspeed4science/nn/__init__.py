@@ -5,9 +5,10 @@
     TriangleAttentionEndingNode       algorithm 14
     AttentionPairBias                 AlphaFold 3, algorithm 24
 
-`load_state_dict` takes the parameters of OpenFold 2's, OpenFold 3's and Boltz's layers: names.py.
-Plain PyTorch, for torch.compile(fullgraph=True) to fuse: one projection for all that a layer reads,
-and no transposed copies.
+`load_state_dict` takes the parameters of OpenFold 2's, OpenFold 3's and Boltz's layers, and of
+Protenix's triangle attention (names.py). The projections of one input are one matrix product, and
+no tensor is transposed in memory. torch.compile(fullgraph=True) fuses the rest; triangle layers
+also have Triton kernels (fused/).
 """
 
 from deepspeed4science.nn.attention import EvoformerAttention

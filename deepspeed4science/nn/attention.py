@@ -25,9 +25,11 @@ class EvoformerAttention(nn.Module):
         c_hidden: channels of a head.
         no_heads: number of heads.
         gating: multiply the result of each head by sigmoid(linear_g(q_x)).
-        bias: of linear_g and linear_o, as in AlphaFold 2; AlphaFold 3 and Boltz have none.
-        bias_q: of linear_q, as in AlphaFold 3's attention with pair bias.
-        init: of the three projections: "glorot" (AlphaFold 2) or "default" (AlphaFold 3).
+        bias: linear_g and linear_o have a bias, as in AlphaFold 2; in AlphaFold 3 and Boltz they
+            have none.
+        bias_q: linear_q has a bias, as in AlphaFold 3's attention with pair bias.
+        init: initialisation of linear_q, linear_k and linear_v: "glorot" (AlphaFold 2) or
+            "default" (AlphaFold 3).
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class EvoformerAttention(nn.Module):
         o = o.flatten(-2)
         for gate in gates:
             if torch.compiler.is_compiling():
-                # Fused, float32 costs nothing, and the backward keeps the gate (a part of the
-                # projection, which is kept anyway) instead of the sigmoid as another tensor.
+                # In a fused kernel float32 costs nothing. The backward then keeps the gate, a part
+                # of the projection, which is kept anyway, and not the sigmoid as another tensor.
                 gate = gate.float()
             o = (o * gate.sigmoid()).to(o.dtype)
         result: Tensor = self.linear_o(o)

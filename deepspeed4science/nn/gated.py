@@ -1,4 +1,6 @@
-"""Attention and its gate as one differentiable function of a layer's product."""
+"""Attention and its gate as one differentiable function of a layer's projections, which are the
+columns of one matrix product (packed.py).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def can_be_recorded(product: Tensor) -> bool:
-    """Whether `gated_attention` pays and is possible: torch.func and DTensors need operators whose
-    rules they know, which an autograd.Function is not.
+    """Whether `gated_attention` is useful (autograd records) and possible: torch.func and DTensors
+    know rules for operators, but none for an autograd.Function.
     """
     return (
         torch.is_grad_enabled()
@@ -36,13 +38,13 @@ def gated_attention(
     ending: bool,
     gather: Gather | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(c_hidden) + z + mask) v * sigmoid(gate), of the columns of product
-    (packed.py).
+    """softmax(q k^T / sqrt(c_hidden) + z + mask) v * sigmoid(gate) with q, k, v, gate and z, the
+    columns of product.
 
     Args:
-        product: `[*, I, J, W]`.
+        product: `[*, I, J, W]`, as in packed.py.
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
-        gather: gathers z, `[*, 1, H, L, L]`; the product then has no columns for z.
+        gather: gathers z, `[*, 1, H, L, L]`, from all processes; product then has no columns for z.
 
     Returns:
         `[*, N, L, no_heads * c_hidden]`.
@@ -74,7 +76,7 @@ class _GatedAttention(torch.autograd.Function):
         *qkv, gate = columns(product, H, D, ending, pair_bias=False)
         if gather is None:
             z = columns(product, H, D, ending)[4].movedim(-1, -3).unsqueeze(-4)
-            # A contiguous copy: both directions repack z, eight times as fast from contiguous rows.
+            # Both directions repack z, which is eight times as fast from contiguous rows.
             z = z.contiguous()
         else:
             z = gather.whole()
@@ -103,5 +105,5 @@ class _GatedAttention(torch.autograd.Function):
 
 
 def _sigmoid(gate: Tensor) -> Tensor:
-    """sigmoid(gate), computed in float32 where it is fused and float32 costs nothing."""
+    """sigmoid(gate), in float32 if torch.compile fuses it, where float32 costs nothing."""
     return (gate.float() if torch.compiler.is_compiling() else gate).sigmoid()

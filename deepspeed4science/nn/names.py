@@ -1,6 +1,6 @@
-"""Other packages' names of the parameters of these layers; `load_state_dict` accepts each of them.
+"""The names that other packages give to these layers' parameters; `load_state_dict` accepts them.
 
-OpenFold 2's and 3's attention (`Attention`) has the names of EvoformerAttention itself.
+The parameters of OpenFold 2's and 3's `Attention` have the same names as EvoformerAttention's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAIR_BIAS: Mapping[str, str] = {
 
 
 def accept(layer: nn.Module, names: Mapping[str, str]) -> None:
-    """Make `layer.load_state_dict`, and that of a model around it, accept `names`, too."""
+    """Make `load_state_dict` of the layer, and of a model that holds it, accept `names`, too."""
     layer.register_load_state_dict_pre_hook(partial(_rename, names))
 
 

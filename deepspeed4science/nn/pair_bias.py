@@ -26,20 +26,20 @@ class AdaptiveLayerNorm(nn.Module):
 
 
 class AttentionPairBias(nn.Module):
-    """Gated attention of tokens, with a bias from pairs of tokens (AlphaFold 3, algorithm 24), in
-    the dtype of its inputs or autocast's.
+    """Gated attention of tokens, with a bias from pairs of tokens (AlphaFold 3, algorithm 24). It
+    computes in the dtype of its inputs, or in autocast's.
 
-    Parameters: layer_norm_a, layer_norm_z, linear_z, mha (an EvoformerAttention); with c_s
-    layer_norm_a is adaptive, and there is linear_ada_out.
+    Parameters: layer_norm_a, layer_norm_z, linear_z, mha (an EvoformerAttention). With c_s,
+    layer_norm_a is an AdaptiveLayerNorm, and there is also linear_ada_out.
 
     Args:
         c_a: channels of a token.
         c_z: channels of a pair.
         c_hidden: channels of a head.
         no_heads: number of heads.
-        c_s: channels of s, which adapts the norm and gates the result. Default: neither is done.
-        norm_a: normalise tokens here; Boltz 2 does it before.
-        norm_z: normalise pairs here; OpenFold 3's diffusion transformer does it before.
+        c_s: channels of s, which adapts the norm and gates the result. Default: the layer has no s.
+        norm_a: normalise tokens in this layer; Boltz 2 does it before.
+        norm_z: normalise pairs in this layer; OpenFold 3's diffusion transformer does it before.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AttentionPairBias(nn.Module):
         self.mha = EvoformerAttention(
             c_a, c_a, c_a, c_hidden, no_heads, bias=False, bias_q=True, init="default"
         )
-        if c_s is not None:  # with a gated result, the last map is not initialised with 0
+        if c_s is not None:  # the result is gated, so its last map does not begin with zeros
             self.mha.linear_o = Linear(no_heads * c_hidden, c_a, "default")
         accept(self, PAIR_BIAS)
 
@@ -74,8 +74,8 @@ class AttentionPairBias(nn.Module):
         """
         Args:
             a: `[*, L, c_a]`.
-            z: `[*, L, L, c_z]`. With size 1 in the last dimension of `*` it is shared by all of a
-                there (samples of a diffusion) and read once.
+            z: `[*, L, L, c_z]`. If the last dimension of its `*` has size 1, all elements of a in
+                that dimension (the samples of a diffusion) share it, and it is read once.
             s: `[*, L, c_s]`, for layers with c_s.
             mask: `[*, L]`; 0 or False hides a token from all others. Default: all are seen.
 
@@ -90,7 +90,7 @@ class AttentionPairBias(nn.Module):
         seen = None if mask is None else (mask != 0)[..., None, None, :]
         if a.dim() > 3 and bias.shape[-4] == 1:
             o = self.mha(a, biases=(seen, bias))
-        else:  # each sample has pairs of its own and is a batch
+        else:  # each sample has pairs of its own: samples are batches
             seen = None if seen is None else seen.unsqueeze(-4)
             o = self.mha(a.unsqueeze(-3), biases=(seen, bias.unsqueeze(-4))).squeeze(-3)
         if self.linear_ada_out is not None:

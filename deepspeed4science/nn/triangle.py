@@ -24,7 +24,8 @@ class TriangleAttentionStartingNode(nn.Module):
         c_in: channels of a pair.
         c_hidden: channels of a head.
         no_heads: number of heads.
-        bias: of mha.linear_g and mha.linear_o, as in AlphaFold 2; AlphaFold 3 and Boltz have none.
+        bias: mha.linear_g and mha.linear_o have a bias, as in AlphaFold 2; in AlphaFold 3 and Boltz
+            they have none.
     """
 
     is_ending: ClassVar[bool] = False
@@ -41,9 +42,10 @@ class TriangleAttentionStartingNode(nn.Module):
         Args:
             x: `[*, I, J, c_in]`.
             mask: `[*, I, J]`; pairs of 0 or False are hidden from every query. In a row (ending
-                node: a column) of hidden pairs only, attention is 0. Default: no pair is hidden.
-            residual: add x to the result in the same pass. A model with dropout in between writes
-                `x = x + dropout(layer(x, mask))` instead.
+                node: a column) in which all pairs are hidden, attention is 0. Default: no pair is
+                hidden.
+            residual: add x to the result, without another pass over the pairs. With dropout
+                between layer and residual, write `x = x + dropout(layer(x, mask))` instead.
 
         Returns:
             `[*, I, J, c_in]`.
@@ -62,7 +64,7 @@ class TriangleAttentionStartingNode(nn.Module):
         return x + o if residual else o
 
     def _by_parts(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        """The layer as the op with plain PyTorch around it."""
+        """The layer in plain PyTorch around the op."""
         product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
         H, D = self.mha.no_heads, self.mha.c_hidden
         if can_be_recorded(product):

@@ -1,13 +1,18 @@
-"""Ends a process safely while threads are in the middle of a call.
+"""Ends a process safely while other threads are in the middle of a call.
 
-Python ends a daemon thread by unwinding its stack as soon as it wants to run again. Our calls are
-below PyTorch's dispatcher, whose C++ frames abort the process when they are unwound. So the end of
-the process waits until no other thread is inside a call: briefly for quick sections, longer for
-those that may compile. A thread that calls again and again is stopped when it enters the next call;
-between two calls it may be in PyTorch too (to free a result, say), so daemon threads that are under
-way get a moment to come to their next call. A thread that loops over PyTorch's own operators is not
-stopped, and aborts. A thread that waits inside a call for an event that cannot come any more is
-stopped for good: a thread that never wants to run again is left alone.
+The problem: when a process ends, Python unwinds the stack of a daemon thread as soon as the thread
+needs the interpreter's lock again. If PyTorch's dispatcher is on that stack, its C++ frames abort
+the process. Our calls are below the dispatcher.
+
+The remedy: the end of the process waits until no other thread is inside a call of this package, up
+to 1 s, or up to 5 s where it may be compiling. Further cases:
+
+- A thread that calls again and again is stopped for good when it enters its next call. Between two
+  calls it may be in PyTorch, too (to free a result, say). Daemon threads that are running
+  therefore get up to 0.25 s to come to their next call.
+- A stopped thread waits for a lock that is never released. It never needs the interpreter again, so
+  Python leaves it alone.
+- A thread that loops over PyTorch's own operators is not stopped, and aborts the process.
 """
 
 from __future__ import annotations
@@ -23,20 +28,21 @@ from types import FrameType
 
 _LONGEST_QUICK_S, _LONGEST_SLOW_S = 1.0, 5.0
 _LONGEST_BETWEEN_CALLS_S = 0.25
-_LOOKS_WITHOUT_A_MOVE = 10  # a thread at the same instruction that often waits for something else
+_LOOKS_WITHOUT_A_MOVE = 10  # threads seen so often at the same instructions wait for something else
 _LOOK_EVERY_S = 0.005
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OURS = (f"{_PACKAGE}/", f"{os.path.dirname(_PACKAGE)}/deepspeed4science/")
 
-_slow: set[int] = set()  # threads in a slow section
+# Identifiers of threads.
+_slow: set[int] = set()  # in a slow section
 _stopped: set[int] = set()
-_exempt: set[int] = set()  # threads that are ended elsewhere
+_exempt: set[int] = set()  # their owner ends them
 _ending = False
 
 
 @contextmanager
 def slow_section() -> Iterator[None]:
-    """Encloses work that may take long; sections may be nested."""
+    """Encloses work that may take long, such as compiling. Sections may be nested."""
     me = threading.get_ident()
     if me in _slow:
         yield
@@ -51,14 +57,14 @@ def slow_section() -> Iterator[None]:
 
 
 def begin() -> None:
-    """The process begins to end: from now on threads in slow sections stop."""
+    """Marks that the process is ending: from now on threads stop at the next check."""
     global _ending
     _ending = True
 
 
 @contextmanager
 def exempt() -> Iterator[None]:
-    """Encloses all work of a thread that is ended elsewhere: it is not stopped or waited for."""
+    """Encloses all work of a thread whose owner ends it: it is neither stopped nor waited for."""
     me = threading.get_ident()
     _exempt.add(me)
     try:
@@ -75,9 +81,9 @@ def stop_if_ending() -> None:
 
 
 def stop_daemon_if_ending() -> None:
-    """Called at the beginning of every call; never returns in a daemon thread of a process that is
-    ending. Threads that Python did not start (autograd's) go on: the main thread may be waiting for
-    them.
+    """To be called at the beginning of every call. Never returns in a daemon thread of a process
+    that is ending. Threads that Python did not start (autograd's) continue, since the main thread
+    may be waiting for them.
     """
     if not _ending:
         return
@@ -131,9 +137,10 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _after_fork() -> None:
-    """A forked child has only the thread that forked."""
+    """A forked child has only the thread that called fork."""
     _slow.intersection_update({threading.get_ident()})
 
 
-atexit.register(_wait)  # registered before jit.py's and workdir.py's, which are called first
+# Registered before the functions of jit.py and workdir.py, and therefore called after them.
+atexit.register(_wait)
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,6 @@
-"""Triangle layers in few passes over their pairs."""
+"""Triangle layers whose norm, pair bias, gate and output run in Triton kernels, which read the
+pairs only a few times (docs/kernels/triangle-layers.md).
+"""
 
 from deepspeed4science.nn.fused.layer import serves, triangle_attention
 

@@ -1,5 +1,5 @@
-"""Triton kernels for a triangle layer's steps before and behind attention; each reads every pair
-once. Here a pair is a row of a matrix.
+"""Triton kernels for a triangle layer's steps before and after attention. Each reads every pair
+once; a pair is a row of a matrix here.
 
     norm_pair_bias            normed = norm(x) * weight + bias;  z = normed Wz^T
     gated_output              y = (o * sigmoid(gate)) Wo^T + bias + residual
@@ -7,8 +7,8 @@ once. Here a pair is a row of a matrix.
     column_sums               gradients of biases, for layers that have them
     norm_pair_bias_backward   from dnormed and dz: dx, parts of the parameters' gradients
 
-All are bound by memory. The tensor memory accelerator loads tiles of BLOCK pairs, several of them
-ahead; it reads zeros past the last pair, and stores are masked.
+All are bound by memory bandwidth. The tensor memory accelerator loads tiles of BLOCK pairs, several
+tiles ahead. It reads zeros past the last pair; stores are masked.
 """
 
 # mypy: ignore-errors
@@ -29,10 +29,11 @@ def _wide(x):
 
 @triton.jit
 def _tile(t, rows, columns, R, BLOCK: tl.constexpr, ENDING: tl.constexpr):
-    """First pair and number of pairs of tile t, and the tile's row and column in the matrix of O.
+    """First pair of tile t, number of pairs from there on (to the end of the row i for the ending
+    node), and the tile's row and column in the matrix of O.
 
-    Around the ending node O lies as [*, J, I, C], a matrix [* J, I C] here, and a tile is a part of
-    the pairs of one i; rows are I, columns J.
+    For the ending node O is stored as [*, J, I, C], here a matrix [* J, I C], and a tile has pairs
+    of one i only. rows is I, columns is J.
     """
     if ENDING:
         blocks = tl.cdiv(columns, BLOCK)

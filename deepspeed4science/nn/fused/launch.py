@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: allocates results, makes descriptors, adds up partial sums."""
+"""Launches the Triton kernels: allocates results, makes TMA descriptors, adds up partial sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepspeed4science.nn.fused import kernels
 
-_BLOCK = 64  # pairs of a tile around the output: three of them fill shared memory
+_BLOCK = 64  # pairs of a tile of gated_output and its backward: three stages fill shared memory
 _BLOCK_OF_NORM = 32
 
 
@@ -187,26 +187,26 @@ def _num_tiles(num_pairs: int, columns: int, ending: bool) -> int:
 
 
 def _num_programs(x: Tensor, num_tiles: int, *, per_multiprocessor: int = 1) -> int:
-    """The number of programs that run at the same time; each takes tile after tile."""
+    """The number of persistent programs, all of which run at the same time."""
     count: int = torch.cuda.get_device_properties(x.device).multi_processor_count
     return min(num_tiles, count * per_multiprocessor)
 
 
 def _parts(like: Tensor, *size: int) -> Tensor:
-    """Room for partial sums, one of `size` for each program."""
+    """A float32 tensor for partial sums, uninitialised; size[0] is the number of programs."""
     return like.new_empty(size, dtype=torch.float32)
 
 
 def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """The descriptor of a tensor of pairs as a matrix with a row for each pair."""
+    """The TMA descriptor of a tensor of pairs, as a matrix with a row for each pair."""
     C = x.shape[-1]
     shape, stride = [x.numel() // C, C], [x.stride(-2), 1]
     return TensorDescriptor(x, shape, stride, [block, C])
 
 
 def _descriptor_of_o(o: Tensor, rows: int, C: int, ending: bool) -> TensorDescriptor:
-    """The descriptor of o. Around the ending node o lies as [*, columns, rows, C], and a row of the
-    matrix holds all pairs of one column.
+    """The TMA descriptor of o. For the ending node o is stored as [*, columns, rows, C], and a row
+    of the matrix holds all pairs of one column.
     """
     width = rows * C if ending else C
     return TensorDescriptor(o, [o.numel() // width, width], [width, 1], [_BLOCK, C])

@@ -1,4 +1,4 @@
-"""A triangle layer in few passes over its pairs, on GPUs that Triton compiles for."""
+"""A triangle layer around the Triton kernels, as one differentiable function."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHANNELS = (32, 64, 128)  # a program holds them in registers
-_HEADS = (1, 2, 4, 8, 16)  # one product of a tile has at most 16 columns
+_CHANNELS = (32, 64, 128)  # a program holds all channels of a pair in registers
+_HEADS = (1, 2, 4, 8, 16)  # the product that gives the pair bias has 16 columns
 _LEAST_MAJOR = 9  # compute capability: the first with a tensor memory accelerator
 _SHARED_BYTES = 192 * 1024 + 512  # three tiles of 64 pairs and 128 channels, and barriers
 
@@ -64,8 +64,8 @@ def _compiles_for(device: int) -> bool:
 
 
 def _shared_bytes(device: int) -> int:
-    """Bytes of shared memory that a block may have; 0 where Triton cannot be used."""
-    try:  # Triton compiles a part of itself; a C compiler may be missing
+    """Bytes of shared memory that a block may use; 0 where Triton cannot be used."""
+    try:  # Triton compiles its driver at first use, which fails without a C compiler
         from triton.runtime import driver
 
         found: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
@@ -76,8 +76,8 @@ def _shared_bytes(device: int) -> int:
 
 
 _compiled_for: dict[int, bool] = {}
-# torch.compile calls this function while it traces and does not trace into it. The decorator for
-# this would load all of torch._dynamo.
+# This attribute makes torch.compile call the function while tracing and not trace into it. The
+# decorator that sets it would import all of torch._dynamo.
 _compiles_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -92,8 +92,8 @@ def triangle_attention(
 
     Args:
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
-        gathers: if x is one process's part of the rows n: starts to gather the whole pair bias
-            from this process's part of it.
+        gathers: where x is one process's part of the rows n: called with this process's part of
+            the pair bias, starts to gather the whole of it.
     """
     norm, out, dtype = layer.layer_norm, layer.mha.linear_o, _dtype_of_products(x)
     weight, bias = joined(layer.mha.projections())
@@ -193,7 +193,7 @@ class _TriangleAttention(torch.autograd.Function):
         dx, *dnorm, dz_weight = operators.norm_pair_bias_backward_op(
             dnormed, dz, x, norm_weight, norm_bias, z_weight, dresidual, ctx.eps, ctx.ending
         )
-        dbias = functional.pad(dgate_bias, (3 * dgate_bias.shape[0], 0))  # q, k, v: none
+        dbias = functional.pad(dgate_bias, (3 * dgate_bias.shape[0], 0))  # q, k, v have no bias
         found = (dz_weight, dweight, dbias, dout_weight, dout_bias)
         own = (
             None if dtype is None else one.to(dtype)

@@ -1,5 +1,5 @@
-"""The parts of a triangle layer around attention as operators of PyTorch: Triton's kernels on GPUs,
-plain PyTorch elsewhere.
+"""The steps of a triangle layer around attention as PyTorch operators: Triton kernels for tensors
+on a GPU, plain PyTorch for others.
 """
 
 from typing import Any, NamedTuple
@@ -44,8 +44,8 @@ class NormPairBiasBackward(NamedTuple):
 
 
 class GatedOutput(NamedTuple):
-    """`evoformer_attn_gated_output` -> (o * sigmoid(gate)) weight^T + bias + residual, in the order
-    of pairs.
+    """`evoformer_attn_gated_output` -> (o * sigmoid(gate)) weight^T + bias + residual, `[*, I, J,
+    c_out]`.
     """
 
     o: Tensor  # [*, N, L, C]

@@ -1,4 +1,6 @@
-"""The functions of launch.py in plain PyTorch: the tests' reference for the kernels."""
+"""The functions of launch.py in plain PyTorch: for tensors outside of a GPU, and as the reference
+with which tests compare the Triton kernels.
+"""
 
 from __future__ import annotations
 
