@@ -53,7 +53,7 @@ int print_plan(int count, char** words) {
   p.bias1 = bias1.data();
   p.bias1_stride[0] = p.Lk;
   p.bias1_stride[2] = 1;
-  BackwardPlan plan(p, 48);
+  CpuBackwardPlan plan(p, 48);
   std::vector<int32_t> costs(size_t(p.B * p.N + p.B));
   const bool uneven = plan.wants_row_costs(p);
   if (uneven && !find_row_costs<kKeys>(p, costs.data())) return 1;

@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
   device.num_multiprocessors = int(number("multiprocessors", 132));
   device.shared_bytes_per_block = int(number("block_bytes", 227 << 10));
   device.shared_bytes_per_multiprocessor = int(number("multiprocessor_bytes", 228 << 10));
-  const ds4s::BackwardPlan plan =
+  const ds4s::Sm80BackwardPlan plan =
       ds4s::make_plan(p, device, unit(int(p.D), number("fused", 1) != 0, int(number("stages", 2))));
   char text[1024];
   ds4s::PlanText printed(text, sizeof(text));

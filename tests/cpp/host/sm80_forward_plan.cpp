@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
   p.bias2_stride[1] = given["repeats"] ? 0 : p.Lq * row, p.bias2_stride[0] = p.H * p.bias2_stride[1];
   p.bias2_stride[2] = row, p.bias2_stride[3] = 1;
   const ds4s::ForwardUnit unit{int(given["bytes"]), 64, 32, p.bias1 != nullptr, p.bias2 != nullptr};
-  const ds4s::ForwardPlan plan = ds4s::make_plan(p, unit);
+  const ds4s::Sm80ForwardPlan plan = ds4s::make_plan(p, unit);
   char text[256];
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out, unit);

@@ -12,7 +12,7 @@
 using namespace ds4s::sm90;
 
 template <int kHeadDim>
-BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device) {
+Sm90BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device) {
   return p.bias2 ? make_plan<kHeadDim, true>(p, device) : make_plan<kHeadDim, false>(p, device);
 }
 
@@ -51,10 +51,10 @@ int main(int argc, char** argv) {
                         Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
-  const BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)
-                            : p.D <= 48 ? plan_of<48>(p, device)
-                            : p.D <= 64 ? plan_of<64>(p, device)
-                                        : plan_of<128>(p, device);
+  const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)
+                                : p.D <= 48 ? plan_of<48>(p, device)
+                                : p.D <= 64 ? plan_of<64>(p, device)
+                                            : plan_of<128>(p, device);
   char text[1024];
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out);

@@ -23,7 +23,7 @@ namespace ds4s::cpu {
 template <typename scalar_t, typename E>
 class Backward {
  public:
-  Backward(const BwdParams& p, const BackwardPlan& plan, float* dbias1_parts, float* chunk_sums, float* dbias2_runs)
+  Backward(const BwdParams& p, const CpuBackwardPlan& plan, float* dbias1_parts, float* chunk_sums, float* dbias2_runs)
       : p_(p),
         plan_(plan),
         dbias1_parts_(dbias1_parts),
@@ -167,7 +167,7 @@ class Backward {
   }
 
   const BwdParams& p_;
-  const BackwardPlan& plan_;
+  const CpuBackwardPlan& plan_;
   float* const dbias1_parts_;
   float* const chunk_sums_;
   float* const dbias2_runs_;
@@ -187,7 +187,7 @@ int backward(const BwdParams& p) {
   }
   if (p.partial_keys == 0 && has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresBackward>(p);
 
-  BackwardPlan plan(p, E::kQueries);
+  CpuBackwardPlan plan(p, E::kQueries);
   const bool uneven = plan.wants_row_costs(p);
   const Memory costs(uneven ? (p.B * p.N + p.B) * int64_t(sizeof(int32_t)) : 0);
   int32_t* const row_costs = uneven ? reinterpret_cast<int32_t*>(costs.data()) : nullptr;

@@ -14,7 +14,7 @@ constexpr int kMaxChunks = 16;
 // With more groups than this for each thread, the queue of groups balances unequal rows by itself.
 constexpr int64_t kManyGroups = 16;
 
-struct BackwardPlan {
+struct CpuBackwardPlan {
   int64_t groups;
   int64_t steps;  // number of rows n that a group iterates over
   int64_t chunk_queries;
@@ -24,7 +24,7 @@ struct BackwardPlan {
   const int32_t* row_costs = nullptr;    // [B, N] in keys; null: all rows cost the same
   const int32_t* batch_order = nullptr;  // [B] most expensive first; null: in order
 
-  BackwardPlan(const BwdParams& p, int queries_per_block) {
+  CpuBackwardPlan(const BwdParams& p, int queries_per_block) {
     steps = p.dbias2 != nullptr ? p.N : 1;
     groups = p.B * p.H * p.N / steps;
     const int64_t blocks = (p.Lq + queries_per_block - 1) / queries_per_block;

@@ -52,13 +52,13 @@ class Backward : BackwardHost {
     if (kAligned && !backward_is_aligned<scalar_t>(p)) return cudaErrorMisalignedAddress;
     DeviceFacts device;
     if (cudaError_t status = query_device(device)) return status;
-    const BackwardPlan plan = make_plan(p, device, kUnit);
+    const Sm80BackwardPlan plan = make_plan(p, device, kUnit);
     if (!fits_in_grid(p, plan) || (plan.workspace_bytes > 0 && !p.workspace)) return cudaErrorInvalidValue;
     return Backward(p, plan, stream).run_kernels();
   }
 
  private:
-  Backward(const BwdParams& p, const BackwardPlan& plan, cudaStream_t stream)
+  Backward(const BwdParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream)
       : BackwardHost(p),
         plan_(plan),
         flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))),
@@ -85,7 +85,7 @@ class Backward : BackwardHost {
   }
   static constexpr BackwardUnit kUnit = unit();
 
-  static bool fits_in_grid(const BwdParams& p, const BackwardPlan& plan) {
+  static bool fits_in_grid(const BwdParams& p, const Sm80BackwardPlan& plan) {
     int64_t most = ceil_div(p.Lq > p.Lk ? p.Lq : p.Lk, 4) * p.H * p.B * p.N;
     int64_t tiles = ceil_div(p.Lq, 32) * ceil_div(p.Lk, 32) * p.B * p.H * plan.num_slices;
     return most < (int64_t(1) << 31) && tiles < (int64_t(1) << 31);
@@ -233,7 +233,7 @@ class Backward : BackwardHost {
     start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_, pool);
   }
 
-  const BackwardPlan plan_;
+  const Sm80BackwardPlan plan_;
   const PostprocessFlag flag_;
   const BackwardInputs args_;
 };

@@ -34,7 +34,7 @@ struct BackwardUnit {
   int64_t vector() const { return 16 / element_bytes; }
 };
 
-struct BackwardPlan {
+struct Sm80BackwardPlan {
   // The kernels, in the order in which they run.
   bool runs_fused = false, runs_dkdv = false, runs_dk = false, runs_dv = false, runs_dbias2 = false, runs_dq = false;
   int dq_stages = 1, dk_stages = 1, dv_stages = 1, dbias2_stages = 1;
@@ -58,12 +58,12 @@ struct BackwardPlan {
   void print(PlanText& text) const;
 };
 
-class BackwardPlanner {
+class Sm80BackwardPlanner {
  public:
-  BackwardPlanner(const BwdParams& p, const DeviceFacts& device, const BackwardUnit& unit)
+  Sm80BackwardPlanner(const BwdParams& p, const DeviceFacts& device, const BackwardUnit& unit)
       : p_(p), device_(device), unit_(unit) {}
 
-  BackwardPlan plan() {
+  Sm80BackwardPlan plan() {
     choose_kernels();
     choose_stages();
     const int64_t queries = p_.B * p_.N * p_.H * p_.Lq, keys = p_.B * p_.N * p_.H * p_.Lk;
@@ -162,15 +162,15 @@ class BackwardPlanner {
   const BwdParams& p_;
   const DeviceFacts& device_;
   const BackwardUnit& unit_;
-  BackwardPlan plan_;
+  Sm80BackwardPlan plan_;
   WorkspaceLayout layout_;
 };
 
-inline BackwardPlan make_plan(const BwdParams& p, const DeviceFacts& device, const BackwardUnit& unit) {
-  return BackwardPlanner(p, device, unit).plan();
+inline Sm80BackwardPlan make_plan(const BwdParams& p, const DeviceFacts& device, const BackwardUnit& unit) {
+  return Sm80BackwardPlanner(p, device, unit).plan();
 }
 
-inline void BackwardPlan::print(PlanText& text) const {
+inline void Sm80BackwardPlan::print(PlanText& text) const {
   auto kernel = [&](bool runs, const char* name, int num_stages) {
     if (runs) text.add(name, num_stages);
   };

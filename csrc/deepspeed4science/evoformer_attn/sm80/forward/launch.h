@@ -43,7 +43,7 @@ struct Forward {
   static void print_plan(const FwdParams& p, PlanText& text) { make_plan(p, kUnit).print(text, kUnit); }
 
   static cudaError_t run(const FwdParams& p, cudaStream_t stream) {
-    const ForwardPlan plan = make_plan(p, kUnit);
+    const Sm80ForwardPlan plan = make_plan(p, kUnit);
     bool fits = p.D <= kHeadDim && p.Dv <= kHeadDimValue && p.Lq < (int64_t(1) << 31) && p.Lk < (int64_t(1) << 31) &&
                 plan.blocks < (int64_t(1) << 31) && (p.bias1 != nullptr) == kHasBias1 &&
                 (p.bias2 != nullptr) == kHasBias2;
@@ -64,7 +64,7 @@ struct Forward {
   static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kHasBias1, kHasBias2};
 
   // Finds the visible keys and copies biases that the kernel cannot read as they are.
-  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const ForwardPlan& plan,
+  static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const Sm80ForwardPlan& plan,
                              cudaStream_t stream) {
     KeyMaskBuffers<FwdParams> key_mask(p);
     void* const mask = at<void>(p.workspace, plan.key_mask);

@@ -15,7 +15,7 @@ struct ForwardUnit {
   bool has_bias1, has_bias2;
 };
 
-struct ForwardPlan {
+struct Sm80ForwardPlan {
   int64_t blocks = 0;
   // The blocks of 2^group_log2 neighbouring rows n run side by side and read the same tile of bias2 from L2: 1.58
   // instead of 1.74 ms at (1,768,768,4,32) on an H200.
@@ -40,8 +40,8 @@ inline BiasRows bias2_rows(const FwdParams& p, const ForwardUnit& unit) {
           unit.element_bytes};
 }
 
-inline ForwardPlan make_plan(const FwdParams& p, const ForwardUnit& unit) {
-  ForwardPlan plan;
+inline Sm80ForwardPlan make_plan(const FwdParams& p, const ForwardUnit& unit) {
+  Sm80ForwardPlan plan;
   plan.group_log2 = unit.has_bias2 && p.B * p.N >= 64 ? 4 : 0;
   const int64_t group = int64_t(1) << plan.group_log2;
   plan.blocks = ceil_div(p.Lq, unit.queries) * p.H * ceil_div(p.B * p.N, group) * group;

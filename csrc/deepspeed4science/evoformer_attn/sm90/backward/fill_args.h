@@ -9,7 +9,7 @@ namespace ds4s::sm90 {
 
 class BackwardFill {
  public:
-  BackwardFill(const BwdParams& p, const BackwardPlan& plan)
+  BackwardFill(const BwdParams& p, const Sm90BackwardPlan& plan)
       : p_(p), plan_(plan), bias2_(p), key_mask_(p), flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))) {}
 
   template <typename T>
@@ -126,7 +126,7 @@ class BackwardFill {
   float* dq_accumulators() const { return plan_.dq_global.adds_dbias2 ? at<float>(plan_.accumulators) : p_.dbias2; }
 
   const BwdParams& p_;
-  const BackwardPlan& plan_;
+  const Sm90BackwardPlan& plan_;
   Bias2View bias2_;
   KeyMaskBuffers<BwdParams> key_mask_;
   PostprocessFlag flag_;

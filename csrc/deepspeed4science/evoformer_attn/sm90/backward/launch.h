@@ -26,7 +26,7 @@ class Backward {
     if (!fits(p)) return cudaErrorInvalidValue;
     BackwardFacts device;
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
-    const BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
+    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     return Backward(p, plan, device, stream).launch_all();
   }
@@ -39,7 +39,7 @@ class Backward {
   using Kernels = BackwardKernels<scalar_t, kHeadDim, kHasBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
 
-  Backward(const BwdParams& p, const BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
+  Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
       : p_(p), plan_(plan), device_(device), fill_(p, plan), launches_(stream) {}
 
   static bool fits(const BwdParams& p) {
@@ -219,7 +219,7 @@ class Backward {
   TensorView<5> dv() const { return tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv); }
 
   const BwdParams& p_;
-  const BackwardPlan& plan_;
+  const Sm90BackwardPlan& plan_;
   const BackwardFacts& device_;
   const BackwardFill fill_;
   LaunchSequence launches_;

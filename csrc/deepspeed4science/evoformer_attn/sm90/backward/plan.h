@@ -50,7 +50,7 @@ inline TensorView<5> rounded_dbias2(const BwdParams& p) {
   return {p.rounded_dbias2, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
 }
 
-struct BackwardPlan {
+struct Sm90BackwardPlan {
   // The kernels run in this order; if dbias2_is_last, dbias2 runs last.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
   bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
@@ -96,11 +96,11 @@ constexpr Dbias2ClusterTile dbias2_cluster_tile(Kernel kernel) {
 }
 
 template <int kHeadDim, bool kHasBias2>
-class BackwardPlanner {
+class Sm90BackwardPlanner {
  public:
-  BackwardPlanner(const BwdParams& p, const BackwardFacts& device) : p_(p), device_(device) {}
+  Sm90BackwardPlanner(const BwdParams& p, const BackwardFacts& device) : p_(p), device_(device) {}
 
-  BackwardPlan plan() {
+  Sm90BackwardPlan plan() {
     choose_kernels();
     const KeyMaskLayout key_mask(p_);
     const int64_t rows = p_.B * p_.N, pairs = rows * p_.H;
@@ -247,16 +247,16 @@ class BackwardPlanner {
 
   const BwdParams& p_;
   const BackwardFacts& device_;
-  BackwardPlan plan_;
+  Sm90BackwardPlan plan_;
   WorkspaceLayout layout_;
 };
 
 template <int kHeadDim, bool kHasBias2>
-BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device) {
-  return BackwardPlanner<kHeadDim, kHasBias2>(p, device).plan();
+Sm90BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device) {
+  return Sm90BackwardPlanner<kHeadDim, kHasBias2>(p, device).plan();
 }
 
-inline void BackwardPlan::print(PlanText& text) const {
+inline void Sm90BackwardPlan::print(PlanText& text) const {
   auto kernel = [&](const char* name, Kernel which) {
     if (which != Kernel::kNone) text.add(name, kKernelNames[int(which)]);
   };

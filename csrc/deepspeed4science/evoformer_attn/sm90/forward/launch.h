@@ -28,7 +28,8 @@ struct ForwardLaunch {
   static int64_t num_row_groups(const FwdParams& p) { return (p.N + Config::kRows - 1) / Config::kRows; }
   static int64_t num_tiles(const FwdParams& p) { return num_query_blocks(p) * p.H * num_row_groups(p) * p.B; }
 
-  static cudaError_t run(const FwdParams& p, const ForwardPlan& plan, const TensorView<5>& bias2, cudaStream_t stream) {
+  static cudaError_t run(const FwdParams& p, const Sm90ForwardPlan& plan, const TensorView<5>& bias2,
+                         cudaStream_t stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(blocks);
     ForwardMaps maps{};
@@ -54,7 +55,7 @@ struct ForwardLaunch {
   }
 
  private:
-  static ForwardArgs make_args(const FwdParams& p, const ForwardPlan& plan, const TensorView<5>& bias2) {
+  static ForwardArgs make_args(const FwdParams& p, const Sm90ForwardPlan& plan, const TensorView<5>& bias2) {
     ForwardArgs args{};
     args.bias1 = p.bias1, args.row_mask = p.row_mask, args.lse = p.lse;
     for (int d = 0; d < 3; ++d) args.bias1_stride[d] = p.bias1_stride[d];
@@ -85,7 +86,7 @@ struct ForwardLaunch {
 template <typename scalar_t, int kHeadDim, bool kHasBias1, bool kHasBias2>
 struct Forward {
   static int64_t workspace_bytes(const FwdParams& p) {
-    ForwardPlan plan;
+    Sm90ForwardPlan plan;
     plan_workspace(plan, p);
     return plan.workspace_bytes;
   }
@@ -100,7 +101,7 @@ struct Forward {
 
     ForwardFacts device;
     if (cudaError_t error = query(p, device); error != cudaSuccess) return error;
-    const ForwardPlan plan = make_plan<kHeadDim>(p, device);
+    const Sm90ForwardPlan plan = make_plan<kHeadDim>(p, device);
     const Bias2View view(p);
     if (cudaError_t error = copy_bias2_rows<scalar_t>(view, p.workspace, stream); error != cudaSuccess) return error;
     const TensorView<5> bias2 = view.read(p.workspace);

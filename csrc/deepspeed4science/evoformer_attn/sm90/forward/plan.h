@@ -19,7 +19,7 @@ struct ForwardFacts : DeviceFacts {
   int64_t one_row_blocks = 0;  // resident blocks of ForwardChoice::OneRow; queried only where N is 1
 };
 
-struct ForwardPlan {
+struct Sm90ForwardPlan {
   ForwardKernel kernel = ForwardKernel::kManyRows;
   bool copies_bias2 = false;
   int64_t groups_of_band = 1;          // of rows n; see ForwardArgs
@@ -44,7 +44,7 @@ int64_t num_forward_tiles(const FwdParams& p) {
 // bands, so that blocks that run at the same time read the same few rows of bias2; where it far exceeds the cache,
 // blocks also keep step. (1,2048,2048,4,32): 17.0 ms; bands 16.0, in step 16.5. (1,4096,4096,4,32): 149; bands 149, in
 // step 136.
-inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
+inline void plan_workspace(Sm90ForwardPlan& plan, const FwdParams& p) {
   constexpr int64_t kMiB = 1 << 20, kGroups = 12;
   const Bias2View bias2(p);
   plan.copies_bias2 = bias2.copied;
@@ -60,8 +60,8 @@ inline void plan_workspace(ForwardPlan& plan, const FwdParams& p) {
 // With N = 1 no second row n shares bias2. Where tiles of 256 queries would leave multiprocessors idle, tiles of 64
 // run.
 template <int kHeadDim>
-ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
-  ForwardPlan plan;
+Sm90ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
+  Sm90ForwardPlan plan;
   if (p.N == 1) {
     const bool few = num_forward_tiles<typename ForwardChoice<kHeadDim>::OneRow>(p) < device.one_row_blocks;
     plan.kernel = few ? ForwardKernel::kFewTiles : ForwardKernel::kOneRow;
