@@ -126,13 +126,13 @@ def _both(*dtypes: str, **served: str) -> dict[str, dict[str, str]]:
 
 
 _SM80_FORWARD = (
-    "ds4s::Forward<{scalar}, {arch}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
+    "ds4s::Sm80Forward<{scalar}, {arch}, {aligned}, {tier}, {tier}, {bias1}, {bias2}, {tf32}>"
 )
 _SM80_BACKWARD = (
-    "ds4s::RoundedDbias<ds4s::Backward<{scalar}, {arch}, {aligned}, {tier}, {bias2}, {tf32}>>"
+    "ds4s::RoundedDbias<ds4s::Sm80Backward<{scalar}, {arch}, {aligned}, {tier}, {bias2}, {tf32}>>"
 )
-_SM90_FORWARD = "ds4s::sm90::Forward<{scalar}, {tier}, {bias1}, {bias2}>"
-_SM90_BACKWARD = "ds4s::RoundedDbias<ds4s::sm90::Backward<{scalar}, {tier}, {bias2}>>"
+_SM90_FORWARD = "ds4s::sm90::Sm90Forward<{scalar}, {tier}, {bias1}, {bias2}>"
+_SM90_BACKWARD = "ds4s::RoundedDbias<ds4s::sm90::Sm90Backward<{scalar}, {tier}, {bias2}>>"
 
 _SM80_TEMPLATES: dict[str, Any] = {
     "backend": "sm80",

@@ -31,7 +31,7 @@ LAUNCH = """\
 namespace ds4s::sm100 {
 
 template <typename scalar_t, int kHeadDim>
-struct Forward {
+struct Sm100Forward {
   static int64_t workspace_bytes(const FwdParams& p) { return p.Lk * int64_t(sizeof(float)); }
   static int run(const FwdParams& p, cudaStream_t) {
     if (p.D > kHeadDim || p.Dv > kHeadDim || p.workspace == nullptr) return cudaErrorInvalidValue;

@@ -73,7 +73,7 @@ def kernels(family):
 def assertion(kernel, limit):
     arguments = re.search(r"ds4s::(?:For|Back)ward<([^<>]*)>", kernel.source())[1]
     if kernel.direction == "fwd":
-        value = f"forward_bytes<ds4s::Forward<{arguments}>>()"
+        value = f"forward_bytes<ds4s::Sm80Forward<{arguments}>>()"
     else:
         value = f"backward_bytes<AttentionBackwardKernel<{arguments}>>()"
     return f'static_assert({value} <= {limit}, "{kernel.name}");\n'

@@ -122,7 +122,9 @@ def test_sm90_is_compiled_for_9_0a_whatever_9_0_is_called(requested, nvcc, monke
     assert row.name == "sm90_fwd_bf16_d32_both"
     source = row.source()
     assert '#include "sm90/forward/launch.h"' in source
-    launch = "ds4s::sm90::Forward<cutlass::bfloat16_t, 32, /*kHasBias1=*/true, /*kHasBias2=*/true>"
+    launch = (
+        "ds4s::sm90::Sm90Forward<cutlass::bfloat16_t, 32, /*kHasBias1=*/true, /*kHasBias2=*/true>"
+    )
     assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
     (job,) = BUILDER.jobs([row])
     assert "-gencode=arch=compute_90a,code=sm_90a" in job.flags
@@ -145,7 +147,7 @@ def test_an_sm90_backward_reads_bias1_at_run_time(bias, compiled, nvcc):
     source = row.source()
     assert '#include "sm90/backward/launch.h"' in source
     bias2 = f"/*kHasBias2=*/{str(compiled == 'bias2').lower()}"
-    launch = f"ds4s::RoundedDbias<ds4s::sm90::Backward<cutlass::half_t, 64, {bias2}>>"
+    launch = f"ds4s::RoundedDbias<ds4s::sm90::Sm90Backward<cutlass::half_t, 64, {bias2}>>"
     assert f"return {launch}::run(" in source and f"return {launch}::workspace_bytes(" in source
     assert "const ds4s::BwdParams* params" in source
 

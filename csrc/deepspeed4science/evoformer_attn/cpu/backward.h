@@ -21,9 +21,10 @@
 namespace ds4s::cpu {
 
 template <typename scalar_t, typename E>
-class Backward {
+class CpuBackward {
  public:
-  Backward(const BwdParams& p, const CpuBackwardPlan& plan, float* dbias1_parts, float* chunk_sums, float* dbias2_runs)
+  CpuBackward(const BwdParams& p, const CpuBackwardPlan& plan, float* dbias1_parts, float* chunk_sums,
+              float* dbias2_runs)
       : p_(p),
         plan_(plan),
         dbias1_parts_(dbias1_parts),
@@ -212,7 +213,7 @@ int backward(const BwdParams& p) {
   float* const chunk_sums = shared.take<float>(chunk_sums_count);
   float* const dbias2_runs = shared.take<float>(dbias2_runs_count);
 
-  Backward<scalar_t, E> run(p, plan, adds_dbias1 ? dbias1_parts : p.dbias1, chunk_sums, dbias2_runs);
+  CpuBackward<scalar_t, E> run(p, plan, adds_dbias1 ? dbias1_parts : p.dbias1, chunk_sums, dbias2_runs);
   in_parallel(plan.threads, [&](int thread, int team) {
     const BackwardScratch<E> scratch(memory.data() + size.bytes * thread, p, !plan.shared, plan.chunks);
     run.run(thread, team, scratch);

@@ -55,11 +55,11 @@ struct ForwardScratch {
 };
 
 template <typename scalar_t, typename E>
-class Forward {
+class ForwardWorker {
  public:
   using V = typename E::V;
 
-  Forward(const FwdParams& p, void* memory) : p_(p), s_(memory, p), tiles_(s_.bias1, s_.tiles) {}
+  ForwardWorker(const FwdParams& p, void* memory) : p_(p), s_(memory, p), tiles_(s_.bias1, s_.tiles) {}
 
   // Queries [q0, q1) of one (b, h, n).
   void run(int64_t b, int64_t h, int64_t n, int64_t q0, int64_t q1) {
@@ -209,7 +209,7 @@ int forward(const FwdParams& p) {
   Queue queue(heads * parts, threads);
   in_parallel(threads, [&](int thread, int) {
     [[maybe_unused]] typename E::Session session;
-    Forward<scalar_t, E> worker(p, memory.data() + bytes * thread);
+    ForwardWorker<scalar_t, E> worker(p, memory.data() + bytes * thread);
     for (int64_t first, last; queue.take(first, last);) {
       for (int64_t task = first; task < last; ++task) {
         const int64_t part = task % parts;

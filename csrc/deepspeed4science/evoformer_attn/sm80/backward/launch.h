@@ -25,7 +25,7 @@ inline bool backward_is_aligned(const BwdParams& p) {
 
 // Template arguments: AttentionBackwardKernel's.
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, bool kHasBias2, bool kTf32>
-class Backward : BackwardHost {
+class Sm80Backward : BackwardHost {
   using Kernel = AttentionBackwardKernel<scalar_t, ArchTag, kAligned, kHeadDim, kHasBias2, kTf32>;
   using Config = typename Kernel::Config;
   using Dbias2 = typename Kernel::Dbias2;
@@ -54,11 +54,11 @@ class Backward : BackwardHost {
     if (cudaError_t status = query_device(device)) return status;
     const Sm80BackwardPlan plan = make_plan(p, device, kUnit);
     if (!fits_in_grid(p, plan) || (plan.workspace_bytes > 0 && !p.workspace)) return cudaErrorInvalidValue;
-    return Backward(p, plan, stream).run_kernels();
+    return Sm80Backward(p, plan, stream).run_kernels();
   }
 
  private:
-  Backward(const BwdParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream)
+  Sm80Backward(const BwdParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream)
       : BackwardHost(p),
         plan_(plan),
         flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))),

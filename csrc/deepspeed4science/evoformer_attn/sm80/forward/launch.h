@@ -1,5 +1,5 @@
 // Host side of the forward: FwdParams -> plan -> AttentionKernel::Params -> launch. A generated unit names one
-// Forward<...> and exports its functions.
+// Sm80Forward<...> and exports its functions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ template <typename scalar_t_,  // half_t, bfloat16_t, float
           bool kHasBias1,      // bias1 is given
           bool kHasBias2,      // bias2 is given
           bool kTf32 = false>  // float on Sm80: TF32 tensor cores
-struct Forward {
+struct Sm80Forward {
   using scalar_t = scalar_t_;
   static constexpr ForwardTileSizes kTiles =
       forward_tiles<scalar_t, ArchTag, kAligned, kHeadDim, kHeadDimValue, kHasBias1, kHasBias2>();

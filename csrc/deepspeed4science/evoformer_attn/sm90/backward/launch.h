@@ -1,5 +1,5 @@
-// Host side of the Hopper backward: BwdParams -> plan -> launches. A generated unit instantiates one Backward<...> and
-// exports its functions.
+// Host side of the Hopper backward: BwdParams -> plan -> launches. A generated unit instantiates one Sm90Backward<...>
+// and exports its functions.
 #pragma once
 
 #include "sm90/backward/fill_args.h"
@@ -9,7 +9,7 @@
 namespace ds4s::sm90 {
 
 template <typename scalar_t, int kHeadDim, bool kHasBias2>
-class Backward {
+class Sm90Backward {
  public:
   static int64_t workspace_bytes(const BwdParams& p) {
     BackwardFacts device;
@@ -28,7 +28,7 @@ class Backward {
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
     const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
-    return Backward(p, plan, device, stream).launch_all();
+    return Sm90Backward(p, plan, device, stream).launch_all();
   }
   static void print_plan(const BwdParams& p, PlanText& text) {
     BackwardFacts device;
@@ -39,7 +39,7 @@ class Backward {
   using Kernels = BackwardKernels<scalar_t, kHeadDim, kHasBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
 
-  Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
+  Sm90Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
       : p_(p), plan_(plan), device_(device), fill_(p, plan), launches_(stream) {}
 
   static bool fits(const BwdParams& p) {

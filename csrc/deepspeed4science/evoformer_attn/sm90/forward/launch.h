@@ -1,5 +1,5 @@
 // Host side of the Hopper forward: FwdParams -> tensor maps and ForwardArgs -> launch. A generated unit instantiates
-// one Forward<...> and exports its functions.
+// one Sm90Forward<...> and exports its functions.
 #pragma once
 
 #include <cmath>
@@ -84,7 +84,7 @@ struct ForwardLaunch {
 };
 
 template <typename scalar_t, int kHeadDim, bool kHasBias1, bool kHasBias2>
-struct Forward {
+struct Sm90Forward {
   static int64_t workspace_bytes(const FwdParams& p) {
     Sm90ForwardPlan plan;
     plan_workspace(plan, p);
