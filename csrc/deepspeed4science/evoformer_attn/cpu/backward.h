@@ -48,21 +48,20 @@ class CpuBackward {
   }
 
  private:
-  struct Coordinates {
+  // A head of a row n.
+  struct Head {
     int64_t b, n, h;
   };
 
   // Groups that do not iterate over n have n innermost: neighbours share bias2[b, h].
-  Coordinates coordinates(int64_t group, int64_t step) const {
+  Head head_of(int64_t group, int64_t step) const {
     const int64_t rows = p_.N / plan_.steps;
     const int64_t head = group / rows;
     const int64_t b = head / p_.H;
     return {plan_.batch_order == nullptr ? b : plan_.batch_order[b], group % rows + step, head % p_.H};
   }
 
-  int64_t cost(const Coordinates& at) const {
-    return plan_.row_costs == nullptr ? 1 : plan_.row_costs[at.b * p_.N + at.n];
-  }
+  int64_t cost(const Head& at) const { return plan_.row_costs == nullptr ? 1 : plan_.row_costs[at.b * p_.N + at.n]; }
 
   int64_t first_query(int64_t chunk) const {
     const int64_t q = chunk * plan_.chunk_queries;
@@ -70,7 +69,7 @@ class CpuBackward {
   }
 
   // The part of dbias1 of one (b, n, h): [Lk].
-  float* dbias1_part(const Coordinates& at) const {
+  float* dbias1_part(const Head& at) const {
     return dbias1_parts_ == nullptr ? nullptr : dbias1_parts_ + ((at.b * p_.N + at.n) * p_.H + at.h) * p_.Lk;
   }
 
@@ -78,7 +77,7 @@ class CpuBackward {
     for (int64_t first, last; queue_.take(first, last);) {
       for (int64_t group = first; group < last; ++group) {
         for (int64_t step = 0; step < plan_.steps; ++step) {
-          const Coordinates at = coordinates(group, step);
+          const Head at = head_of(group, step);
           const KeyTiles<E::kKeys>& tiles = worker.tiles(at.b, at.n);
           for (int64_t c = 0; c < plan_.chunks; ++c) {
             worker.run(at.b, at.n, at.h, first_query(c), first_query(c + 1), c == 0 ? scratch.sums : scratch.part);
@@ -99,7 +98,7 @@ class CpuBackward {
       if (!sums_keys_) continue;
       for (int64_t group = 0; group < plan_.groups; ++group) {
         float* const sums = chunk_sums_ + group * plan_.chunks * size;
-        add_chunks(worker, coordinates(group, step), scratch, sums, thread, team);
+        add_chunks(worker, head_of(group, step), scratch, sums, thread, team);
       }
       barrier(team);
     }
@@ -109,10 +108,10 @@ class CpuBackward {
   void run_share(BackwardWorker<scalar_t, E>& worker, int64_t step, int thread, int team,
                  const BackwardScratch<E>& scratch) {
     int64_t total = 0;
-    for (int64_t group = 0; group < plan_.groups; ++group) total += plan_.chunks * cost(coordinates(group, step));
+    for (int64_t group = 0; group < plan_.groups; ++group) total += plan_.chunks * cost(head_of(group, step));
     int64_t done = 0;
     for (int64_t item = 0; item < plan_.groups * plan_.chunks; ++item) {
-      const Coordinates at = coordinates(item / plan_.chunks, step);
+      const Head at = head_of(item / plan_.chunks, step);
       if (done >= total * thread / team && done < total * (thread + 1) / team) {
         const int64_t c = item % plan_.chunks;
         worker.run(at.b, at.n, at.h, first_query(c), first_query(c + 1),
@@ -123,8 +122,8 @@ class CpuBackward {
   }
 
   // For this thread's tiles of one group: adds the sums of all chunks to those of the first and stores them.
-  void add_chunks(BackwardWorker<scalar_t, E>& worker, const Coordinates& at, const BackwardScratch<E>& scratch,
-                  float* sums, int thread, int team) {
+  void add_chunks(BackwardWorker<scalar_t, E>& worker, const Head& at, const BackwardScratch<E>& scratch, float* sums,
+                  int thread, int team) {
     const int num = worker.tiles(at.b, at.n).num();
     for (int x = num * thread / team; x < num * (thread + 1) / team; ++x) {
       for (int64_t c = 1; c < plan_.chunks; ++c) {
@@ -135,8 +134,7 @@ class CpuBackward {
   }
 
   // Stores this thread's tiles and hidden keys.
-  void store_keys(BackwardWorker<scalar_t, E>& worker, const Coordinates& at, const KeySums& sums, int thread,
-                  int team) {
+  void store_keys(BackwardWorker<scalar_t, E>& worker, const Head& at, const KeySums& sums, int thread, int team) {
     const KeyTiles<E::kKeys>& tiles = worker.tiles(at.b, at.n);
     float* const dbias1 = dbias1_part(at);
     for (int x = tiles.num() * thread / team; x < tiles.num() * (thread + 1) / team; ++x) {

@@ -52,7 +52,7 @@ struct KernelDqDkdv {
       if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
     }
     const BiasMatrix& bias2 = Config::kOwnsKeys && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
-    const Operands<Config> operands(args.p, at);
+    const TileOperands<Config> operands(args.p, at);
     Loop loop(args, pool, at, operands, bias2, stages, shared, int(threadIdx.x));
     const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;  // of this warp
     loop.run(begin(loop, args, pool, at, operands, owned_left));
@@ -65,7 +65,7 @@ struct KernelDqDkdv {
   // Prologue: starts the loads of the first tiles, and converts the owned side's vectors to the form that the loop
   // reads. Returns the first tile.
   CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
-                                  const Position& at, const Operands<Config>& operands, int owned_left) {
+                                  const Position& at, const TileOperands<Config>& operands, int owned_left) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
     if constexpr (Loop::kSkipsWarps) {
       const uint32_t units = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit);

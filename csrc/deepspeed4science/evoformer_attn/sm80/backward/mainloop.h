@@ -69,7 +69,7 @@ struct Mainloop {
   Bias2 bias2;
 
   CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
-                          const Operands<Config>& operands, const BiasMatrix& bias2_, int stages_, char* shared_,
+                          const TileOperands<Config>& operands, const BiasMatrix& bias2_, int stages_, char* shared_,
                           int thread_)
       : stages(stages_),
         shared(shared_),

@@ -36,7 +36,7 @@ struct StreamedTiles {
   int first_row = 0, lane_offset = 0;
   char* shared;
 
-  CUTLASS_DEVICE StreamedTiles(const Operands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
+  CUTLASS_DEVICE StreamedTiles(const TileOperands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
                                char* shared_, int thread_)
       : keys{mask, bn, num_},
         qk_stride(operands.streamed_qk.stride),

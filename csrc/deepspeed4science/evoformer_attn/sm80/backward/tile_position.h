@@ -43,7 +43,7 @@ struct TilePosition {
 
 // One of Q, K, V and dO, from the first query or key on that a block reads.
 template <typename scalar_t>
-struct Operand {
+struct TileOperand {
   const scalar_t* g;
   int64_t stride;  // of queries or keys
   int channels;
@@ -52,20 +52,20 @@ struct Operand {
 // A block that owns keys owns K and V and streams Q and dO; a block that owns queries owns Q and dO and streams K and
 // V. The product of Q and K gives the scores, that of dO and V gives dP.
 template <typename Config>
-struct Operands {
+struct TileOperands {
   using scalar_t = typename Config::scalar_t;
-  Operand<scalar_t> owned_qk, owned_dov, streamed_qk, streamed_dov;
+  TileOperand<scalar_t> owned_qk, owned_dov, streamed_qk, streamed_dov;
 
-  CUTLASS_DEVICE Operands(const BwdParams& p, const TilePosition<Config>& at) {
+  CUTLASS_DEVICE TileOperands(const BwdParams& p, const TilePosition<Config>& at) {
     const int first_query = Config::kOwnsKeys ? 0 : at.first, first_key = Config::kOwnsKeys ? at.first : 0;
-    const Operand<scalar_t> q{element<const scalar_t>(p.q, p.q_stride, at.b, at.n, first_query, at.h), p.q_stride[2],
-                              int(p.D)};
-    const Operand<scalar_t> do_{element<const scalar_t>(p.do_, p.do_stride, at.b, at.n, first_query, at.h),
-                                p.do_stride[2], int(p.Dv)};
-    const Operand<scalar_t> k{element<const scalar_t>(p.k, p.k_stride, at.b, at.n, first_key, at.h), p.k_stride[2],
-                              int(p.D)};
-    const Operand<scalar_t> v{element<const scalar_t>(p.v, p.v_stride, at.b, at.n, first_key, at.h), p.v_stride[2],
-                              int(p.Dv)};
+    const TileOperand<scalar_t> q{element<const scalar_t>(p.q, p.q_stride, at.b, at.n, first_query, at.h),
+                                  p.q_stride[2], int(p.D)};
+    const TileOperand<scalar_t> do_{element<const scalar_t>(p.do_, p.do_stride, at.b, at.n, first_query, at.h),
+                                    p.do_stride[2], int(p.Dv)};
+    const TileOperand<scalar_t> k{element<const scalar_t>(p.k, p.k_stride, at.b, at.n, first_key, at.h), p.k_stride[2],
+                                  int(p.D)};
+    const TileOperand<scalar_t> v{element<const scalar_t>(p.v, p.v_stride, at.b, at.n, first_key, at.h), p.v_stride[2],
+                                  int(p.Dv)};
     if constexpr (Config::kOwnsKeys) {
       owned_qk = k, owned_dov = v, streamed_qk = q, streamed_dov = do_;
     } else {

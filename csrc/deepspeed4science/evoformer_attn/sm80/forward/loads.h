@@ -41,13 +41,13 @@ struct ForwardLoads : ForwardWarp<K> {
     ElementBits<scalar_t> bias1, bias2;
   };
   // Pointers to the first key of a row n and head.
-  struct Operands {
+  struct RowPointers {
     const scalar_t *key, *value;
     scalar_t *bias1, *bias2;
   };
   // Values that the loop reads once a stage and for which it has no registers.
   struct Constants {
-    Operands operands;
+    RowPointers pointers;
     output_t* output;
     float* logsumexp;
     KeySegments segments;
@@ -68,7 +68,7 @@ struct ForwardLoads : ForwardWarp<K> {
     RowElement element;
     float shift;
   };
-  CUTLASS_DEVICE void locate(SegmentStart& start, const Operands& from, int key) {
+  CUTLASS_DEVICE void locate(SegmentStart& start, const RowPointers& from, int key) {
     start.k = Loader<KTile>(from.key + key * p.k_strideM, p.k_strideM, p.head_dim, thread);
     start.v = Loader<VTile>(from.value + key * p.v_strideM, p.v_strideM, p.head_dim_value, thread);
     int64_t offset = bias_start.row() * p.bias2_strideM + bias_start.column() + key;
@@ -107,7 +107,7 @@ struct ForwardLoads : ForwardWarp<K> {
       start.v.load(this->sV(stage), left);
       start.v.advance();
     } else {
-      const Operands& from = sConstants()->operands;
+      const RowPointers& from = sConstants()->pointers;
       const int thread_x = int(ptx::thread_x());
       Loader<KTile>(from.key + first * p.k_strideM, p.k_strideM, p.head_dim, thread_x).load(this->sK(stage), left);
       Loader<VTile>(from.value + first * p.v_strideM, p.v_strideM, p.head_dim_value, thread_x)
@@ -122,8 +122,8 @@ struct ForwardLoads : ForwardWarp<K> {
     const int key = first + int(ptx::thread_x() % kKeys);
     const cutlass::MatrixCoord extent(1, segment.end);
     if constexpr (K::Bias1::kIsRow)
-      K::Bias1::Row::load(x.bias1, kWhole ? p.bias1_ptr : sConstants()->operands.bias1, key, extent, 0);
-    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->operands.bias2, key, extent, 0);
+      K::Bias1::Row::load(x.bias1, kWhole ? p.bias1_ptr : sConstants()->pointers.bias1, key, extent, 0);
+    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->pointers.bias2, key, extent, 0);
     return x;
   }
   // bias1 - shift in raw units; -inf past the last key, which masks the tail.

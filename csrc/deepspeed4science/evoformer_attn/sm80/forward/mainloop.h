@@ -100,7 +100,7 @@ struct ForwardBlock : ForwardLoads<K> {
     Frag2(&bias2)[K::kInFlight] = start.bias2;
     if (!is_sent) {
       __syncthreads();  // the block's constants; the last reads of K and V
-      this->locate(start, sConstants()->operands, segment.begin);
+      this->locate(start, sConstants()->pointers, segment.begin);
       this->template send<kInRegisters, kWhole>(start, segment, sConstants()->shift);
     }
     if constexpr (K::kAsync) this->store_row(segment, segment.begin, 0, start.element, start.shift);

@@ -21,7 +21,7 @@ struct DqDkdvConsumer {
 
   // kDqInGlobal: the warpgroup's position among the accumulators of dq.
   struct DqGlobalState {
-    typename DqGlobal<Config>::State state;
+    typename DqGlobal<Config>::ConsumerState state;
   };
   struct NoDqGlobal {};
 

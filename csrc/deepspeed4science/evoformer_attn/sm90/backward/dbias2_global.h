@@ -29,13 +29,13 @@ template <typename Config>
 struct Dbias2Global {
   static_assert(Config::kOwned == Dbias2Unit::kKeys, "a warpgroup's keys");
 
-  // A warpgroup's state through the steps of one tile.
-  struct Position {
+  // Where a warpgroup adds, from step to step of one tile.
+  struct TileIterator {
     float* next;  // of the step's first unit, this lane's four elements; null where dbias2 is not wanted
     int queries_left, keys_left;
 
-    CUTLASS_DEVICE Position(const BackwardArgs& args, const typename Config::Coordinates& block,
-                            const ConsumerCoord& at) {
+    CUTLASS_DEVICE TileIterator(const BackwardArgs& args, const typename Config::Coordinates& block,
+                                const ConsumerCoord& at) {
       const int key = block.owned + at.tile * Config::kOwned;
       queries_left = args.Lq, keys_left = args.Lk - key;
       next = args.dbias2_global;
@@ -46,33 +46,33 @@ struct Dbias2Global {
   };
 
   template <int kCount>
-  CUTLASS_DEVICE static void add(Position& position, const float (&ds)[kCount], const BackwardArgs& args,
+  CUTLASS_DEVICE static void add(TileIterator& it, const float (&ds)[kCount], const BackwardArgs& args,
                                  const ConsumerCoord& at) {
-    if (position.next == nullptr) return;
-    if (position.queries_left >= Config::kColumns && position.keys_left >= Dbias2Unit::kKeys) {
+    if (it.next == nullptr) return;
+    if (it.queries_left >= Config::kColumns && it.keys_left >= Dbias2Unit::kKeys) {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kCount; x += 4) atomic_add_vector(position.next + 2 * x * args.Lk, ds + x);
+      for (int x = 0; x < kCount; x += 4) atomic_add_vector(it.next + 2 * x * args.Lk, ds + x);
     } else {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kCount; x += 4) add_ragged(position, 2 * x, ds + x, args, at);
+      for (int x = 0; x < kCount; x += 4) add_ragged(it, 2 * x, ds + x, args, at);
     }
-    position.next += int64_t(Config::kColumns) * args.Lk, position.queries_left -= Config::kColumns;
+    it.next += int64_t(Config::kColumns) * args.Lk, it.queries_left -= Config::kColumns;
   }
 
  private:
-  CUTLASS_DEVICE static void add_ragged(const Position& position, int query, const float* four,
-                                        const BackwardArgs& args, const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void add_ragged(const TileIterator& it, int query, const float* four, const BackwardArgs& args,
+                                        const ConsumerCoord& at) {
     const Dbias2Unit unit{args.Lk, at.warp, at.lane};
-    float* dst = position.next + int64_t(query) * args.Lk;
-    const int queries = position.queries_left - query;
-    if (queries >= Dbias2Unit::kQueries && position.keys_left >= Dbias2Unit::kKeys) {
+    float* dst = it.next + int64_t(query) * args.Lk;
+    const int queries = it.queries_left - query;
+    if (queries >= Dbias2Unit::kQueries && it.keys_left >= Dbias2Unit::kKeys) {
       atomic_add_vector(dst, four);
       return;
     }
     dst -= unit.offset();
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      if (unit.query(e) < queries && unit.key(e) < position.keys_left) atomicAdd(dst + unit.home(e), four[e]);
+      if (unit.query(e) < queries && unit.key(e) < it.keys_left) atomicAdd(dst + unit.home(e), four[e]);
     }
   }
 };

@@ -52,7 +52,7 @@ struct DqGlobal {
   CUTLASS_DEVICE static int num_parts(const BackwardArgs& args) { return (args.Lq + kColumns - 1) / kColumns * kTiles; }
 
   // A consumer's state through the steps of all its tiles.
-  struct State {
+  struct ConsumerState {
     using Pipe = PipelineState<Config::DqGlobalTiles::kDsStages>;
     Pipe given, taken;
     uint32_t accumulator_phase = 0;
@@ -62,9 +62,9 @@ struct DqGlobal {
 
   // Stores dS of this warpgroup's keys, each 8x8 matrix transposed, at `offset`.
   template <typename Packed>
-  CUTLASS_DEVICE static void store_ds(const Packed& ds, State& state, Shared& shared, uint32_t offset,
+  CUTLASS_DEVICE static void store_ds(const Packed& ds, ConsumerState& state, Shared& shared, uint32_t offset,
                                       const ConsumerCoord& at) {
-    const typename State::Pipe& pipe = state.given;
+    const typename ConsumerState::Pipe& pipe = state.given;
     shared.dq_global_barriers.empty[pipe.index].wait(pipe.phase ^ 1);
     uint32_t address = shared_address(shared.dq_global.ds[pipe.index][at.tile]) + offset;
     CUTLASS_PRAGMA_UNROLL
@@ -75,18 +75,18 @@ struct DqGlobal {
   }
 
   // Waits for the dS stored last, of this warpgroup's keys; for dS of the next step for dq, of all keys.
-  CUTLASS_DEVICE static void wait_for_own(const State& state, Shared& shared, const ConsumerCoord& at) {
-    typename State::Pipe last = state.given.before();
+  CUTLASS_DEVICE static void wait_for_own(const ConsumerState& state, Shared& shared, const ConsumerCoord& at) {
+    typename ConsumerState::Pipe last = state.given.before();
     shared.dq_global_barriers.full[last.index][at.tile].wait(last.phase);
   }
-  CUTLASS_DEVICE static void wait_for_all(const State& state, Shared& shared) {
+  CUTLASS_DEVICE static void wait_for_all(const ConsumerState& state, Shared& shared) {
     for (auto& barrier : shared.dq_global_barriers.full[state.taken.index]) barrier.wait(state.taken.phase);
   }
 
   // dk += dS^T Q, math.md (14), of the step whose dS was stored last.
   template <int kCount>
-  CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const State& state, const Shared& shared, uint32_t queries,
-                                       const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void start_own(float (&dk)[kCount], const ConsumerState& state, const Shared& shared,
+                                       uint32_t queries, const ConsumerCoord& at) {
     uint32_t ds =
         start_address(shared.dq_global.ds[0]) + (state.given.before().index * kTiles + at.tile) * (DsTile::kBytes >> 4);
     CUTLASS_PRAGMA_UNROLL
@@ -97,7 +97,7 @@ struct DqGlobal {
     }
   }
   // sum = K^T dS^T, math.md (13), of the next step for dq; add() then adds it.
-  CUTLASS_DEVICE static void start(Sum& sum, const State& state, const Shared& shared, uint32_t owned,
+  CUTLASS_DEVICE static void start(Sum& sum, const ConsumerState& state, const Shared& shared, uint32_t owned,
                                    const ConsumerCoord& at) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     uint32_t keys = owned + at.tile % kBoxes * (OwnedTile::kBoxBytes >> 4);
@@ -114,7 +114,7 @@ struct DqGlobal {
       }
     }
   }
-  CUTLASS_DEVICE static void add(Sum& sum, State& state, const BackwardArgs& args, Shared& shared,
+  CUTLASS_DEVICE static void add(Sum& sum, ConsumerState& state, const BackwardArgs& args, Shared& shared,
                                  const ConsumerCoord& at) {
     shared.dq_global_barriers.empty[state.taken.index].arrive();
     state.taken.advance();
@@ -130,7 +130,7 @@ struct DqGlobal {
   }
 
   // A tile without a visible key: its accumulator is left as it is.
-  CUTLASS_DEVICE static void add_nothing(State& state, Shared& shared) {
+  CUTLASS_DEVICE static void add_nothing(ConsumerState& state, Shared& shared) {
     shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
     state.accumulator_phase ^= 1;
     shared.dq_global_barriers.added.arrive();

@@ -30,10 +30,10 @@ struct DqGlobalMainloop {
     Scores s, dp;
     Packed p;
     typename Dq::Sum sum;
-    typename Dbias2::Position dbias2;
+    typename Dbias2::TileIterator dbias2;
     bool adds = false;    // sum holds a step's dq, which must be added
     int last_stage = -1;  // the stage that result products in flight read
-    CUTLASS_DEVICE explicit State(const typename Dbias2::Position& position) : dbias2(position) {}
+    CUTLASS_DEVICE explicit State(const typename Dbias2::TileIterator& of_tile) : dbias2(of_tile) {}
   };
 
   CUTLASS_DEVICE static void start_scores(State& state, const Operands& operands, int stage) {
@@ -42,7 +42,7 @@ struct DqGlobalMainloop {
   }
   // Starts dv and dk, math.md (12), (14), of the last step and dq, math.md (13), of the one before. All dS that they
   // read must have been stored.
-  CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::State& dq,
+  CUTLASS_DEVICE static void start_results(State& state, Results& results, const typename Dq::ConsumerState& dq,
                                            const Shared& shared, const Operands& operands, const ConsumerCoord& at) {
     uint32_t streamed = operands.streamed + state.last_stage * Operands::kNextStage;
     Products::start_result(results.of_p, state.p, streamed + Operands::kStreamedSecond);
@@ -51,7 +51,7 @@ struct DqGlobalMainloop {
     wgmma_commit();
   }
   // Waits for these products, releases their operands and adds dq.
-  CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::State& dq,
+  CUTLASS_DEVICE static void finish_results(State& state, Results& results, typename Dq::ConsumerState& dq,
                                             const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     wgmma_wait<0>();
     Products::keep(state.p);
@@ -63,7 +63,7 @@ struct DqGlobalMainloop {
   }
 
   // Waits for s and dp; computes P, math.md (8), and packs it; computes dS, math.md (11), and stores it.
-  CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::State& dq,
+  CUTLASS_DEVICE static void finish_scores(State& state, Results& results, typename Dq::ConsumerState& dq,
                                            const BackwardArgs& args, Shared& shared, const ConsumerCoord& at) {
     Scores &s = state.s, &dp = state.dp;
     Packed p, ds;
@@ -97,10 +97,10 @@ struct DqGlobalMainloop {
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
-                                 const Operands& operands, Results& results, typename Dq::State& dq,
+                                 const Operands& operands, Results& results, typename Dq::ConsumerState& dq,
                                  EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
                                  const ConsumerCoord& at) {
-    State state(typename Dbias2::Position(args, block, at));
+    State state(typename Dbias2::TileIterator(args, block, at));
     const int num_steps = Config::columns(args).num_steps();
     shared.full[pipe.index].wait(pipe.phase);
     Products::begin(state.s, shared, pipe.index, args.unit, at);
