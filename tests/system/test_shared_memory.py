@@ -71,7 +71,7 @@ def kernels(family):
 
 
 def assertion(kernel, limit):
-    arguments = re.search(r"ds4s::(?:For|Back)ward<([^<>]*)>", kernel.source())[1]
+    arguments = re.search(r"ds4s::Sm80(?:For|Back)ward<([^<>]*)>", kernel.source())[1]
     if kernel.direction == "fwd":
         value = f"forward_bytes<ds4s::Sm80Forward<{arguments}>>()"
     else:
