@@ -1,9 +1,19 @@
 """Shared by all tests: fresh random inputs every run, with the seed printed."""
 
+import gc
 import random
 import sys
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap():
+    """Collections of garbage search no objects of earlier files: imported packages have millions,
+    and some tests ask for many collections.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

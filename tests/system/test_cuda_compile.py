@@ -5,8 +5,10 @@ published examples also run where there is one.
 
 import ctypes
 import importlib.util
+import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,23 +221,45 @@ def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
 
+def compile_unit(unit, nvcc, includes, folder):
+    """The compiler's log; PTX and machine code are kept in the folder."""
+    arch = unit.kernel.arch.replace(".", "")
+    source = folder / "unit.cu"
+    source.write_text(unit.kernel.source())
+    flags = [*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v"]
+    kept = ["-keep", "-keep-dir", folder]
+    return compiled(
+        [nvcc.path, "-c", *flags, *kept, *includes, "-o", source.with_suffix(".o"), source]
+    )
+
+
+@pytest.fixture(scope="module")
+def compilations(request, nvcc, includes, tmp_path_factory):
+    """By unit: its folder and the log, as a future. Each core compiles units of the tests to come,
+    in their order.
+    """
+    known = nvcc_targets.targets(nvcc).real
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        begun = {}
+        for item in request.session.items:
+            unit = getattr(item, "callspec", None) and item.callspec.params.get("unit")
+            if isinstance(unit, Unit) and f"sm_{unit.kernel.arch.replace('.', '')}" in known:
+                folder = tmp_path_factory.mktemp(unit.id)
+                begun[unit] = folder, pool.submit(compile_unit, unit, nvcc, includes, folder)
+        yield begun
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.id)
-def test_unit(unit, nvcc, includes, tmp_path):
+def test_unit(unit, nvcc, compilations):
     """It compiles with the builder's flags, the host's part too; ptxas finds registers; the
     products are matrix ones.
     """
-    arch = unit.kernel.arch.replace(".", "")
-    target = f"sm_{arch}"
-    if target not in nvcc_targets.targets(nvcc).real:
-        pytest.skip(f"nvcc {nvcc.version} does not compile for {target}")
-    source = tmp_path / "unit.cu"
-    source.write_text(unit.kernel.source())
-    flags = [*FLAGS, f"-gencode=arch=compute_{arch},code={target}", "-Xptxas=-v"]
-    kept = ["-keep", "-keep-dir", tmp_path]
-    log = compiled(
-        [nvcc.path, "-c", *flags, *kept, *includes, "-o", source.with_suffix(".o"), source]
-    )
-    [ptx], [cubin] = tmp_path.glob("*.ptx"), tmp_path.glob("*.cubin")
+    if unit not in compilations:
+        pytest.skip(f"nvcc {nvcc.version} does not compile for {unit.kernel.arch}")
+    folder, log = compilations[unit]
+    log = log.result()
+    [ptx], [cubin] = folder.glob("*.ptx"), folder.glob("*.cubin")
     assert re.search(unit.instruction, ptx.read_text())
     assert spilled_bytes(log) <= unit.spill_bytes, log
     assert "wgmma.mma_async instructions are serialized" not in log, log
