@@ -2,8 +2,8 @@
 
 In such calls nearly all of the error comes from the rounding of a handful of scores, or, in 16
 bits, of the O from which delta is computed; no kernel keeps the error law there (docs/math.md,
-"Where the law is a draw"). Over many scores these errors average out. With few, exactness costs
-some launches. On a CPU, where only float32 needs it, csrc/.../cpu/few_scores.h does the same.
+"Where the law depends on chance"). Over many scores these errors average out. With few, exactness
+costs some launches. On a CPU, where only float32 needs it, csrc/.../cpu/few_scores.h does the same.
 
 Matrix products are written as sums of elements: cuBLAS's would refuse to run under
 `torch.use_deterministic_algorithms` without its environment variable. Equation numbers are those of

@@ -94,8 +94,8 @@ class Attention(torch.autograd.Function):
 
 
 class ReplayedAttention(torch.autograd.Function):
-    """`Attention` where the function that computes the call is known and nobody wants lse: autograd
-    has a result and two arguments less to handle.
+    """`Attention` where the function that computes the call is known and lse is not wanted, so that
+    autograd has a result and two arguments less to handle.
     """
 
     @staticmethod

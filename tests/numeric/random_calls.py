@@ -160,8 +160,8 @@ def draw(generator):
 
 
 def within_limits(call):
-    """The call, changed where docs/math.md ("Where the law is a draw") makes an exception for it on
-    a GPU, which computes calls of few scores in float64.
+    """The call, changed where docs/math.md ("Where the law depends on chance") makes an exception
+    for it on a GPU, which computes calls of few scores in float64.
     """
     if call.Lk == 1 or call.B * call.N * call.H * call.Lq * call.Lk <= 4096:
         return call

@@ -1,5 +1,5 @@
-"""docs/math.md, "Where the law is a draw": float32 with large scores and few keys keeps the law,
-where another implementation in float32, as exact as eager, does not.
+"""docs/math.md, "Where the law depends on chance": float32 with large scores and few keys keeps the
+law, where another implementation in float32, as exact as eager, does not.
 """
 
 import math

@@ -36,7 +36,7 @@ struct FwdParams {
   const void* v;            // [B, N, Lk, H, Dv]
   const void* bias1;        // [B, N, Lk], or null
   const void* bias2;        // [B, H, Lq, Lk], or null
-  const uint8_t* row_mask;  // [B, N], 0 where nobody reads the row n; or null
+  const uint8_t* row_mask;  // [B, N], 0 for a row n whose result is not read (padding); or null
   void* o;                  // [B, N, Lq, H, Dv]
   float* lse;               // [B, N, H, Lq] contiguous, or null
   void* workspace;          // ds4s_workspace_bytes() bytes on the device, 256-byte aligned; null when that is 0
@@ -109,6 +109,6 @@ struct BwdParams {
 //   int     ds4s_run(const Params*, void* stream);             0, or a status for ds4s_status_string
 //   const char* ds4s_status_string(int);
 // and where a kernel chooses what it runs:
-//   int64_t ds4s_plan(const Params*, char* text, int64_t size) the choice as text, ended by 0, as far as there is room;
-//                                                              how long all of it is
+//   int64_t ds4s_plan(const Params*, char* text, int64_t size) the choice as text, ended by 0 and cut to `size`;
+//                                                              returns the length of the whole text
 #define DS4S_EXPORT extern "C" __attribute__((visibility("default")))

@@ -7,7 +7,7 @@
 
 namespace ds4s {
 
-// Writes as much as there is room for, always terminated by 0, and counts the length of the whole text.
+// Writes text up to the buffer's size, always terminated by 0, and counts the length of the whole text.
 class PlanText {
  public:
   PlanText(char* text, int64_t size) : text_(text), size_(size) {

@@ -18,7 +18,7 @@ struct Dbias2Config {
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
-  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // many for statistics, where there is room
+  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics take many; 4 consumers leave 32
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
   // At most as many warps as rows n in flight. So no warp is ahead by all stages: the phase bit of a barrier could not

@@ -1,4 +1,4 @@
-"""op_builder's rooms import downwards only, as docs/architecture.md says."""
+"""op_builder's folders import downwards only, as docs/architecture.md says."""
 
 import ast
 import re
@@ -8,23 +8,23 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "op_builder"
 
-# A room imports from itself and from those behind it. "": the modules beside the rooms.
-ROOMS = ("ops", "build", "cache", "toolchain", "", "system")
+# Each folder imports from itself and from those after it. "": the modules outside of the folders.
+FOLDERS = ("ops", "build", "cache", "toolchain", "", "system")
 BESIDE = ("env", "errors", "offered", "paths")
 
 
 def modules() -> dict[str, Path]:
-    """Every module but the package's own, which hands out public names of all rooms."""
+    """Every module but the package's own, which has the public names."""
     files = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
     return {".".join(name.parts): file for name, file in files.items() if str(name) != "__init__"}
 
 
-def room(name: str) -> str:
+def folder(name: str) -> str:
     """ "ops" for "ops.builder.OpBuilder", "" for "env", and the top one for a public name."""
     first = name.partition(".")[0]
     if first in BESIDE:
         return ""
-    return first if first in ROOMS else "ops"
+    return first if first in FOLDERS else "ops"
 
 
 def imports(module: str, source: str) -> list[str]:
@@ -42,12 +42,12 @@ def imports(module: str, source: str) -> list[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    floor = ROOMS.index(room(module))
-    return [name for name in imports(module, source) if ROOMS.index(room(name)) < floor]
+    floor = FOLDERS.index(folder(module))
+    return [name for name in imports(module, source) if FOLDERS.index(folder(name)) < floor]
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_nothing_is_imported_from_a_room_above(module):
+def test_nothing_is_imported_from_a_folder_above(module):
     assert upward(module, modules()[module].read_text()) == []
 
 
@@ -70,22 +70,22 @@ def test_a_generic_builder_knows_no_op(module):
     ] == []
 
 
-def test_the_docs_name_every_module_in_its_room():
+def test_the_docs_name_every_module_in_its_folder():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    _, _, table = text.partition("| room | what is in it |")
-    named, room_ = set(), ""
+    _, _, table = text.partition("| folder | contents |")
+    named, folder_ = set(), ""
     for row in table.splitlines():
         first, _, rest = row.removeprefix("| ").partition("|")
-        room_ = first.strip(" `") if first.strip() else room_
-        prefix = room_.replace("/", ".") if room_.endswith("/") else ""
+        folder_ = first.strip(" `") if first.strip() else folder_
+        prefix = folder_.replace("/", ".") if folder_.endswith("/") else ""
         named |= {prefix + name for name in re.findall(r"`(\w+)\.py`", rest if prefix else row)}
     assert named == {name for name in modules() if not name.endswith("__init__")}
 
 
-def test_every_module_stands_in_a_room():
+def test_every_module_is_in_a_folder():
     beside = {name for name in modules() if "." not in name}
     assert beside == set(BESIDE)
-    assert {name.partition(".")[0] for name in modules()} - beside == set(ROOMS) - {""}
+    assert {name.partition(".")[0] for name in modules()} - beside == set(FOLDERS) - {""}
 
 
 @pytest.mark.parametrize(
