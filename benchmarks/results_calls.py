@@ -82,8 +82,8 @@ def host() -> list[str]:
         machine = environment["gpu"] or environment["cpu"]
         blocks.append(
             f"{machine}, {dtype}, both biases, {link(file, environment['date'])}; microseconds of "
-            "the host for one call, of inputs that a device is done with at once. autograd: a "
-            "function that computes nothing:"
+            "the host for one call, with inputs so small that the device takes no time. autograd: "
+            "a function that computes nothing:"
         )
         blocks.append(table(["", *(PEERS.get(peer, peer) for peer in peers)], rows))
     return blocks

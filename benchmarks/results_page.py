@@ -26,9 +26,9 @@ Written by `python -m benchmarks results` from the files in [results/](results).
 [README.md](README.md) says how each figure is measured.
 
 Milliseconds, medians, bfloat16 and both biases unless a table says otherwise; the backward
-computes dq, dk, dv and dbias2. Each row was measured in one run with everybody in it; its file is
-linked, and the last section has the command of each. "cuDNN, no bias" and "miniworld-engine, no
-bias1" do less work than the others: they stand for a floor."""
+computes dq, dk, dv and dbias2. Each row was measured in one run of all its peers; its file is
+linked, and the last section has the command of each file. "cuDNN, no bias" and "miniworld-engine,
+no bias1" do less work than the others."""
 
 
 def page(measurements: Sequence[Measurement]) -> str:
