@@ -47,8 +47,8 @@ CUTLASS_HOST_DEVICE constexpr bool has_dependent_launch() { return has_vector_at
 
 }  // namespace ds4s
 
-// Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by what a warp of
-// a 32 x 32 score tile needs. 16 warps leave 128 registers a thread, 12 leave 168.
+// Warps that should be resident on one multiprocessor: the register file (65,536 registers) divided by the registers
+// that a warp with a 32 x 32 score tile needs. 16 warps leave 128 registers a thread, 12 leave 168.
 template <typename scalar_t, typename ArchTag>
 constexpr int getWarpsPerSm() {
   return sizeof(scalar_t) == 2 && ds4s::ArchTraits<ArchTag>::kCapability >= 75 ? 12 : 8;

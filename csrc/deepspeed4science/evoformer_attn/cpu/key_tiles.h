@@ -1,6 +1,6 @@
 // The visible keys of a row n, math.md (6a), as tiles. Neither direction reads or computes the keys between them.
 //
-// A tile begins with the unit of the first visible key behind the previous tile and spans at most kKeys keys. It begins
+// A tile begins with the unit of the first visible key after the previous tile and spans at most kKeys keys. It begins
 // on a multiple of kUnit and ends with a unit that has a visible key (or with the last key), so that all vectors but
 // the last key's are whole. Without a hidden key, tiles are the blocks of kKeys keys.
 #pragma once

@@ -39,7 +39,7 @@ inline void barrier(int team) {
   if (team > 1) GOMP_barrier();
 }
 
-// Hands out runs of consecutive items, first come, first served. A run is an eighth of a thread's share of the
+// A queue of items, from which threads take runs of consecutive items. A run is an eighth of a thread's share of the
 // remaining items, so the last ones are short: items differ in cost where keys are hidden. The result of an item does
 // not depend on the thread that computes it.
 class Queue {

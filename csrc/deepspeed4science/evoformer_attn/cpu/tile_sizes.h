@@ -1,5 +1,5 @@
-// Tile sizes of the CPU kernels, with what was measured at (1, 64, 384, 4, 32). Register tiles of each instruction set
-// stand in its isa_*.h.
+// Tile sizes of the CPU kernels, with measurements at (1, 64, 384, 4, 32). The register tiles of an instruction set are
+// in its isa_*.h.
 #pragma once
 
 namespace ds4s::cpu {

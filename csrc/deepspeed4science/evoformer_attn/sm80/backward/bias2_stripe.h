@@ -4,7 +4,7 @@
 //   TransposedBias2   for a block that owns keys: rows are queries, transposed through shared memory by ldmatrix
 //
 // TransposedBias2: each warp loads and reads the queries of its own 32 keys by itself. The memory of 32 queries is
-// reused for those of the next tile as soon as they are in registers, behind a barrier of the warp. A query's keys are
+// reused for those of the next tile as soon as they are in registers, after a barrier of the warp. A query's keys are
 // four 16-byte chunks, and every eighth query starts one chunk later: neither the copies (two queries) nor ldmatrix
 // (queries {0, 1, 8, 9, 16, 17, 24, 25} + 2 j, sm80/mma/mma.h) have bank conflicts.
 #pragma once

@@ -1,9 +1,9 @@
 // The mainloop of kernel_dq_dkdv.h over the tiles that a block streams: its state, and one tile's part of the
 // gradients.
 //
-// Stages: while tile i is computed from one, tile i + 1 is loaded into the other. There is one barrier a tile: behind
-// it tile i has arrived, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, so that dq and dbias2
-// follow.
+// Pipeline stages: while tile i is computed from one, tile i + 1 is loaded into the other. There is one barrier a tile.
+// After it tile i has arrived, the other stage is free, and (kFusesDq) dS of tile i - 1 is complete, so that it can be
+// added to dq and dbias2.
 #pragma once
 
 #include "sm80/backward/dq_accumulator.h"

@@ -1,4 +1,4 @@
-// A warp's 32 x 32 scores, and the steps common to the passes of the backward: math.md (8), (10), (11).
+// A warp's 32 x 32 scores, and the steps common to the backward's kernels: math.md (8), (10), (11).
 #pragma once
 
 #include "sm80/backward/config.h"

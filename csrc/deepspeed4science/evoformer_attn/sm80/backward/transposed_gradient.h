@@ -3,7 +3,7 @@
 // which dS is stored as well. As left operand they would have to be copied.
 //
 // Values 4 slot .. 4 slot + 3 of gradient[channel / 16], counted through both tiles, are those of keys
-// 8 slot + 2 (lane % 4), + 1: channel lane / 4 of the 16 first, and eight behind it.
+// 8 slot + 2 (lane % 4) and + 1: first at channel lane / 4 of the 16, then at the channel 8 above it.
 #pragma once
 
 #include "common/ptx.h"

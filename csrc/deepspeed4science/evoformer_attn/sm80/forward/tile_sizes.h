@@ -1,4 +1,4 @@
-// Tile sizes of the forward for Sm70, Sm75 and Sm80, each with the limit or the measurement behind it (H200, bf16, both
+// Tile sizes of the forward for Sm70, Sm75 and Sm80, each with the limit or measurement that chose it (H200, bf16, both
 // biases; docs/history/sm80-forward-design.md, Outcome).
 #pragma once
 

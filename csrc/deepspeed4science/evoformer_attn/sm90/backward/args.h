@@ -1,4 +1,4 @@
-// Arguments of the Hopper backward's kernels beside their tensor maps, and the statistics of a row of scores.
+// Arguments of the Hopper backward's kernels, besides their tensor maps, and the statistics of a row of scores.
 #pragma once
 
 #include <cutlass/fast_math.h>

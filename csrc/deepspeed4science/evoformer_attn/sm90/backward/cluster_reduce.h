@@ -65,7 +65,7 @@ struct ClusterReduce {
     }
   }
 
-  // Tells the partner that this block's buffer is free: its contents are in registers.
+  // Announces to the partner that this block's buffer is free, since its contents are in registers.
   CUTLASS_DEVICE void announce(uint32_t partner, int its_ready, int my_received) const {
     if (at.issues()) shared.dq.received[my_received][at.tile].arrive_and_expect_tx(128 * sizeof(Result));
     arrive_relaxed(shared.dq.ready[its_ready][at.tile], partner);

@@ -2,10 +2,10 @@
 // differ in cost (hidden keys), the next one from a counter in global memory. Its first block takes the tile from the
 // counter and sends the number to all blocks; each block's barrier counts the bytes.
 //
-// Invariant: a queue entry is reused without waiting for its readers, because no warp is 16 tiles behind the scheduler.
-// A tile has at least one step, of two stages. The producers of a cluster are at most all stages apart, their consumers
-// as far behind again, and a statistics warp is waited for in one of three steps; with up to eight stages that is less
-// than 16 tiles.
+// Invariant: a queue entry is reused without waiting for its readers, because no warp is 16 tiles behind the thread
+// that takes tiles. A tile has at least one step, and a step takes two stages. The producers of a cluster are at most
+// all stages apart, consumers are at most all stages behind their producer, and consumers wait for each statistics warp
+// in one of three steps. With up to eight stages, all of this together is less than 16 tiles.
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"

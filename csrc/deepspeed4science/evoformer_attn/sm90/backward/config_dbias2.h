@@ -85,7 +85,7 @@ struct Dbias2Config {
       if (count == 0) first = args.N, count = 1;
     }
     CUTLASS_DEVICE bool exist(const BackwardArgs& args) const { return first < args.N; }
-    // Does not wait for what it loads.
+    // Starts the load of a row index and does not wait for it.
     CUTLASS_DEVICE void load(int& row, int i) const {
       row = first + i;
       if (list != nullptr) ptx::load_int(row, list + i);

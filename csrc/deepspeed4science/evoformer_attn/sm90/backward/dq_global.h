@@ -233,8 +233,8 @@ struct DqGlobal {
     cute::cp_async_wait<0>();
     __syncwarp();
   }
-  // Gives each lane eight neighbours of a row, out of 8 queries by 32 columns of two warps' accumulators of dq^T. Half
-  // of the lanes read each two neighbours in reverse, which avoids bank conflicts.
+  // Returns eight neighbours of a row for each lane, out of 8 queries by 32 columns of two warps' accumulators of dq^T.
+  // Half of the lanes read each two neighbours in reverse, which avoids bank conflicts.
   CUTLASS_DEVICE static uint4 eight_columns(const float4* sums, float scale, int lane) {
     const int second = lane / 16;
     const float* x = reinterpret_cast<const float*>(sums) + 128 * second + lane % 16;

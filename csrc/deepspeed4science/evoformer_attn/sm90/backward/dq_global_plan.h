@@ -1,4 +1,4 @@
-// Whether dq comes by additions (dq_global.h), the number of its accumulators, and their memory.
+// The plan of dq by additions (dq_global.h): whether it is used, the number of accumulators, and their memory.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct DqGlobalPlan {
 
   explicit operator bool() const { return num_accumulators > 0; }
 
-  // blocks: of the grid.
+  // blocks: the number of blocks of the grid.
   template <typename Tiles, int kHeadDim>
   static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
@@ -29,11 +29,11 @@ struct DqGlobalPlan {
     const int64_t most = ceil_div(3 * blocks, key_blocks) + 4;
     plan.num_counters = 2 * pairs + 2;
     if (Tiles::kAddsDbias2 && p.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
-      // Accumulators, lse and delta are freed before dbias2 gets its 16-bit copy: up to the size of that they do not
-      // raise peak memory.
+      // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
+      // they do not raise peak memory.
       const int64_t room = elements * 2 - 8 * pairs * p.Lq - 4 * plan.num_counters;
-      // Some blocks are at an earlier (b, n, h), or still write its dq: 1.25 times as many accumulators as (b, n, h)
-      // under way.
+      // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an
+      // earlier (b, n, h), or write its dq.
       plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, room / 4, pairs);
       if (plan.adds_dbias2) return plan;
     }
@@ -41,7 +41,8 @@ struct DqGlobalPlan {
   }
 
  private:
-  // Takes as many as fit into that many elements, at most `most`; false if that is less than `least`.
+  // Sets num_accumulators to as many as fit into `elements`, at most `most`. Returns false if that is less than
+  // `least`.
   bool take(int64_t least, int64_t most, int64_t elements, int64_t pairs) {
     num_accumulators = std::min({most, elements / accumulator_size, pairs});
     return num_accumulators >= std::min(least, pairs);

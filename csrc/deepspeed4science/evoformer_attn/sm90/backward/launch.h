@@ -69,7 +69,7 @@ class Sm90Backward {
     return launches_.status();
   }
 
-  // Finds the keys that bias1 and row_mask leave visible, computes delta of each query, and zeroes what is added to.
+  // Finds the keys that bias1 and row_mask leave visible, computes delta of each query, and sets sums to zero.
   void preprocess() {
     if (plan_.preprocess_finds_keys) return launch_preprocess</*kFindsVisibleKeys=*/true>();
     if (plan_.key_mask >= 0) {

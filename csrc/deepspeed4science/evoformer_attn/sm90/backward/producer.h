@@ -76,7 +76,7 @@ struct DqDkdvProducer {
     }
   }
 
-  // Statistics of the owned keys or queries of a row n, on their way to shared memory.
+  // Statistics of the owned keys or queries of a row n, in registers between global and shared memory.
   struct OwnedStatistics {
     static constexpr int kPerLane = kTiles * kOwned / 32;
     uint32_t keys[kKeys ? kPerLane : 1];
@@ -204,7 +204,7 @@ struct DqDkdvProducer {
   }
 
   // Run by two warps, kDqInShared: stores zeros in dk, dv and dbias1's parts for the keys of a (b, n, h) before its
-  // first tile and behind its last one.
+  // first tile and after its last one.
   CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {

@@ -35,7 +35,7 @@ struct ForwardConfig {
   using QTile = SwizzledTile<kQueries, kHeadDim>;
   using KTile = SwizzledTile<kKeys, kHeadDim>;  // V's as well
   using BiasTile = SwizzledTile<kQueries, kKeys>;
-  // One load brings all tiles of a kind in the order of Shared. Tiles of wider heads consist of two boxes.
+  // One TMA load fills all tiles of a kind, in the order of Shared. Tiles of wider heads consist of two boxes.
   static constexpr bool kOneLoad = QTile::kNumBoxes == 1;
   using QBox = SwizzledTile<kOneLoad ? kBlockQueries : kQueries, kHeadDim>;
   using BiasBox = SwizzledTile<kBlockQueries, kKeys>;

@@ -11,7 +11,7 @@ using Rank1Tile = SwizzledTile<64, 16>;
 
 struct Rank1Terms {
   using scalar_t = cutlass::bfloat16_t;
-  // Rows 0 to 7 stand for all 64. The memory behind them must exist: sanitizers count 64 rows as read.
+  // Rows 0 to 7 are read as all 64. The memory after them must exist, since sanitizers count 64 rows as read.
   static constexpr int kOnesBytes = 8 * Rank1Tile::kRowBytes;
 
   // x as a sum of three: its upper 8 digits, the next 8, the last 8. -inf becomes the smallest float, which hides as
@@ -65,7 +65,7 @@ struct Rank1Terms {
   }
 
  private:
-  // Eight rows that stand for all: the step to the next eight is 0.
+  // A descriptor that reads the same eight rows 64 / 8 times: the step to the next eight rows is 0.
   CUTLASS_DEVICE static uint64_t same_rows(uint32_t start) {
     return Rank1Tile::descriptor(start) & ~(uint64_t(0x3fff) << 32);
   }
