@@ -21,7 +21,7 @@ class Variable:
     name: str
     meaning: str
     default: str  # in words
-    of_the_system: bool = False  # set by the system for everybody: not in the documents' table
+    of_the_system: bool = False  # set by the system: not in the documents' table
 
 
 # Variables that compilers and linkers read by themselves and that change their output.
@@ -59,7 +59,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS_SKIP_CUDA_CHECK",
-        "1: say nothing of a difference between nvcc's CUDA and torch's (it is no error)",
+        "1: do not warn where nvcc's CUDA differs from torch's (which is no error)",
         "0",
     ),
     Variable(
@@ -75,12 +75,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DS4S_CACHE_PATH",
         "folders of compiled kernels, separated by `:`, searched before the cache, never written; "
-        "yours or root's, and written by nobody else",
+        "they must be yours or root's, and writable by no other user",
         "none",
     ),
     Variable(
         "DS4S_CACHE_MAX_MB",
-        "size above which a build removes from the cache what was not used for longest; 0: never",
+        "size of the cache above which a build removes the least recently used kernels; 0: never",
         "2048",
     ),
     Variable(
@@ -103,7 +103,7 @@ VARIABLES: tuple[Variable, ...] = (
         "compile at most this many kernels at once",
         "as many as cores and memory allow, control groups included",
     ),
-    Variable("CUDA_HOME", "CUDA toolkit to use", "`CUDA_PATH`, then what can be found"),
+    Variable("CUDA_HOME", "CUDA toolkit to use", "`CUDA_PATH`, then the usual places"),
     Variable("CUDA_PATH", "CUDA toolkit to use when `CUDA_HOME` is unset", "unset"),
     *(Variable(name, f"{what}; part of the cache key", "unset") for name, what in _OF_COMPILERS),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
@@ -127,9 +127,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DS4S_VERBOSE",
-        "1 or 0: show progress while compiling and, once each, why a call takes an older family "
-        "and what a kernel runs; or not",
-        "what the caller says",
+        "1: show progress while compiling and, once each, why a call uses an older family and "
+        "the plan of a kernel; 0: none of these",
+        "progress only",
     ),
 )
 
