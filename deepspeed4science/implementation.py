@@ -70,7 +70,7 @@ def prepare_backward(
 ) -> Callable[[BackwardCall], Gradients]:
     """A function that computes the wanted gradients of this call and of calls like it.
 
-    rounds   gradients of biases may have the biases' own dtype: where kernels give them so
+    rounds   gradients of biases may have the dtype of the bias, where kernels round them
     """
     problem = describe(call)
     if problem.is_empty:

@@ -77,7 +77,7 @@ class Attention(torch.autograd.Function):
             # lowers peak memory. Compiled autograd frees them itself.
             del q, k, v, o, lse, bias1, bias2, inputs, call
             ctx.maybe_clear_saved_tensors()
-            if placements is _NO_PLACEMENTS:  # autograd rounds them itself, in half of the time
+            if placements is _NO_PLACEMENTS:  # autograd itself rounds them, in half of the time
                 return (*gradients, *(None,) * (len(needed) - 5))
         own = zip(gradients, dtypes, placements, wanted, strict=True)
         rounded = [_in_dtype(*one) if want else None for *one, want in own]

@@ -42,7 +42,7 @@ class Backend(Protocol):
         """The call with tensors that kernels can read. They compute in the dtype of that q."""
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """Whether dbias2 in the dtype of Q takes no sums in float32: then it comes so."""
+        """Whether a kernel writes dbias2 in the dtype of Q itself, without sums in float32."""
 
     def options(self) -> Options:
         """The settings of the process that are parameters of kernels."""

@@ -46,5 +46,5 @@ class Kernels:
             return
         self._told.add(kernel.name)
         if is_verbose() and (plan := kernel.plan(params)):
-            with contextlib.suppress(Exception):  # a failure to show it fails no call
+            with contextlib.suppress(Exception):  # an error in a log handler must not fail the call
                 logger.warning("%s: %s", kernel.name, plan)

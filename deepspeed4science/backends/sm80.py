@@ -72,7 +72,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 @functools.cache
 def _tell_of_float32() -> None:
     """Logs, once in a process, that bfloat16 is computed in float32."""
-    with contextlib.suppress(Exception):  # what can be shown decides over no call
+    with contextlib.suppress(Exception):  # an error in a log handler must not fail the call
         logger.warning(
             "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 "
             "and 7.5 do not multiply it. Results are right; float16 is faster."

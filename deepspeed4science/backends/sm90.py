@@ -45,7 +45,7 @@ class Sm90Backend(CudaBackend):
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """One row n, and its keys in a cluster of blocks: `splits_keys` of sm90/backward/plan.h."""
+        """For one row n whose keys a cluster of blocks divides (`splits_keys`, backward/plan.h)."""
         p = problem
         narrow = max(p.D, p.Dv) <= 32
         return p.N == 1 and narrow and p.Lq <= 768 and 128 < p.Lk <= 1024 and p.Lk % 8 == 0

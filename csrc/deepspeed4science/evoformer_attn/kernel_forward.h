@@ -4,7 +4,8 @@
 //
 // One block computes kQueriesPerBlock queries of one (batch, head) and iterates over the keys in blocks of
 // kKeysPerBlock. Each warp owns 32 queries and 32 keys of every block; scores and probabilities stay in its registers.
-// Schedule, budgets and reasons: docs/kernels/sm80.md.
+// Schedule, budgets and reasons: docs/kernels/sm80.md. The template arguments up to Broadcast2_ are those of the
+// published template; the others have defaults.
 //
 // Shared memory (kSharedBytes): Q, kStages times (K, V, bias1 row), bias2, constants of the block; the merge of the
 // warps and O reuse it. With kSingleValueIteration = false: Q, K and V in pieces of channels, a tile of biases for each

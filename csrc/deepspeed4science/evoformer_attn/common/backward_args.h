@@ -1,5 +1,5 @@
-// The arguments that the older families' backward kernels share: the caller's parameters, and the statistics and copies
-// that common/preprocess.h makes of them.
+// The arguments of the older families' backward kernels, and of Sm90's preprocess: the caller's parameters, and the
+// statistics and copies that common/preprocess.h makes of them.
 #pragma once
 
 #include "common/key_mask.h"

@@ -67,8 +67,8 @@ struct DqAccumulatorPlan {
     groups[0].count += uint32_t(in_dk + in_dv);
   }
   // The order in which a group's pairs use the accumulators. Each group begins with those in the next group, which no
-  // later group may use, and groups[0] ends with the workspace's. So the pair that had an accumulator before has nearly
-  // always ended.
+  // later group may use, and groups[0] ends with the workspace's. So the previous pair with the same accumulator always
+  // began long before.
   void order(int64_t pairs) {
     for (int group = 1; group < num_groups; ++group) groups[group].first = groups[group].count - 1;
     const int64_t end = num_groups > 1 ? groups[1].first_pair : pairs;
