@@ -145,7 +145,7 @@ struct AttentionKernel {
   static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kBias2Bytes;
   static_assert(!kStagesBias2 || (kAsync && kSingleValueIteration && kIsComplete && Bias2::kIsMatrix && kInFlight == 1),
                 "a lane copies 16 bytes of a matrix bias at a time, for one key block after another");
-  static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kSlots) * 4 : 0;
+  static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kLaneRows) * 4 : 0;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;
   using MultiValue = ds4s::MultiValueShared<kNumWarps, kWarpsM, kLoopBytes, kHeadDimValue>;
   // Dynamic shared memory.

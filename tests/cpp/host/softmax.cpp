@@ -37,13 +37,13 @@ double difference(double x, double reference) {
 }
 
 // Scores are kept in `unit`s; each key's value is its number.
-template <int kSlots, bool kKeepsHuge = true>
+template <int kLaneRows, bool kKeepsHuge = true>
 double worst_error(const Kind& kind, float unit, std::mt19937& random) {
-  using Softmax = RowSoftmax<OneLane<kSlots>, kKeepsHuge>;
+  using Softmax = RowSoftmax<OneLane<kLaneRows>, kKeepsHuge>;
   std::normal_distribution<float> normal(0, 3);
-  std::vector<double> scores[kSlots], values[kSlots];
+  std::vector<double> scores[kLaneRows], values[kLaneRows];
   Softmax parts[kParts] = {Softmax(1 / unit), Softmax(1 / unit)};
-  double sums[kParts][kSlots] = {};
+  double sums[kParts][kLaneRows] = {};
   for (int part = 0; part < kParts; ++part) {
     Softmax& softmax = parts[part];
     for (int block = 0; block < kBlocks; ++block) {
@@ -52,30 +52,30 @@ double worst_error(const Kind& kind, float unit, std::mt19937& random) {
       for (int x = 0; x < kKeys; ++x) {
         float& score = s[x / 8][x % 8];
         score = std::fmaf(float(kind.bias(part, block, x)), unit, normal(random) * unit);
-        scores[x / 2 % kSlots].push_back(double(score) / unit), values[x / 2 % kSlots].push_back(value(x));
+        scores[x / 2 % kLaneRows].push_back(double(score) / unit), values[x / 2 % kLaneRows].push_back(value(x));
       }
       typename Softmax::Row largest;
       if (softmax.must_move(largest, s)) {
         softmax.move(largest);
-        for (int slot = 0; slot < kSlots; ++slot) sums[part][slot] *= softmax.m_prime[slot];
+        for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) sums[part][lane_row] *= softmax.m_prime[lane_row];
       }
       softmax.exponentiate(s);
-      for (int x = 0; x < kKeys; ++x) sums[part][x / 2 % kSlots] += s[x / 8][x % 8] * value(x);
+      for (int x = 0; x < kKeys; ++x) sums[part][x / 2 % kLaneRows] += s[x / 8][x % 8] * value(x);
     }
     softmax.finish();
   }
   double worst = 0;
-  for (int slot = 0; slot < kSlots; ++slot) {
-    float theirs = parts[0].join(slot, parts[1].cm[slot], parts[1].l[slot]), l = parts[0].l[slot];
-    double mean = (sums[0][slot] * parts[0].m_prime[slot] + sums[1][slot] * theirs) / (l == 0 ? 1 : l);
+  for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+    float theirs = parts[0].join(lane_row, parts[1].cm[lane_row], parts[1].l[lane_row]), l = parts[0].l[lane_row];
+    double mean = (sums[0][lane_row] * parts[0].m_prime[lane_row] + sums[1][lane_row] * theirs) / (l == 0 ? 1 : l);
     double m = -kInf, sum = 0, weighted = 0;
-    for (double x : scores[slot]) m = std::max(m, x);
-    for (size_t i = 0; i < scores[slot].size() && m > -kInf; ++i) {
-      double p = std::exp(scores[slot][i] - m);
-      sum += p, weighted += p * values[slot][i];
+    for (double x : scores[lane_row]) m = std::max(m, x);
+    for (size_t i = 0; i < scores[lane_row].size() && m > -kInf; ++i) {
+      double p = std::exp(scores[lane_row][i] - m);
+      sum += p, weighted += p * values[lane_row][i];
     }
     worst = std::max(worst, difference(mean, sum == 0 ? 0 : weighted / sum));
-    worst = std::max(worst, difference(parts[0].logsumexp(slot), m + std::log(sum)));
+    worst = std::max(worst, difference(parts[0].logsumexp(lane_row), m + std::log(sum)));
   }
   return worst;
 }

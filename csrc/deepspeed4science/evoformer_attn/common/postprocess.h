@@ -46,14 +46,14 @@ class Postprocess {
     const int64_t groups = (p_.Lk + kKeys - 1) / kKeys;
     for (int64_t x = warp; x < p_.B * p_.N * groups; x += kWarps) {
       const int64_t bn = x / groups, key0 = x % groups * kKeys, end = key0 + kKeys < p_.Lk ? key0 + kKeys : p_.Lk;
-      mend_keys(bn, key0);
+      repair_keys(bn, key0);
       __syncwarp();
       round(p_.rounded_dbias1, p_.dbias1, bn * p_.Lk + key0 + lane_, bn * p_.Lk + end, /*step=*/32);
     }
-    for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) mend_dq(x / p_.Lq, x % p_.Lq);
+    for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) repair_dq(x / p_.Lq, x % p_.Lq);
     const bool has_dbias2 = p_.dbias2 != nullptr || p_.rounded_dbias2 != nullptr;
     for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
-      mend_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
+      repair_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
       __syncwarp();
       round(p_.rounded_dbias2, p_.dbias2, x * p_.Lk + lane_, (x + 1) * p_.Lk, /*step=*/32);
     }
@@ -162,7 +162,7 @@ class Postprocess {
   }
 
   // Repairs dk, dv and dbias1 of a warp's keys, from key0 on.
-  CUTLASS_DEVICE void mend_keys(int64_t bn, int64_t key0) const {
+  CUTLASS_DEVICE void repair_keys(int64_t bn, int64_t key0) const {
     const int64_t b = bn / p_.N, n = bn % p_.N;
     const bool exists = key0 + of_group_ < p_.Lk;
     const int64_t key = exists ? key0 + of_group_ : p_.Lk - 1;
@@ -210,7 +210,7 @@ class Postprocess {
   }
 
   // Repairs dq of a query, in all heads.
-  CUTLASS_DEVICE void mend_dq(int64_t bn, int64_t q) const {
+  CUTLASS_DEVICE void repair_dq(int64_t bn, int64_t q) const {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t h = of_group_; h < p_.H; h += kKeys) {
       scalar_t* row = element<scalar_t>(p_.dq, p_.dq_stride, bn / p_.N, bn % p_.N, q, h);
@@ -223,7 +223,7 @@ class Postprocess {
   }
 
   // Repairs dbias2 of a query and all keys.
-  CUTLASS_DEVICE void mend_dbias2(int64_t b, int64_t h, int64_t q) const {
+  CUTLASS_DEVICE void repair_dbias2(int64_t b, int64_t h, int64_t q) const {
     bool hides = false, sees_one = false;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t n = lane_; n < p_.N; n += 32) {

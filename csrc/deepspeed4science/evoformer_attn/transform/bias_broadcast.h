@@ -202,7 +202,7 @@ struct ScoreThreadMap {
   static constexpr bool kAligned = kAligned_;
   struct Iterations {
     static constexpr int kContiguous = Mma::kGroups;
-    static constexpr int kStrided = Mma::kSlots;
+    static constexpr int kStrided = Mma::kLaneRows;
     static constexpr int kCount = kContiguous * kStrided;
   };
   struct Delta {

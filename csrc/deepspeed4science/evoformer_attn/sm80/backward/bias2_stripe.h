@@ -80,7 +80,8 @@ struct TransposedBias2 {
   CUTLASS_DEVICE void fetch(int stripe) {
     const scalar_t* row = s + fetched + stripe * offset(32);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) ptx::ldmatrix_trans(fragment.words[slot][0], row + slot * kVec);
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
+      ptx::ldmatrix_trans(fragment.words[lane_row][0], row + lane_row * kVec);
   }
 };
 

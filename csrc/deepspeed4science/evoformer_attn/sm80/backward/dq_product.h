@@ -55,10 +55,10 @@ struct DsTile {
   CUTLASS_DEVICE static void store(scalar_t* sDs, int lane_offset, const ScoreWords& words, int stripe) {
     static_assert(Mma::kRowStep == 8 && swizzle(8) == 2 && swizzle(16) == 0 && kQueries == 64, "swizzled offsets");
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      const uint32_t (&w)[4] = words.w[slot];
-      const int begin = (lane_offset ^ 8 * (4 * stripe)) ^ 8 * (2 * (slot & 1));
-      *reinterpret_cast<uint4*>(sDs + begin + Mma::kRowStep * slot * kQueries) = make_uint4(w[0], w[1], w[2], w[3]);
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      const uint32_t (&w)[4] = words.w[lane_row];
+      const int begin = (lane_offset ^ 8 * (4 * stripe)) ^ 8 * (2 * (lane_row & 1));
+      *reinterpret_cast<uint4*>(sDs + begin + Mma::kRowStep * lane_row * kQueries) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 };

@@ -22,16 +22,17 @@ struct ScoreStripeMap {
   static constexpr int kParts = kWide ? Mma::kGroups : 1;
   static constexpr int kElementsPerAccess = 4;
   struct Iterations {
-    static constexpr int kCluster = 1, kGroup = 1, kRow = Mma::kSlots, kColumn = kWide ? Mma::kVec / 4 : Mma::kGroups;
+    static constexpr int kCluster = 1, kGroup = 1, kRow = Mma::kLaneRows,
+                         kColumn = kWide ? Mma::kVec / 4 : Mma::kGroups;
   };
   struct Delta {
     static constexpr int kCluster = 0, kGroup = 0, kRow = Mma::kRowStep, kColumn = kWide ? 4 : Mma::kGroupStep;
   };
   // Element i of an access of a part.
   CUTLASS_DEVICE static float at(const float (&stripe)[4][8], int part, int access, int i) {
-    const int slot = access / Iterations::kColumn, column = access % Iterations::kColumn;
+    const int lane_row = access / Iterations::kColumn, column = access % Iterations::kColumn;
     const int group = kWide ? part : column, e = kWide ? 4 * column + i : i;
-    return stripe[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+    return stripe[Mma::tile_of(group, e)][Mma::value_of(lane_row, e)];
   }
 };
 
@@ -50,7 +51,7 @@ struct KernelDbias2 {
 
   static constexpr int kStripes = Config::kStripes;  // of a warp
   static constexpr int kQueryWarps = Config::kQueries / 32;
-  static constexpr int kSlots = Mma::kSlots;
+  static constexpr int kLaneRows = Mma::kLaneRows;
   static constexpr int kChunkTiles = Config::kChunkTiles;
   static constexpr int shared_bytes(int stages) { return stages * Operands::kStageBytes; }
 
@@ -127,16 +128,16 @@ struct KernelDbias2 {
     const scalar_t* s = operands.tiles(stage);
     const float* sKeys = operands.key_vector(stage) + 2 * warp_key;
     const float* sQueries = operands.query_vectors(stage);
-    QueryValue exponent[kSlots];
+    QueryValue exponent[kLaneRows];
     float dp_begin[8];
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int query = lane_query + slot * Mma::kRowStep;
-      exponent[slot] = reinterpret_cast<const QueryValue*>(sQueries + 2 * Config::kQueries)[query];
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      const int query = lane_query + lane_row * Mma::kRowStep;
+      exponent[lane_row] = reinterpret_cast<const QueryValue*>(sQueries + 2 * Config::kQueries)[query];
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; i += 2) {
-      float2 x = *reinterpret_cast<const float2*>(sQueries + 2 * (lane_query + Mma::slot_of(i) * Mma::kRowStep));
+      float2 x = *reinterpret_cast<const float2*>(sQueries + 2 * (lane_query + Mma::lane_row_of(i) * Mma::kRowStep));
       dp_begin[i] = x.x, dp_begin[i + 1] = x.y;
     }
     Left left_q, left_do;

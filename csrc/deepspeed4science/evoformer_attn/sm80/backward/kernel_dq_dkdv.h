@@ -75,19 +75,19 @@ struct KernelDqDkdv {
 
     // Loads of vectors are issued before those of tiles, and their values used after them.
     const typename Loop::Vectors::Loaded first = loop.vectors.load(tile * Config::kStreamed);
-    OwnedValue owned[Mma::kSlots] = {};
+    OwnedValue owned[Mma::kLaneRows] = {};
     auto load_owned = [&](auto load) {
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        const int mine = Mma::row_of_lane(lane) + slot * Mma::kRowStep;
-        if (mine < owned_left) load(slot, at.first + loop.warp.first + mine);
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        const int mine = Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
+        if (mine < owned_left) load(lane_row, at.first + loop.warp.first + mine);
       }
     };
     if constexpr (Config::kOwnsKeys) {
-      load_owned([&](int slot, int k) { owned[slot] = loop.vectors.bias1.load(k); });
+      load_owned([&](int lane_row, int k) { owned[lane_row] = loop.vectors.bias1.load(k); });
     } else {
-      load_owned([&](int slot, int q) { owned[slot] = loop.vectors.negative_lse.load(q); });
-      load_owned([&](int slot, int q) { loop.warp.negative_delta[slot] = loop.vectors.negative_delta[q]; });
+      load_owned([&](int lane_row, int q) { owned[lane_row] = loop.vectors.negative_lse.load(q); });
+      load_owned([&](int lane_row, int q) { loop.warp.negative_delta[lane_row] = loop.vectors.negative_delta[q]; });
     }
     OwnedLoader owned_qk(operands.owned_qk.g, operands.owned_qk.stride, operands.owned_qk.channels, thread);
     OwnedLoader owned_dov(operands.owned_dov.g, operands.owned_dov.stride, operands.owned_dov.channels, thread);
@@ -118,17 +118,17 @@ struct KernelDqDkdv {
     }
     return tile;
   }
-  CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kSlots], int owned_left) {
+  CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kLaneRows], int owned_left) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      typename Exponent::Row& exponent = loop.warp.exponent[slot];
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      typename Exponent::Row& exponent = loop.warp.exponent[lane_row];
       if constexpr (Config::kOwnsKeys) {
-        exponent = loop.vectors.bias1.value(owned[slot]);
+        exponent = loop.vectors.bias1.value(owned[lane_row]);
       } else {
-        exponent = loop.vectors.negative_lse.value(owned[slot]);
+        exponent = loop.vectors.negative_lse.value(owned[lane_row]);
       }
       if constexpr (!Config::kExact) exponent *= Exponent::row_unit;
-      const bool exists = Mma::row_of_lane(loop.warp.lane) + slot * Mma::kRowStep < owned_left;
+      const bool exists = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep < owned_left;
       if (!exists || loop.skips) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
@@ -178,9 +178,9 @@ struct KernelDqDkdv {
   CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardInputs& args, const Position& at, int first,
                                           int owned_left) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      const float sum = Mma::reduce_sum(loop.warp.dbias1[slot]);
-      const int mine = Mma::row_of_lane(loop.warp.lane) + slot * Mma::kRowStep;
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      const float sum = Mma::reduce_sum(loop.warp.dbias1[lane_row]);
+      const int mine = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep;
       if (!Mma::leads_row(loop.warp.lane) || mine >= owned_left) continue;
       if (args.dbias1_parts) {
         args.dbias1_parts[(at.bn * args.p.H + at.h) * args.p.Lk + first + mine] = sum;

@@ -114,9 +114,9 @@ CUTLASS_DEVICE void begin_with_columns(float (&tile)[8], int j, const float* sCo
 template <typename Mma>
 struct RowBegin {
   float values[8];
-  CUTLASS_DEVICE void set(const float (&rows)[Mma::kSlots]) {
+  CUTLASS_DEVICE void set(const float (&rows)[Mma::kLaneRows]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) values[i] = opaque(rows[Mma::slot_of(i)]);
+    for (int i = 0; i < 8; ++i) values[i] = opaque(rows[Mma::lane_row_of(i)]);
   }
   CUTLASS_DEVICE void begin(float (&tile)[8]) const {
     CUTLASS_PRAGMA_UNROLL
@@ -134,32 +134,32 @@ struct RowBegin {
 // A lane's part of a 32 x 32 bias tile, not converted: 16-byte vectors of neighbouring columns.
 template <typename Mma, typename scalar_t>
 struct BiasFragment {
-  uint32_t words[Mma::kSlots][Mma::kGroups][4];
+  uint32_t words[Mma::kLaneRows][Mma::kGroups][4];
 
-  // Loads from the lane's row of slot 0 and its first column on. Past the last row or vector, that one is repeated: P
-  // is 0 there, or not stored.
+  // Loads from the lane's first row and its first column on. Past the last row or vector, that one is repeated:
+  // P is 0 there, or not stored.
   CUTLASS_DEVICE void load(const scalar_t* g, int stride, int row, int last_row, int col, int last_col) {
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < Mma::kGroups; ++group) {
       const scalar_t* column = g + min(col + group * Mma::kGroupStep, last_col);
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        int64_t offset = int64_t(min(row + slot * Mma::kRowStep, last_row)) * stride;
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        int64_t offset = int64_t(min(row + lane_row * Mma::kRowStep, last_row)) * stride;
         uint4 x = __ldg(reinterpret_cast<const uint4*>(column + offset));
-        words[slot][group][0] = x.x, words[slot][group][1] = x.y;
-        words[slot][group][2] = x.z, words[slot][group][3] = x.w;
+        words[lane_row][group][0] = x.x, words[lane_row][group][1] = x.y;
+        words[lane_row][group][2] = x.z, words[lane_row][group][3] = x.w;
       }
     }
   }
   // Stops the compiler from unpacking the tile once in front of the loop, which would take twice the registers.
   CUTLASS_DEVICE void keep_packed() {
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < Mma::kSlots * Mma::kGroups * 4; ++x) {
+    for (int x = 0; x < Mma::kLaneRows * Mma::kGroups * 4; ++x) {
       ptx::keep(reinterpret_cast<int&>(words[x / (4 * Mma::kGroups)][x / 4 % Mma::kGroups][x % 4]));
     }
   }
-  CUTLASS_DEVICE float2 pair(int slot, int group, int e) const {
-    const uint32_t (&w)[4] = words[slot][group];
+  CUTLASS_DEVICE float2 pair(int lane_row, int group, int e) const {
+    const uint32_t (&w)[4] = words[lane_row][group];
     if constexpr (sizeof(scalar_t) == 2) {
       return ptx::unpack<scalar_t>(w[e / 2]);
     } else {
@@ -192,7 +192,7 @@ struct Probabilities {
 
   template <typename Operand>
   CUTLASS_DEVICE void operator()(float (&s)[4][8], int first, Operand& rows, const scalar_t* lane_b,
-                                 const float* sColumns, const Row (&row)[Mma::kSlots],
+                                 const float* sColumns, const Row (&row)[Mma::kLaneRows],
                                  const BiasFragment<Mma, scalar_t>& bias, int lane) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = first; j < first + kTiles; ++j) {
@@ -205,26 +205,26 @@ struct Probabilities {
     }
     multiply_rows<Mma, ColTile, kTiles / 2>(s, first / 2, rows, lane_b);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < Mma::kGroups * Mma::kVec; x += 2) {
         int group = x / Mma::kVec, e = x % Mma::kVec;
-        int j = Mma::tile_of(group, e), i = Mma::value_of(slot, e);
+        int j = Mma::tile_of(group, e), i = Mma::value_of(lane_row, e);
         if (j < first || j >= first + kTiles) continue;
         float2 b = make_float2(0.f, 0.f);
-        if constexpr (Config::kHasBias2) b = bias.pair(slot, group, e);
+        if constexpr (Config::kHasBias2) b = bias.pair(lane_row, group, e);
         if constexpr (kExact) {
           float4 column = columns_of<Mma>(sColumns, j, i / 4, lane);
           if constexpr (kLseInColumns) {
-            s[j][i] = exact(s[j][i], b.x, row[slot], column_of_pair(column, 0));
-            s[j][i + 1] = exact(s[j][i + 1], b.y, row[slot], column_of_pair(column, 1));
+            s[j][i] = exact(s[j][i], b.x, row[lane_row], column_of_pair(column, 0));
+            s[j][i + 1] = exact(s[j][i + 1], b.y, row[lane_row], column_of_pair(column, 1));
           } else {
-            s[j][i] = exact(s[j][i], b.x, column.x, row[slot]);
-            s[j][i + 1] = exact(s[j][i + 1], b.y, column.y, row[slot]);
+            s[j][i] = exact(s[j][i], b.x, column.x, row[lane_row]);
+            s[j][i + 1] = exact(s[j][i + 1], b.y, column.y, row[lane_row]);
           }
         } else {
-          s[j][i] = fast(s[j][i], b.x, row[slot]);
-          s[j][i + 1] = fast(s[j][i + 1], b.y, row[slot]);
+          s[j][i] = fast(s[j][i], b.x, row[lane_row]);
+          s[j][i + 1] = fast(s[j][i + 1], b.y, row[lane_row]);
         }
       }
     }
@@ -256,7 +256,7 @@ CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[k
   for (int tile = 0; tile < kTiles; ++tile) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; i += 2) {
-      int row = Mma::row_of_lane(lane) + Mma::kRowStep * Mma::slot_of(i);
+      int row = Mma::row_of_lane(lane) + Mma::kRowStep * Mma::lane_row_of(i);
       int col = 8 * tile + Mma::column_of(lane, i);
       if (row >= rows || col >= cols) continue;
       scalar_t* dst = g + row * stride + col;

@@ -33,7 +33,7 @@ struct RowStatistics {
                 "a thread for each statistic");
 
   static constexpr int kKeys = Config::kStreamed;
-  static constexpr int kSlots = Mma::kSlots;
+  static constexpr int kLaneRows = Mma::kLaneRows;
   static constexpr int kQueryElements = QueryTile::kBytes / sizeof(scalar_t);
   static constexpr int kKeyElements = KeyTile::kBytes / sizeof(scalar_t);
   static constexpr int kSharedBytes =
@@ -82,7 +82,7 @@ struct RowStatistics {
     Exponent exponent(p.scale);
 
     // A lane's share of its queries.
-    Share share[kSlots];
+    Share share[kLaneRows];
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int key0 = 0; key0 < int(p.Lk); key0 += kKeys) {
@@ -127,17 +127,18 @@ struct RowStatistics {
   struct Share {
     float max = -infinity(), sum = 0.f, rest = 0.f;
 
-    // Adds the scores of a slot. They are summed by themselves first, which rounds less at the size of the whole sum.
-    CUTLASS_DEVICE void take_in(const float (&s)[4][8], const float (&dp)[4][8], int slot, float center) {
+    // Adds the scores of one of the lane's rows. They are summed by themselves first, which rounds less at the size of
+    // the whole sum.
+    CUTLASS_DEVICE void take_in(const float (&s)[4][8], const float (&dp)[4][8], int lane_row, float center) {
       float largest = max;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < 32; ++x) {
-        if (Mma::slot_of(x % 8) == slot) largest = fmaxf(largest, s[x / 8][x % 8]);
+        if (Mma::lane_row_of(x % 8) == lane_row) largest = fmaxf(largest, s[x / 8][x % 8]);
       }
       float part_sum = 0.f, part_rest = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < 32; ++x) {
-        if (Mma::slot_of(x % 8) != slot) continue;
+        if (Mma::lane_row_of(x % 8) != lane_row) continue;
         float e = expf(s[x / 8][x % 8] - reference(largest));
         part_sum += e, part_rest = fmaf(e, dp[x / 8][x % 8] - center, part_rest);
       }
@@ -159,26 +160,26 @@ struct RowStatistics {
     }
   };
 
-  CUTLASS_DEVICE static void take_in(Share (&share)[kSlots], const float (&s)[4][8], const float (&dp)[4][8],
+  CUTLASS_DEVICE static void take_in(Share (&share)[kLaneRows], const float (&s)[4][8], const float (&dp)[4][8],
                                      const float* sCenter, int warp_query, int lane) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      float center = sCenter[warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep];
-      share[slot].take_in(s, dp, slot, center);
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      float center = sCenter[warp_query + Mma::row_of_lane(lane) + lane_row * Mma::kRowStep];
+      share[lane_row].take_in(s, dp, lane_row, center);
     }
   }
 
   // The statistics of the block's queries, which begin at query0.
-  CUTLASS_DEVICE static void store(const BwdParams& p, const Share (&share)[kSlots], const float* sCenter,
+  CUTLASS_DEVICE static void store(const BwdParams& p, const Share (&share)[kLaneRows], const float* sCenter,
                                    float2* softmax, float2* negative_delta, uint32_t bnh, int query0, int warp_query,
                                    int lane, PostprocessFlag flag) {
     const int queries_left = int(p.Lq) - query0;
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int mine = warp_query + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      const int mine = warp_query + Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
       const int64_t index = bnh * p.Lq + query0 + mine;
       const bool stores = Mma::leads_row(lane) && mine < queries_left;
-      const bool hidden = share[slot].store(softmax + index, negative_delta + index, sCenter[mine], stores);
+      const bool hidden = share[lane_row].store(softmax + index, negative_delta + index, sCenter[mine], stores);
       if (hidden) flag.raise();
       if (p.partial_keys == 0 || !stores) continue;
       const float lse = p.lse[index];  // of more keys than these
@@ -198,13 +199,13 @@ struct RowStatistics {
   CUTLASS_DEVICE static void add_biases(const Exponent& exponent, float (&s)[4][8],
                                         const BiasFragment<Mma, scalar_t>& bias, const float* sBias1, int lane) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < Mma::kGroups * Mma::kVec; x += 2) {
-        int group = x / Mma::kVec, e = x % Mma::kVec, j = Mma::tile_of(group, e), i = Mma::value_of(slot, e);
+        int group = x / Mma::kVec, e = x % Mma::kVec, j = Mma::tile_of(group, e), i = Mma::value_of(lane_row, e);
         float4 column = columns_of<Mma>(sBias1, j, i / 4, lane);
         float2 b = make_float2(0.f, 0.f);
-        if constexpr (Config::kHasBias2) b = bias.pair(slot, group, e);
+        if constexpr (Config::kHasBias2) b = bias.pair(lane_row, group, e);
         s[j][i] = exponent.exact_score(s[j][i], column.x, b.x);
         s[j][i + 1] = exponent.exact_score(s[j][i + 1], column.y, b.y);
       }

@@ -2,26 +2,26 @@
 // dS or P. Scores are then the right operand, and a lane's eight queries of a key are four consecutive registers, from
 // which dS is stored as well. As left operand they would have to be copied.
 //
-// Values 4 slot .. 4 slot + 3 of gradient[channel / 16], counted through both tiles, are those of keys
-// 8 slot + 2 (lane % 4) and + 1: first at channel lane / 4 of the 16, then at the channel 8 above it.
+// Values 4 lane_row .. 4 lane_row + 3 of gradient[channel / 16], counted through both tiles, are those of keys
+// 8 lane_row + 2 (lane % 4) and + 1: first at channel lane / 4 of the 16, then at the channel 8 above it.
 #pragma once
 
 #include "common/ptx.h"
 
 namespace ds4s {
 
-// 32 x 32 scores in 16 bits: of keys lane / 4 + 8 slot the queries that `tile` has in this lane.
+// 32 x 32 scores in 16 bits: of keys lane / 4 + 8 lane_row the queries that `tile` has in this lane.
 struct ScoreWords {
-  uint32_t w[4][4];  // [slot][tile]
+  uint32_t w[4][4];  // [lane_row][tile]
 
   template <typename scalar_t>
   CUTLASS_DEVICE static ScoreWords of(const float (&s)[4][8]) {
     ScoreWords words;
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < 4; ++slot) {
+    for (int lane_row = 0; lane_row < 4; ++lane_row) {
       CUTLASS_PRAGMA_UNROLL
       for (int tile = 0; tile < 4; ++tile) {
-        words.w[slot][tile] = ptx::pack<scalar_t>(s[tile][2 * slot], s[tile][2 * slot + 1]);
+        words.w[lane_row][tile] = ptx::pack<scalar_t>(s[tile][2 * lane_row], s[tile][2 * lane_row + 1]);
       }
     }
     return words;
@@ -38,9 +38,9 @@ CUTLASS_DEVICE void multiply_transposed(float (&gradient)[kTiles][8], const Scor
       uint32_t a[4];
       ptx::ldmatrix_trans(a, lane_b + ColTile::offset(Config::Mma::Permuted::at(2 * step, 0), 16 * m));
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < 4; ++slot) {
-        ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(gradient[2 * m + slot / 2] + 4 * (slot % 2), a,
-                                                             words.w[slot] + 2 * step);
+      for (int lane_row = 0; lane_row < 4; ++lane_row) {
+        ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(gradient[2 * m + lane_row / 2] + 4 * (lane_row % 2), a,
+                                                             words.w[lane_row] + 2 * step);
       }
     }
   }
@@ -53,10 +53,10 @@ CUTLASS_DEVICE void store_transposed(scalar_t* g, int64_t stride, const float (&
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kTiles; ++tile) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < 4; ++slot) {
-      const float* pair = gradient[tile / 2 * 2 + slot / 2] + 4 * (slot % 2) + 2 * (tile % 2);
+    for (int lane_row = 0; lane_row < 4; ++lane_row) {
+      const float* pair = gradient[tile / 2 * 2 + lane_row / 2] + 4 * (lane_row % 2) + 2 * (tile % 2);
       const uint32_t word = ptx::transpose_8x8(ptx::pack<scalar_t>(factor * pair[0], factor * pair[1]));
-      const int row = 8 * slot + (lane >> 2), col = 8 * tile + 2 * (lane & 3);
+      const int row = 8 * lane_row + (lane >> 2), col = 8 * tile + 2 * (lane & 3);
       if (row < rows && col < cols) *reinterpret_cast<uint32_t*>(g + row * stride + col) = word;
     }
   }

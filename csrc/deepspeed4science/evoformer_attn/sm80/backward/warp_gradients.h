@@ -28,11 +28,11 @@ struct WarpGradients {
   int lane_nk, lane_kn;  // this lane's offsets in a streamed tile
   int lane_ds = 0;       // and in a tile of dS
   Left left_qk, left_dov;
-  typename Exponent::Row exponent[Mma::kSlots];
-  QueryValue negative_delta[Mma::kSlots] = {};  // where queries are owned
+  typename Exponent::Row exponent[Mma::kLaneRows];
+  QueryValue negative_delta[Mma::kLaneRows] = {};  // where queries are owned
   RowBegin<Mma> dp_begin;
   float dv[Config::kWantsDv ? kTiles : 2][8] = {}, dqk[Config::kWantsDs ? kTiles : 2][8] = {};
-  float dbias1[Mma::kSlots] = {};
+  float dbias1[Mma::kLaneRows] = {};
 
   CUTLASS_DEVICE WarpGradients(float scale, int thread, int part)
       : lane(thread & 31),
@@ -98,7 +98,7 @@ struct WarpGradients {
           float4 delta = columns_of<Mma>(streamed_delta, j, i / 4, lane);
           dp[j][i] = subtract_delta(dp[j][i], column_of_pair(delta, i));
         } else if constexpr (Config::kExact) {
-          dp[j][i] = subtract_delta(dp[j][i], negative_delta[Mma::slot_of(i)]);
+          dp[j][i] = subtract_delta(dp[j][i], negative_delta[Mma::lane_row_of(i)]);
         }
         dp[j][i] *= s[j][i];
       }
@@ -110,7 +110,8 @@ struct WarpGradients {
     if constexpr (Config::kWantsDbias1) {
       // Each step is summed by itself, which rounds less at the size of the whole sum.
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) dbias1[slot] += sum_of_slot(ds, chunk, slot);
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
+        dbias1[lane_row] += sum_of_lane_row(ds, chunk, lane_row);
     }
     if constexpr (Config::kFusesDq) {
       const ScoreWords words = ScoreWords::of<scalar_t>(ds);
@@ -128,13 +129,13 @@ struct WarpGradients {
       multiply_scores<Mma, StreamedTile>(out, x, step, lane_b, lane);
     }
   }
-  CUTLASS_DEVICE static float sum_of_slot(const float (&x)[4][8], int chunk, int slot) {
+  CUTLASS_DEVICE static float sum_of_lane_row(const float (&x)[4][8], int chunk, int lane_row) {
     float sum = 0.f;
     bool is_first = true;
     CUTLASS_PRAGMA_UNROLL
     for (int y = 8 * chunk; y < 8 * (chunk + kChunkTiles); y += 2) {
       const float* pair = &x[y / 8][y % 8];
-      if (Mma::slot_of(y % 8) != slot) continue;
+      if (Mma::lane_row_of(y % 8) != lane_row) continue;
       sum = is_first ? pair[0] + pair[1] : sum + (pair[0] + pair[1]);
       is_first = false;
     }

@@ -21,30 +21,31 @@ struct ForwardEpilogue {
   // order.
   CUTLASS_DEVICE void merge_warps(float (&o)[K::kTilesO][8], Softmax& softmax) const {
     constexpr int kValues = K::kTilesO * 8;
-    float* s = reinterpret_cast<float*>(warp.shared) + warp.warp_m * 32 * (kValues + 2 * Mma::kSlots) + warp.lane;
+    float* s = reinterpret_cast<float*>(warp.shared) + warp.warp_m * 32 * (kValues + 2 * Mma::kLaneRows) + warp.lane;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int other = 1; other < K::kWarpsN; ++other) {
       if (warp.warp_n == other) {
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kValues; ++x) s[32 * x] = o[x / 8][x % 8];
         CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          s[32 * (kValues + slot)] = softmax.cm[slot];
-          s[32 * (kValues + Mma::kSlots + slot)] = softmax.l[slot];
+        for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+          s[32 * (kValues + lane_row)] = softmax.cm[lane_row];
+          s[32 * (kValues + Mma::kLaneRows + lane_row)] = softmax.l[lane_row];
         }
       }
       __syncthreads();
       if (warp.warp_n == 0) {
         Row mine, theirs;
         CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          theirs[slot] = softmax.join(slot, s[32 * (kValues + slot)], s[32 * (kValues + Mma::kSlots + slot)]);
-          mine[slot] = softmax.m_prime[slot];
+        for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+          theirs[lane_row] =
+              softmax.join(lane_row, s[32 * (kValues + lane_row)], s[32 * (kValues + Mma::kLaneRows + lane_row)]);
+          mine[lane_row] = softmax.m_prime[lane_row];
         }
         softmax.rescale(o, mine);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kValues; ++x) {
-          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::slot_of(x % 8)], o[x / 8][x % 8]);
+          o[x / 8][x % 8] = fmaf(s[32 * x], theirs[Mma::lane_row_of(x % 8)], o[x / 8][x % 8]);
         }
       }
       __syncthreads();
@@ -66,24 +67,24 @@ struct ForwardEpilogue {
       int row = warp.warp_m * 32 + Mma::row_of_lane(warp.lane);
       Row sums;
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        int r = row + slot * Mma::kRowStep;
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        int r = row + lane_row * Mma::kRowStep;
         if (out.logsumexp && Mma::leads_row(warp.lane) && r < out.num_queries) {
-          out.logsumexp[r] = softmax.logsumexp(slot);
+          out.logsumexp[r] = softmax.logsumexp(lane_row);
         }
-        sums[slot] = softmax.l[slot] == 0.f ? 1.f : softmax.l[slot];  // nothing visible: 0 / 1
+        sums[lane_row] = softmax.l[lane_row] == 0.f ? 1.f : softmax.l[lane_row];  // nothing visible: 0 / 1
       }
       softmax.clear_unseen(o);
       Normalize normalize(sums, softmax.m_prime);
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < K::kTilesO; ++j) {
         CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < Mma::kSlots; ++slot) {
-          auto x = normalize(slot, Softmax::get(o[j], slot));
+        for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+          auto x = normalize(lane_row, Softmax::get(o[j], lane_row));
           CUTLASS_PRAGMA_UNROLL
           for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
             int column = 8 * j + Mma::column_of(warp.lane, 4 * pair);
-            output_t* dst = sO + OTile::offset(row) + OTile::offset(slot * Mma::kRowStep, column);
+            output_t* dst = sO + OTile::offset(row) + OTile::offset(lane_row * Mma::kRowStep, column);
             dst[0] = x[2 * pair];
             dst[1] = x[2 * pair + 1];
           }

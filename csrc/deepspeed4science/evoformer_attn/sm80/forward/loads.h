@@ -151,16 +151,17 @@ struct ForwardLoads : ForwardWarp<K> {
     const int rows = segment.end - key - bias_start.column() > 0 ? p.num_queries - bias_start.row() : 0;
     uint4* const s = sBias2(stripe);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kBias2Chunks; ++slot) {
-      ptx::cp_async_16(s + 32 * slot, bias2_ptr + slot * K::Mma::kRowStep * p.bias2_strideM,
-                       slot * K::Mma::kRowStep < rows);
+    for (int lane_row = 0; lane_row < kBias2Chunks; ++lane_row) {
+      ptx::cp_async_16(s + 32 * lane_row, bias2_ptr + lane_row * K::Mma::kRowStep * p.bias2_strideM,
+                       lane_row * K::Mma::kRowStep < rows);
     }
     bias2_ptr += K::kKeysPerBlock;
   }
   CUTLASS_DEVICE void fetch_bias2(Frag2& fragment, int stripe) const {
     const uint4* const s = sBias2(stripe);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kBias2Chunks; ++slot) reinterpret_cast<uint4*>(&fragment)[slot] = s[32 * slot];
+    for (int lane_row = 0; lane_row < kBias2Chunks; ++lane_row)
+      reinterpret_cast<uint4*>(&fragment)[lane_row] = s[32 * lane_row];
   }
 
   // Loads the biases of the keys from `key` on, to which the pointers point. Pointers and extent include the lane's
@@ -180,7 +181,7 @@ struct ForwardLoads : ForwardWarp<K> {
  private:
   static constexpr int kBias2Chunks = int(sizeof(Frag2)) / 16;  // one for each of a lane's rows
   CUTLASS_DEVICE uint4* sBias2(int stripe) const {
-    static_assert(!K::kStagesBias2 || kBias2Chunks == K::Mma::kSlots, "a row of a lane is 16 bytes");
+    static_assert(!K::kStagesBias2 || kBias2Chunks == K::Mma::kLaneRows, "a row of a lane is 16 bytes");
     return reinterpret_cast<uint4*>(this->stage_begin(K::kStages)) + stripe * kBias2Chunks * K::kNumThreads +
            thread / 32 * (32 * kBias2Chunks) + thread % 32;
   }

@@ -190,7 +190,8 @@ struct ForwardBlock : ForwardLoads<K> {
     CUTLASS_PRAGMA_UNROLL
     for (int t = 1; t < K::kInFlight; ++t) {
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) largest[slot] = fmaxf(largest[slot], rows[t][slot]);
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
+        largest[lane_row] = fmaxf(largest[lane_row], rows[t][lane_row]);
     }
     return largest;
   }

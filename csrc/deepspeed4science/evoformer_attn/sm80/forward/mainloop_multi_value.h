@@ -181,7 +181,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < 32; ++x) {
-        int r = Mma::row_of_lane(lane) + Mma::slot_of(x % 8) * Mma::kRowStep;
+        int r = Mma::row_of_lane(lane) + Mma::lane_row_of(x % 8) * Mma::kRowStep;
         float bias = sBias[r * Shared::kBiasPitch + Mma::Permuted::at(x / 8, Mma::column_of(lane, x % 8))];
         s[x / 8][x % 8] = fmaf(bias, this->inv_scale, s[x / 8][x % 8]);
       }
@@ -217,11 +217,11 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     }
   }
 
-  CUTLASS_DEVICE int row_in_block(int slot) const {
-    return warp_m * 32 + Mma::row_of_lane(lane) + slot * Mma::kRowStep;
+  CUTLASS_DEVICE int row_in_block(int lane_row) const {
+    return warp_m * 32 + Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
   }
 
-  // x[slot] becomes the largest (or the sum) over the warps that have the row.
+  // x[lane_row] becomes the largest (or the sum) over the warps that have the row.
   template <typename Combine>
   CUTLASS_DEVICE void share(Row& x, Combine combine) const {
     if constexpr (K::kWarpsN > 1) {
@@ -229,20 +229,22 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       float* sRows = reinterpret_cast<float*>(shared + Shared::kRowsBegin);
       __syncthreads();
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        if (Mma::leads_row(lane)) sRows[warp_n * kQueries + row_in_block(slot)] = x[slot];
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        if (Mma::leads_row(lane)) sRows[warp_n * kQueries + row_in_block(lane_row)] = x[lane_row];
       }
       __syncthreads();
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < Mma::kSlots; ++slot) {
-        x[slot] = sRows[row_in_block(slot)];
-        for (int w = 1; w < K::kWarpsN; ++w) x[slot] = combine(x[slot], sRows[w * kQueries + row_in_block(slot)]);
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        x[lane_row] = sRows[row_in_block(lane_row)];
+        for (int w = 1; w < K::kWarpsN; ++w)
+          x[lane_row] = combine(x[lane_row], sRows[w * kQueries + row_in_block(lane_row)]);
       }
     }
   }
   CUTLASS_DEVICE void share_max(Row& largest) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) largest[slot] = Mma::reduce_max(largest[slot]);
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
+      largest[lane_row] = Mma::reduce_max(largest[lane_row]);
     share(largest, [](float a, float b) { return fmaxf(a, b); });
   }
 
@@ -251,12 +253,12 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
     softmax.finish();
     share(softmax.l, [](float a, float b) { return a + b; });
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      int r = row_in_block(slot);
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      int r = row_in_block(lane_row);
       if (p.logsumexp_ptr && warp_n == 0 && Mma::leads_row(lane) && r < p.num_queries) {
-        p.logsumexp_ptr[r] = softmax.logsumexp(slot);
+        p.logsumexp_ptr[r] = softmax.logsumexp(lane_row);
       }
-      sums[slot] = softmax.l[slot] == 0.f ? infinity() : softmax.l[slot];
+      sums[lane_row] = softmax.l[lane_row] == 0.f ? infinity() : softmax.l[lane_row];
     }
   }
 
@@ -268,8 +270,8 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
                                                         Last::kValue, Row>;
     Normalize normalize(sums, m_prime);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
-      int r = row_in_block(slot);
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      int r = row_in_block(lane_row);
       if (r >= p.num_queries) continue;
       float* buffer = p.output_accum_ptr + int64_t(r) * p.head_dim_value;
       CUTLASS_PRAGMA_UNROLL
@@ -280,8 +282,8 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
           int c = column + 8 * j + column_of_element(e);
           source[e] = !First::kValue && c < p.head_dim_value ? buffer[c] : 0.f;
         }
-        auto x = normalize(slot, Softmax::get(o[j], slot), source);
-        if (Last::kValue && sums[slot] == infinity()) x.clear();  // whatever V holds
+        auto x = normalize(lane_row, Softmax::get(o[j], lane_row), source);
+        if (Last::kValue && sums[lane_row] == infinity()) x.clear();  // whatever V holds
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < Softmax::kPerSlot; ++e) {
           int c = column + 8 * j + column_of_element(e);

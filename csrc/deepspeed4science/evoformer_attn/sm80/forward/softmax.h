@@ -16,11 +16,11 @@ namespace ds4s {
 
 template <typename Mma, bool kKeepsHuge = true>  // kKeepsHuge: `huge` stays in a register
 struct RowSoftmax {
-  static constexpr int kSlots = Mma::kSlots;
-  static constexpr int kPerSlot = 8 / kSlots;  // values of one row in an accumulator tile
+  static constexpr int kLaneRows = Mma::kLaneRows;
+  static constexpr int kPerSlot = 8 / kLaneRows;  // values of one row in an accumulator tile
   static constexpr float kSlack = 8.0f;
   static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
-  using Row = cutlass::Array<float, kSlots>;
+  using Row = cutlass::Array<float, kLaneRows>;
 
   Row cm;       // c m; 0 where huge, and 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
   Row limit;    // m moves for raw scores above: m + kSlack / c; m where huge; -inf before the first visible key
@@ -40,13 +40,14 @@ struct RowSoftmax {
   CUTLASS_DEVICE bool must_move(Row& largest, const float (&s)[4][8]) const {
     bool above = false;
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      largest[slot] = s[0][first_of(slot)];
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      largest[lane_row] = s[0][first_of(lane_row)];
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < 32; ++x) {
-        if (Mma::slot_of(x % 8) == slot && x != first_of(slot)) largest[slot] = fmaxf(largest[slot], s[x / 8][x % 8]);
+        if (Mma::lane_row_of(x % 8) == lane_row && x != first_of(lane_row))
+          largest[lane_row] = fmaxf(largest[lane_row], s[x / 8][x % 8]);
       }
-      above |= largest[slot] > limit[slot];
+      above |= largest[lane_row] > limit[lane_row];
     }
     return ptx::any(above);
   }
@@ -55,19 +56,19 @@ struct RowSoftmax {
   CUTLASS_DEVICE void move(const Row& largest) {
     bool any_huge = false;
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) {
-      float x = Mma::reduce_max(largest[slot]);
-      float before = reference(slot), now = x * (c / 4);
-      bool first = limit[slot] == -infinity(), was_huge = is_huge(slot);
-      bool moves = first || was_huge ? x > limit[slot] : now > before;
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      float x = Mma::reduce_max(largest[lane_row]);
+      float before = reference(lane_row), now = x * (c / 4);
+      bool first = limit[lane_row] == -infinity(), was_huge = is_huge(lane_row);
+      bool moves = first || was_huge ? x > limit[lane_row] : now > before;
       if (!moves) now = before;
       // c m of a huge reference is too coarse; the difference is taken of m itself, which is the limit.
-      float by = was_huge ? moves ? (limit[slot] - x) * c : 0.f : 4 * (before - now);
-      m_prime[slot] = first ? 1.f : ptx::exp2(by);
-      l[slot] *= m_prime[slot];
+      float by = was_huge ? moves ? (limit[lane_row] - x) * c : 0.f : 4 * (before - now);
+      m_prime[lane_row] = first ? 1.f : ptx::exp2(by);
+      l[lane_row] *= m_prime[lane_row];
       bool is_huge = fabsf(now) > kHuge / 4;
-      if (moves) limit[slot] = is_huge ? x : x + kSlack / c;
-      cm[slot] = is_huge ? 0.f : 4 * now;
+      if (moves) limit[lane_row] = is_huge ? x : x + kSlack / c;
+      cm[lane_row] = is_huge ? 0.f : 4 * now;
       any_huge |= is_huge;
     }
     if constexpr (kKeepsHuge) huge = ptx::any(any_huge);
@@ -77,49 +78,52 @@ struct RowSoftmax {
   CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
     if (some_are_huge()) {
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kSlots; ++slot) {
+      for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
         // A lane's exchange with itself keeps the compiler from predicating this rare branch into the common path.
-        float m = ptx::shfl_xor(is_huge(slot) ? limit[slot] : 0.f, 0);
+        float m = ptx::shfl_xor(is_huge(lane_row) ? limit[lane_row] : 0.f, 0);
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < 32; ++x) {
-          if (Mma::slot_of(x % 8) == slot) s[x / 8][x % 8] -= m;
+          if (Mma::lane_row_of(x % 8) == lane_row) s[x / 8][x % 8] -= m;
         }
       }
     }
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < 32; ++x) {
-      s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::slot_of(x % 8)]));
+      s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::lane_row_of(x % 8)]));
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < 32; ++x) l[Mma::slot_of(x % 8)] += s[x / 8][x % 8];
+    for (int x = 0; x < 32; ++x) l[Mma::lane_row_of(x % 8)] += s[x / 8][x % 8];
   }
 
   // c m / 4, which is finite for every finite m. Where m is huge, limit holds m itself.
-  CUTLASS_DEVICE float reference(int slot) const { return is_huge(slot) ? limit[slot] * (c / 4) : cm[slot] / 4; }
+  CUTLASS_DEVICE float reference(int lane_row) const {
+    return is_huge(lane_row) ? limit[lane_row] * (c / 4) : cm[lane_row] / 4;
+  }
 
   // Called once, after the last keys: sums l over the lanes and makes cm the reference() of every row.
   CUTLASS_DEVICE void finish() {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) l[slot] = Mma::reduce_sum(l[slot]), cm[slot] = reference(slot);
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row)
+      l[lane_row] = Mma::reduce_sum(l[lane_row]), cm[lane_row] = reference(lane_row);
   }
 
   // Merges another warp's part of the row, given by its reference and its l (0 if it saw no key). Sets m_prime, the
   // factor of this part's accumulators, and returns the factor of the other part's. Both parts have finished.
-  CUTLASS_DEVICE float join(int slot, float other, float other_l) {
-    float before = cm[slot], now = l[slot] == 0.f ? other : other_l == 0.f ? before : fmaxf(before, other);
-    m_prime[slot] = l[slot] == 0.f ? 0.f : ptx::exp2(4 * (before - now));
+  CUTLASS_DEVICE float join(int lane_row, float other, float other_l) {
+    float before = cm[lane_row], now = l[lane_row] == 0.f ? other : other_l == 0.f ? before : fmaxf(before, other);
+    m_prime[lane_row] = l[lane_row] == 0.f ? 0.f : ptx::exp2(4 * (before - now));
     float theirs = other_l == 0.f ? 0.f : ptx::exp2(4 * (other - now));
-    l[slot] = l[slot] * m_prime[slot] + other_l * theirs;
-    cm[slot] = now;
+    l[lane_row] = l[lane_row] * m_prime[lane_row] + other_l * theirs;
+    cm[lane_row] = now;
     return theirs;
   }
 
   // (6), after finish().
-  CUTLASS_DEVICE float logsumexp(int slot) const {
-    return l[slot] == 0.f ? -infinity() : fmaf(cm[slot], 4 * kLn2, ptx::log2(l[slot]) * kLn2);
+  CUTLASS_DEVICE float logsumexp(int lane_row) const {
+    return l[lane_row] == 0.f ? -infinity() : fmaf(cm[lane_row], 4 * kLn2, ptx::log2(l[lane_row]) * kLn2);
   }
 
-  // o = factor * o, with a factor for each slot.
+  // o = factor * o, with a factor for each of the lane's rows.
   template <int kTiles>
   CUTLASS_DEVICE void rescale(float (&o)[kTiles][8], const Row& factor) const {
     using Rescale = MemoryEfficientAttentionNormalize<float, float, kPerSlot, float, float, /*isFirst=*/false,
@@ -128,10 +132,10 @@ struct RowSoftmax {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kTiles; ++j) {
       CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kSlots; ++slot) {
+      for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
         cutlass::Array<float, kPerSlot> zero;
         zero.clear();
-        put<kPerSlot>(o[j], slot, op(slot, zero, get(o[j], slot)));
+        put<kPerSlot>(o[j], lane_row, op(lane_row, zero, get(o[j], lane_row)));
       }
     }
   }
@@ -141,30 +145,30 @@ struct RowSoftmax {
   CUTLASS_DEVICE void clear_unseen(float (&o)[kTiles][8]) const {
     bool unseen = false;
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < kSlots; ++slot) unseen |= l[slot] == 0.f;
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) unseen |= l[lane_row] == 0.f;
     if (!ptx::any(unseen)) return;
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < 8 * kTiles; ++x) {
-      if (l[Mma::slot_of(x % 8)] == 0.f) o[x / 8][x % 8] = 0.f;
+      if (l[Mma::lane_row_of(x % 8)] == 0.f) o[x / 8][x % 8] = 0.f;
     }
   }
 
-  // The values of one slot of an accumulator tile, in ascending order.
-  CUTLASS_DEVICE static cutlass::Array<float, kPerSlot> get(const float (&tile)[8], int slot) {
+  // The values of one of the lane's rows in an accumulator tile, in ascending order.
+  CUTLASS_DEVICE static cutlass::Array<float, kPerSlot> get(const float (&tile)[8], int lane_row) {
     cutlass::Array<float, kPerSlot> x;
     int n = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if (Mma::slot_of(i) == slot) x[n++] = tile[i];
+      if (Mma::lane_row_of(i) == lane_row) x[n++] = tile[i];
     }
     return x;
   }
   template <int kCount>
-  CUTLASS_DEVICE static void put(float (&tile)[8], int slot, const cutlass::Array<float, kCount>& x) {
+  CUTLASS_DEVICE static void put(float (&tile)[8], int lane_row, const cutlass::Array<float, kCount>& x) {
     int n = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if (Mma::slot_of(i) == slot) tile[i] = x[n++];
+      if (Mma::lane_row_of(i) == lane_row) tile[i] = x[n++];
     }
   }
 
@@ -174,11 +178,15 @@ struct RowSoftmax {
     if constexpr (kKeepsHuge) return huge;
     float largest = fabsf(limit[0]);
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 1; slot < kSlots; ++slot) largest = fmaxf(largest, fabsf(limit[slot]));
+    for (int lane_row = 1; lane_row < kLaneRows; ++lane_row) largest = fmaxf(largest, fabsf(limit[lane_row]));
     return ptx::any(largest * c > kHuge);
   }
-  CUTLASS_DEVICE bool is_huge(int slot) const { return limit[slot] > -infinity() && fabsf(limit[slot] * c) > kHuge; }
-  CUTLASS_HOST_DEVICE static constexpr int first_of(int slot) { return Mma::kSlots == 4 ? 2 * slot : 2 * (slot & 1); }
+  CUTLASS_DEVICE bool is_huge(int lane_row) const {
+    return limit[lane_row] > -infinity() && fabsf(limit[lane_row] * c) > kHuge;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int first_of(int lane_row) {
+    return Mma::kLaneRows == 4 ? 2 * lane_row : 2 * (lane_row & 1);
+  }
 };
 
 }  // namespace ds4s

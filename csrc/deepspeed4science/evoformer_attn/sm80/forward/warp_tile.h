@@ -26,7 +26,7 @@ struct ForwardWarp {
   char* const shared;
   const int thread, lane, warp_m, warp_n;
   const float inv_scale;  // biases enter the accumulator in raw units, those of kQFactor Q K^T; full precision: 1
-  int lane_q, lane_k, lane_v, lane_row;  // this lane's offsets in the tiles
+  int lane_q, lane_k, lane_v, lane_pair;  // this lane's offsets in the tiles
 
   CUTLASS_DEVICE ForwardWarp(const Params& params, char* shared_)
       : p(params),
@@ -39,8 +39,8 @@ struct ForwardWarp {
         lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
-        lane_row((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2) {
-    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_row);
+        lane_pair((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2) {
+    ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_pair);
   }
 
   // The factor of the scores, which is positive: Q is multiplied by its sign.
@@ -103,14 +103,14 @@ struct ForwardWarp {
 
   CUTLASS_DEVICE void add_fragment(float (&s)[4][8], const scalar_t* fragment) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < Mma::kSlots; ++slot) {
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
       CUTLASS_PRAGMA_UNROLL
       for (int group = 0; group < Mma::kGroups; ++group) {
-        const scalar_t* vec = fragment + (slot * Mma::kGroups + group) * Mma::kVec;
+        const scalar_t* vec = fragment + (lane_row * Mma::kGroups + group) * Mma::kVec;
         CUTLASS_PRAGMA_UNROLL
         for (int e = 0; e < Mma::kVec; e += 2) {
           float2 x = ptx::load_pair(vec + e);
-          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(slot, e)];
+          float* score = &s[Mma::tile_of(group, e)][Mma::value_of(lane_row, e)];
           score[0] = fmaf(x.x, inv_scale, score[0]);
           score[1] = fmaf(x.y, inv_scale, score[1]);
         }
@@ -148,7 +148,7 @@ struct ForwardWarp {
     }
   }
   CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
-    int pair = lane_row + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+    int pair = lane_pair + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
     return sRowBias(stage)[pair];
   }
 

@@ -4,7 +4,8 @@
 //                                          Sm80; float as TF32 on Sm80 when kTf32, in full precision (FFMA) everywhere
 //
 // An accumulator is float[tiles][8]: tile j is 32 rows x 8 columns, 8 values in each lane. What the lanes hold:
-//   row_of_lane(lane) + kRowStep * slot       the lane's rows; slot_of(i) is value i's slot, kSlots of them
+//   row_of_lane(lane) + kRowStep * lane_row   the lane's rows, lane_row from 0 to kLaneRows - 1
+//   lane_row_of(i)                            value i's row among them
 //   reduce_max, reduce_sum(x)                 over the lanes that share a row
 //   column_of(lane, i)                        value i's column in its tile, for plain matrices (outputs)
 // Scores permute their columns: column c of tile j stands for index Permuted::at(j, c) of the stripe of 32. The
@@ -42,8 +43,8 @@ struct NaturalOrder {
 template <typename scalar_t>
 struct QuadLayout {
   static constexpr int kVec = 16 / int(sizeof(scalar_t));
-  static constexpr int kSlots = 4;    // rows of one lane
-  static constexpr int kRowStep = 8;  // between them
+  static constexpr int kLaneRows = 4;  // rows of one lane
+  static constexpr int kRowStep = 8;   // between them
 
   CUTLASS_DEVICE static int row_of_lane(int lane) { return lane >> 2; }
   CUTLASS_DEVICE static bool leads_row(int lane) { return (lane & 3) == 0; }  // one lane of those that share a row
@@ -55,7 +56,7 @@ struct QuadLayout {
     x += ptx::shfl_xor(x, 1);
     return x + ptx::shfl_xor(x, 2);
   }
-  CUTLASS_HOST_DEVICE static constexpr int slot_of(int i) { return i >> 1; }
+  CUTLASS_HOST_DEVICE static constexpr int lane_row_of(int i) { return i >> 1; }
   CUTLASS_DEVICE static int column_of(int lane, int i) { return 2 * (lane & 3) + (i & 1); }
 
   // Lane t of a quad holds the kVec neighbours kVec * t .. in every group of 4 * kVec.
@@ -69,9 +70,9 @@ struct QuadLayout {
   static constexpr int kGroups = 32 / (4 * kVec);
   static constexpr int kGroupStep = 4 * kVec;
   CUTLASS_DEVICE static int first_column(int lane) { return (lane & 3) * kVec; }
-  // Element e of the vector (slot, group) is value value_of(slot, e) of accumulator tile tile_of(group, e).
+  // Element e of the vector (lane_row, group) is value value_of(lane_row, e) of accumulator tile tile_of(group, e).
   CUTLASS_HOST_DEVICE static constexpr int tile_of(int group, int e) { return group * (kVec / 2) + (e >> 1); }
-  CUTLASS_HOST_DEVICE static constexpr int value_of(int slot, int e) { return 2 * slot + (e & 1); }
+  CUTLASS_HOST_DEVICE static constexpr int value_of(int lane_row, int e) { return 2 * lane_row + (e & 1); }
 };
 
 }  // namespace ds4s

@@ -88,7 +88,7 @@ struct WarpMma<float, ArchTag, false, void> : QuadLayout<float> {
   static constexpr int kStepK = 4;
   struct FragA {
     float r[4][4];
-  };  // [slot][k]
+  };  // [lane_row][k]
   struct FragBnk {
     float r[2][2][4];
   };  // [tile][column of the pair][k]
@@ -110,7 +110,8 @@ struct WarpMma<float, ArchTag, false, void> : QuadLayout<float> {
   template <typename TileT>
   CUTLASS_DEVICE static void load_a(FragA& a, const float* lane_ptr, int row0, int k0) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < 4; ++slot) load_4(a.r[slot], lane_ptr + TileT::offset(row0 + 8 * slot, k0));
+    for (int lane_row = 0; lane_row < 4; ++lane_row)
+      load_4(a.r[lane_row], lane_ptr + TileT::offset(row0 + 8 * lane_row, k0));
   }
   template <typename TileT, typename Order = Permuted>
   CUTLASS_DEVICE static void load_b_nk(FragBnk& b, const float* lane_ptr, int n0, int pair, int k0) {
@@ -134,10 +135,10 @@ struct WarpMma<float, ArchTag, false, void> : QuadLayout<float> {
 
   CUTLASS_DEVICE static void from_scores(FragA& a, const float (&s)[4][8], int step, int /*lane*/) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slot = 0; slot < 4; ++slot) {
+    for (int lane_row = 0; lane_row < 4; ++lane_row) {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) {
-        a.r[slot][k] = ptx::shfl_quad(s[2 * (step >> 2) + (k >> 1)][2 * slot + (k & 1)], step & 3);
+        a.r[lane_row][k] = ptx::shfl_quad(s[2 * (step >> 2) + (k >> 1)][2 * lane_row + (k & 1)], step & 3);
       }
     }
   }

@@ -10,12 +10,12 @@ template <>
 struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
   using scalar_t = cutlass::half_t;
   static constexpr int kVec = 8;
-  static constexpr int kSlots = 2;
+  static constexpr int kLaneRows = 2;
   static constexpr int kRowStep = 2;
 
   CUTLASS_DEVICE static int row_of_lane(int lane) { return 8 * ((lane >> 2) & 3) + 4 * (lane >> 4) + (lane & 1); }
   CUTLASS_DEVICE static bool leads_row(int lane) { return (lane & 2) == 0; }
-  CUTLASS_HOST_DEVICE static constexpr int slot_of(int i) { return (i >> 1) & 1; }
+  CUTLASS_HOST_DEVICE static constexpr int lane_row_of(int i) { return (i >> 1) & 1; }
   CUTLASS_DEVICE static int column_of(int lane, int i) { return (i & 4) + (lane & 2) + (i & 1); }
   CUTLASS_DEVICE static float reduce_max(float x) { return fmaxf(x, ptx::shfl_xor(x, 2)); }
   CUTLASS_DEVICE static float reduce_sum(float x) { return x + ptx::shfl_xor(x, 2); }
@@ -30,7 +30,9 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
   static constexpr int kGroupStep = 16;
   CUTLASS_DEVICE static int first_column(int lane) { return 8 * ((lane >> 1) & 1); }
   CUTLASS_HOST_DEVICE static constexpr int tile_of(int group, int e) { return 2 * group + (e >> 2); }
-  CUTLASS_HOST_DEVICE static constexpr int value_of(int slot, int e) { return 2 * (e & 2) + 2 * slot + (e & 1); }
+  CUTLASS_HOST_DEVICE static constexpr int value_of(int lane_row, int e) {
+    return 2 * (e & 2) + 2 * lane_row + (e & 1);
+  }
 
   static constexpr int kStepK = 16;  // four instructions
   struct FragA {
@@ -85,11 +87,11 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
     CUTLASS_PRAGMA_UNROLL
     for (int q = 0; q < 4; ++q) {
       const float* x = &s[2 * step + (q >> 1)][4 * (q & 1)];
-      uint32_t slot0 = ptx::pack<scalar_t>(x[0], x[1]);
-      uint32_t slot1 = ptx::pack<scalar_t>(x[2], x[3]);
-      uint32_t other = ptx::shfl_xor(upper ? slot0 : slot1, 2);
-      a.r[q][0] = upper ? other : slot0;
-      a.r[q][1] = upper ? slot1 : other;
+      uint32_t row0_pair = ptx::pack<scalar_t>(x[0], x[1]);
+      uint32_t row1_pair = ptx::pack<scalar_t>(x[2], x[3]);
+      uint32_t other = ptx::shfl_xor(upper ? row0_pair : row1_pair, 2);
+      a.r[q][0] = upper ? other : row0_pair;
+      a.r[q][1] = upper ? row1_pair : other;
     }
   }
 

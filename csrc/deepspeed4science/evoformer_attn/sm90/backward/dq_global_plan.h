@@ -31,10 +31,10 @@ struct DqGlobalPlan {
     if (Tiles::kAddsDbias2 && p.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
       // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
       // they do not raise peak memory.
-      const int64_t room = elements * 2 - 8 * pairs * p.Lq - 4 * plan.num_counters;
+      const int64_t available = elements * 2 - 8 * pairs * p.Lq - 4 * plan.num_counters;
       // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an
       // earlier (b, n, h), or write its dq.
-      plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, room / 4, pairs);
+      plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, available / 4, pairs);
       if (plan.adds_dbias2) return plan;
     }
     return plan.take(ceil_div(3 * blocks, 2 * key_blocks) + 4, most, elements, pairs) ? plan : DqGlobalPlan{};

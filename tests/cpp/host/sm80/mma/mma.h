@@ -18,11 +18,11 @@ inline bool any(bool x) { return x; }
 inline float shfl_xor(float x, int) { return x; }
 }  // namespace ptx
 
-// kSlots rows in a tile of eight values: 4 with Sm70 and FFMA, 2 from Sm75 on.
-template <int kSlots_>
+// kLaneRows rows in a tile of eight values: 4 with Sm70 and FFMA, 2 from Sm75 on.
+template <int kLaneRows_>
 struct OneLane {
-  static constexpr int kSlots = kSlots_;
-  static constexpr int slot_of(int i) { return i / 2 % kSlots; }
+  static constexpr int kLaneRows = kLaneRows_;
+  static constexpr int lane_row_of(int i) { return i / 2 % kLaneRows; }
   static float reduce_max(float x) { return x; }
   static float reduce_sum(float x) { return x; }
 };
