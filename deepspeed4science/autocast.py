@@ -14,7 +14,7 @@ from deepspeed4science.problem import SUPPORTED_DTYPES
 _DEVICES = ("cpu", "cuda")  # some others, such as "meta", have no autocast
 
 
-def heard(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tensor, Tensor]:
+def cast_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Q, K and V as autocast casts them, where it is on; outside of operators, so that autograd
     records the casts.
     """

@@ -16,7 +16,7 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def comes_sharded(x: Tensor, parameter: Tensor) -> bool:
+def is_sharded(x: Tensor, parameter: Tensor) -> bool:
     """Whether x is a DTensor and the parameter a plain tensor, which every process has whole."""
     return type(x) is not Tensor and is_dtensor(x) and not is_dtensor(parameter)
 

@@ -151,7 +151,7 @@ def _first_of_its_kind(
     elif recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         o, lse = recorded_attention(q, k, v, bias1, bias2, row_mask, scale)
     else:  # autograd has nothing to record
-        q, k, v = autocast.heard(q, k, v)
+        q, k, v = autocast.cast_inputs(q, k, v)
         call = ForwardCall(q, k, v, bias1, bias2, return_lse, row_mask, scale)
         o, lse = below_autograd.forward(call, differentiable=False)
     return o, lse, bias1

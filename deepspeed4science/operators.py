@@ -204,7 +204,7 @@ def recorded_attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """O, differentiable by autograd and at every active level of torch.func, and lse."""
-    q, k, v = autocast.heard(q, k, v)
+    q, k, v = autocast.cast_inputs(q, k, v)
     arguments = (q, k, v, bias1, bias2, True, row_mask, scale)
     if not torch._C._are_functorch_transforms_active():
         o, lse = _record(*unwrap_dead_wrappers(arguments))

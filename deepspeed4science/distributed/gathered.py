@@ -25,7 +25,7 @@ def gathered_attention(
         return traced
     shape = (*q.shape[:-1], v.shape[-1])
     whole = gather.whole()
-    q, k, v = autocast.heard(q, k, v)
+    q, k, v = autocast.cast_inputs(q, k, v)
     five = canonicalise(q, k, v, bias1, whole)
     o: Tensor = _GatheredAttention.apply(*five, gather.shard, gather, whole.shape, shape[:-4])
     result: Tensor = o.view(shape)

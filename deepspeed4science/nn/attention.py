@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deepspeed4science.dtensor import comes_sharded
+from deepspeed4science.dtensor import is_sharded
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.nn.parameters import Linear, project
 
@@ -67,7 +67,7 @@ class EvoformerAttention(nn.Module):
             `[*, Lq, c_q]`.
         """
         if kv_x is None or kv_x is q_x:
-            if comes_sharded(q_x, self.linear_q.weight):
+            if is_sharded(q_x, self.linear_q.weight):
                 from deepspeed4science.distributed.axial import attention
 
                 return attention(self, q_x, biases)

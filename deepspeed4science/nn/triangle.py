@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from deepspeed4science.dtensor import comes_sharded
+from deepspeed4science.dtensor import is_sharded
 from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
@@ -50,7 +50,7 @@ class TriangleAttentionStartingNode(nn.Module):
         Returns:
             `[*, I, J, c_in]`.
         """
-        if comes_sharded(x, self.linear_z.weight):
+        if is_sharded(x, self.linear_z.weight):
             from deepspeed4science.distributed.axial import triangle_attention
 
             sharded: Tensor = triangle_attention(self, x, mask)

@@ -43,7 +43,7 @@ def _tile(t, rows, columns, R, BLOCK: tl.constexpr, ENDING: tl.constexpr):
 
 
 @triton.jit
-def _place_of_heads(pair, h, rows, columns, H: tl.constexpr, ENDING: tl.constexpr):
+def _heads_offset(pair, h, rows, columns, H: tl.constexpr, ENDING: tl.constexpr):
     """Offsets of heads h of the given pairs in pair biases [*, H, queries, keys]."""
     per_batch = _wide(rows) * columns
     b, p = pair // per_batch, pair % per_batch
@@ -82,7 +82,7 @@ def norm_pair_bias(
     weight = tl.load(weight_ptr + h[None, :] * C + c[:, None], mask=(h < H)[None, :], other=0.0)
     z = tl.dot(normed, weight).to(z_ptr.dtype.element_ty)
     tl.store(
-        z_ptr + _place_of_heads(pair, h, rows, columns, H, ENDING), z, mask=here & (h < H)[None, :]
+        z_ptr + _heads_offset(pair, h, rows, columns, H, ENDING), z, mask=here & (h < H)[None, :]
     )
 
 
@@ -150,14 +150,14 @@ def gated_output_backward(
     for t in tl.range(pid, num_tiles, tl.num_programs(0), num_stages=STAGES):
         first, count, o_row, o_column = _tile(t, rows, columns, R, BLOCK, ENDING)
         here = r < count
-        of_y = dy.load([first, 0]).to(weight.dtype)
+        dy_tile = dy.load([first, 0]).to(weight.dtype)
         values = o.load([o_row, o_column * C]).to(tl.float32)
         opened = _sigmoid(gate.load([first, 0]).to(tl.float32))
         if ENDING:  # the rows past this tile's end belong to another tile
-            of_y = tl.where(here, of_y, 0.0)
-        dgated = tl.dot(of_y, weight)
+            dy_tile = tl.where(here, dy_tile, 0.0)
+        dgated = tl.dot(dy_tile, weight)
         gated = values * opened
-        dweight = tl.dot(tl.trans(of_y), gated.to(weight.dtype), dweight)
+        dweight = tl.dot(tl.trans(dy_tile), gated.to(weight.dtype), dweight)
         o_first, step = _wide(o_row), 1
         if ENDING:
             o_first, step = o_first * rows + o_column, rows
@@ -222,8 +222,8 @@ def norm_pair_bias_backward(
         first = t * BLOCK
         pair = first + r
         here = (pair < R)[:, None]
-        place = _place_of_heads(pair, h, rows, columns, H, ENDING)
-        dz = tl.load(dz_ptr + place, mask=here & (h < H)[None, :], other=0.0).to(weight.dtype)
+        offset = _heads_offset(pair, h, rows, columns, H, ENDING)
+        dz = tl.load(dz_ptr + offset, mask=here & (h < H)[None, :], other=0.0).to(weight.dtype)
         normed = x.load([first, 0]).to(tl.float32)
         normed -= (tl.sum(normed, 1) / C)[:, None]
         scale = tl.rsqrt(tl.sum(normed * normed, 1) / C + eps)[:, None]
