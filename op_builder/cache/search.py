@@ -78,8 +78,10 @@ def distrust(root: Root, entry: Entry | None = None) -> str:
 
 
 def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
-    """Log, once in a process, why the kernels that an install compiled do not serve `job`."""
-    for root in where:
+    """Log, once in a process, why the kernels that an install compiled do not serve `job`. Not of
+    the last root: that is the folder being filled.
+    """
+    for root in where[:-1]:
         if root.origin != "prebuilt" or log.seen(root.path):
             continue
         entries = cache.entries(root.path)

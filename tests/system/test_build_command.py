@@ -53,6 +53,24 @@ def run(tmp_path):
 BUILD = ("-m", "deepspeed4science", "build")
 
 
+def test_a_folder_that_holds_other_kernels_is_added_to(run, tmp_path):
+    """In silence: what is missing in the folder that is being filled surprises nobody."""
+    for dtype in ("fp32", "bf16"):
+        chosen = (
+            "--cpu",
+            "--dtype",
+            dtype,
+            "--direction",
+            "fwd",
+            "--out",
+            str(tmp_path / "kernels"),
+        )
+        done = run(*BUILD, *chosen, DS4S_CACHE_DIR=str(tmp_path / "passing"))
+        assert done.returncode == 0, done.stderr
+        assert "kernels compiled while installing" not in done.stderr
+    assert len(list((tmp_path / "kernels" / "units").iterdir())) == 2
+
+
 def test_several_readonly_folders_before_the_writable_one(run, tmp_path, make_readonly):
     """Baked into images: each kernel comes from the first folder that has it, nothing is written,
     no program runs, not even those that would tell what machine this is.

@@ -28,7 +28,10 @@ def test_uncovered_kernels_found_by_two_threads(workshop, monkeypatch, told):
         return found
 
     monkeypatch.setattr(cache, "entries", together)
-    where = (search.Root(workshop.cache, "prebuilt", shared=True),)
+    where = (
+        search.Root(workshop.cache, "prebuilt", shared=True),
+        search.Root(workshop.cache / "own", "cache", shared=False),
+    )
     threads = [
         threading.Thread(target=search.tell_uncovered, args=(workshop.job(name), where))
         for name in ("forward", "backward")
