@@ -180,11 +180,12 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
     def _rows(self, wanted: Iterable[Call], target: Arch, aligned: bool) -> Iterable[CudaKernel]:
         device = (target.major, target.minor)
-        forced = env.text("DS4S_CUDA_FAMILY") and serving(device)
-        chosen = [FAMILIES[name] for name in self.families(device)] if forced else serving(device)
+        own = serving(device)
+        if own and env.text("DS4S_CUDA_FAMILY"):
+            own = tuple(FAMILIES[name] for name in self.families(device))
         families = [
             one
-            for one in chosen
+            for one in own
             if (aligned or not one.aligned_only) and not self.target_obstacle(one, (target,))
         ]
         for call in wanted:
