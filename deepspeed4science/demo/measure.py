@@ -69,15 +69,25 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | 
     memory that never passes through PyTorch counts too. None where the system does not let a
     process reset it.
     """
-    call()  # one-time allocations do not count
-    gc.collect()  # garbage of earlier calls must not be freed during the measured one
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+    # autograd's own thread may still hold a call's results when the call has returned
+    with torch.autograd.set_multithreading_enabled(False):
+        call()  # one-time allocations do not count
+        gc.collect()  # garbage of earlier calls must not be freed during the measured one
+        if device.type == "cuda":
+            return _peak_extra_bytes_of_gpu(call, device)
+        return _peak_extra_bytes_of_process(call)
+
+
+def _peak_extra_bytes_of_gpu(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_extra_bytes_of_process(call: Callable[[], object]) -> int | None:
     try:
         _give_back_free_memory()
         Path("/proc/self/clear_refs").write_text(

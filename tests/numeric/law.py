@@ -67,14 +67,15 @@ def is_rounding(reference):
 MANY = 256  # elements, of which the root mean square of rounding errors varies by 5 %
 
 
-def check_stacked(draw, ulp):
+def check_stacked(draw, ulp, draws=1):
     """Raise unless the law holds for the stacked results of several `draw()`, each
-    {name: (ours, eager, reference)} of fresh inputs: of as many as give each tensor MANY elements.
-    The error of a dozen elements is itself a draw of roundings (docs/math.md, "Where the law is a
-    draw").
+    {name: (ours, eager, reference)} of fresh inputs: of as many as give each tensor MANY elements,
+    and of at least `draws`. The error of a dozen elements, or of elements that share one rounding,
+    depends on chance (docs/math.md, "Where the law depends on chance").
     """
-    totals, least = {}, 0
-    while least < MANY:
+    totals, least, drawn = {}, 0, 0
+    while least < MANY or drawn < draws:
+        drawn += 1
         for name, (x, e, ref) in draw().items():
             assert same_non_finite(x, ref), f"{name}: NaN or infinities elsewhere"
             total = totals.setdefault(name, torch.zeros(4, dtype=torch.float64))
@@ -143,12 +144,17 @@ def ours(q, k, v, bias1, bias2, row_mask=None, scale=None):
     return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=row_mask, scale=scale)
 
 
+def with_do(inputs):
+    """inputs, with a random dO unless they have one."""
+    if inputs.do is None:
+        shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
+        inputs.do = torch.randn(shape, device=inputs.q.device).to(inputs.q.dtype)
+    return inputs
+
+
 def check(inputs, function=ours, eager=evoformer_attention):
     """Raise unless `function` keeps the law on `inputs`, in comparison with `eager`."""
-    if inputs.do is None:
-        inputs.do = torch.randn(
-            *inputs.q.shape[:-1], inputs.v.shape[-1], device=inputs.q.device
-        ).to(inputs.q.dtype)
+    inputs = with_do(inputs)
     result = run(function, inputs)
     for x, tensor in zip(result, (inputs.q, *inputs.tensors()), strict=True):
         assert x is None or x.dtype == tensor.dtype, "a gradient in another dtype than its input"
@@ -157,6 +163,23 @@ def check(inputs, function=ours, eager=evoformer_attention):
     broken = violations(result, allowed, reference, ulps(result))
     assert not broken, "; ".join(broken)
     return result
+
+
+def check_calls(draw_inputs, ulp, draws, function=ours):
+    """`check_stacked` for calls of fresh `draw_inputs()`: where the rounding of O, which is in
+    delta, decides about most of a gradient.
+    """
+
+    def draw():
+        inputs = with_do(draw_inputs())
+        results = (
+            run(function, inputs),
+            run(evoformer_attention, inputs, inputs.q.dtype),
+            run(evoformer_attention, inputs, torch.float64),
+        )
+        return dict(zip(NAMES, zip(*results, strict=True), strict=True))
+
+    check_stacked(draw, ulp, draws)
 
 
 def check_each_query(inputs, function=ours):

@@ -134,7 +134,8 @@ def test_error_law(device, case):
             assert one.shape == other.shape and one.dtype == other.dtype, name
         return compared
 
-    law.check_stacked(draw, torch.finfo(rounded).eps)
+    # on a GPU the error of delta decides about linear_z's gradient, and differs much by the draw
+    law.check_stacked(draw, torch.finfo(rounded).eps, draws=48 if device == "cuda" else 1)
 
 
 @EACH

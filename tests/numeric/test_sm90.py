@@ -3,13 +3,15 @@
 Everything else in this folder runs on them too, wherever they are the GPU's family.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
-from tests.numeric.law import check
+from tests.numeric.law import check, check_calls
 
 pytestmark = sm90_marks()
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -175,13 +177,17 @@ def test_scores_that_rise_or_fall_along_the_keys(slope, D, dtype):
     """The reference of the softmax comes from the first keys, and moves when p says so, again and
     again; bias1 and bias2 are added before it is asked.
     """
-    inputs = Case("slope", N=3, Lq=150, Lk=400, D=D).inputs(dtype, "cuda")
-    rise = slope * torch.arange(400, device="cuda")
-    inputs.bias1[:, :2] += rise
-    inputs.bias2[..., ::2, :] += rise
-    check(inputs)
-    inputs.bias1[..., :16] = -1e4  # of which a first reference is made
-    check(inputs)
+
+    def draw(hidden):
+        inputs = Case("slope", N=3, Lq=150, Lk=400, D=D).inputs(dtype, "cuda")
+        rise = slope * torch.arange(400, device="cuda")
+        inputs.bias1[:, :2] += rise
+        inputs.bias2[..., ::2, :] += rise
+        inputs.bias1[..., :hidden] = -1e4  # a first reference is made of these keys
+        return inputs
+
+    for hidden in (0, 16):
+        check_calls(partial(draw, hidden), torch.finfo(dtype).eps, draws=16)
 
 
 @pytest.mark.parametrize("L", [64, 389])
