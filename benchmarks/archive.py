@@ -14,7 +14,7 @@ from benchmarks.shapes import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_WORKLOAD_OF = {w.shape: w.id for w in reversed(WORKLOADS) if w.bias2}
+_WORKLOAD_OF = {w.shape: w.id for w in WORKLOADS}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Measurement:
     ms: float
     extra_bytes: int | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
+    replayed: bool = False  # the device's time alone, by CUDA graphs
 
 
 def load(folder: Path = RESULTS) -> list[Measurement]:
@@ -143,6 +144,7 @@ def _graph_replay(file: str, content: dict[str, Any]) -> Iterator[Measurement]:
             direction=row["direction"],
             peer="ours",
             ms=median(row["median_us"]) / 1e3,
+            replayed=True,
         )
 
 

@@ -11,16 +11,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.archive import Measurement
 from benchmarks.limits import LIMITS
+from benchmarks.results_padding import PADDED, SHARE_NAMES, padded_runs
 from benchmarks.results_page import PICTURES
 from benchmarks.results_tables import (
     DIRECTION_NAMES,
-    PADDED,
     PEERS,
-    SHARE_NAMES,
     newest_errors,
     newest_runs,
     newest_shares,
-    padded_runs,
 )
 
 matplotlib.rcParams.update({"svg.hashsalt": "deepspeed4science", "svg.fonttype": "none"})

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import archive
 from benchmarks import results_calls as calls
+from benchmarks import results_padding as padding
 from benchmarks import results_tables as tables
 from benchmarks.archive import Measurement
 from benchmarks.results_tables import CROPS, LONG, ODD, PEERS
@@ -47,6 +48,7 @@ def page(measurements: Sequence[Measurement]) -> str:
             "Lengths that are no multiple of 8, and their neighbours",
             tables.compared(cuda, ODD, needs=flex),
         ),
+        _section("This op alone", tables.alone(cuda)),
         _section(
             "Beside DeepSpeed's kernel",
             tables.compared(
@@ -57,7 +59,7 @@ def page(measurements: Sequence[Measurement]) -> str:
         ),
         _section(
             "Padded batches",
-            _pictured("time-by-padding", tables.padded_shares(cuda)) + tables.padded(cuda),
+            _pictured("time-by-padding", padding.padded_shares(cuda)) + padding.padded(cuda),
         ),
         _section("Memory", _pictured("memory-by-length", tables.memory(cuda))),
         _section("Errors", _pictured("error-by-peer", tables.errors(cuda))),
@@ -69,7 +71,8 @@ def page(measurements: Sequence[Measurement]) -> str:
                 "They serve compute capability 8.0 to 8.9 and everything above 9.0; here by "
                 "`DS4S_CUDA_FAMILY=sm80`.",
                 *tables.compared(sm80, CROPS, needs=(*flex, "deepspeed")),
-                *tables.padded(sm80),
+                *tables.alone(sm80),
+                *padding.padded(sm80),
             ],
         ),
         _section("Whole layers", calls.layers()),

@@ -13,7 +13,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import archive, cli, limits, masks, replay, results_page, table  # noqa: E402
+from benchmarks import (  # noqa: E402
+    archive,
+    cli,
+    limits,
+    masks,
+    replay,
+    results_padding,
+    results_page,
+    results_tables,
+    table,
+)
 from benchmarks.inputs import make_inputs  # noqa: E402
 from benchmarks.peers import (  # noqa: E402
     PEER_GROUPS,
@@ -457,6 +467,42 @@ def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypat
     page = results_page.page([*old, *new, *alone])
     assert "| 7.00 | 6.00 | [2026-01-02](results/new.json) |" in page
     assert "old.json" not in page and "alone.json" not in page
+
+
+def test_replays_of_this_op_take_no_row_from_peers():
+    """A file of this op alone has no part in the table of padding beside other implementations."""
+
+    def measured(file, peer, mask):
+        shape, call = (1, 768, 768, 4, 32), ("bfloat16", "fwd", peer, 1.0)
+        return archive.Measurement(
+            file, "2026-01-01", "GPU", "sm90", "c", "tri768", mask, shape, *call
+        )
+
+    shares = ("none", "pair-1/8", "pair-1/4")
+    compared = [measured("a.json", peer, mask) for peer in ("ours", "flex") for mask in shares]
+    alone = [measured("b.json", "ours", m) for m in (*shares, "pair-1/8-inf", "pair-1/4-inf")]
+    run = results_padding.padded_runs([*compared, *alone])
+    assert {m.file for by_mask in run.values() for m in by_mask.values()} == {"a.json"}
+
+
+def test_table_of_this_op_alone_has_the_newest_replay_of_a_files_own_commit(monkeypatch):
+    def measured(file, commit, mask, ms):
+        call = ((1, 384, 384, 4, 32), "bfloat16", "fwd", "ours", ms)
+        return archive.Measurement(
+            file, file[:10], "GPU", "sm90", commit, "tri384", mask, *call, replayed=True
+        )
+
+    monkeypatch.setattr(archive, "environment", lambda file: {"commit": "mine"})
+    _, lines = results_tables.alone(
+        [
+            measured("2026-01-01.json", "mine", "none", 9.0),
+            measured("2026-01-02.json", "mine", "none", 7.0),
+            measured("2026-01-02.json", "mine", "half", 6.0),
+            measured("2026-01-02.json", "before", "none", 5.0),
+        ]
+    )
+    assert "| 7.00 | - | [2026-01-02](results/2026-01-02.json) |" in lines
+    assert len(lines.splitlines()) == 3
 
 
 def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
