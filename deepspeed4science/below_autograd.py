@@ -4,6 +4,7 @@ replayed (replay.py); others go through PyTorch's dispatcher.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed4science.replay import Replay, tensors_of
 differentiable_forwards = Replay(partial(implementation.prepare_forward, differentiable=True))
 other_forwards = Replay(partial(implementation.prepare_forward, differentiable=False))
 backwards = Replay(partial(implementation.prepare_backward, rounds=True))
+backwards_into = Replay(implementation.prepare_backward_into)
 
 
 def forward(call: ForwardCall, *, differentiable: bool) -> tuple[Tensor, Tensor | None]:
@@ -55,6 +57,20 @@ def backward(call: BackwardCall) -> Gradients:
     return dq, dk, dv, dbias1, dbias2
 
 
+def backward_into(call: BackwardCall, into: Sequence[Tensor]) -> Tensor:
+    """The backward within another operator: writes dq, dk and dv to `into`, tensors with the
+    strides of q, k and v, and returns dbias2 in float32. All of them are wanted.
+    """
+    tensors, given = tensors_of(call)
+    tensors += call.do_, call.o, call.lse
+    compute = backwards_into.find(call, tensors, given, tuple(call.wanted), call.scale)
+    if compute is None:
+        compute = implementation.prepare_backward_into(call)
+    dbias2 = compute(call, into)[4]
+    assert dbias2 is not None
+    return dbias2
+
+
 def _operators() -> Any:
     """The registered operators. operators.py registers them, and imports this module."""
     return torch.ops.deepspeed4science
@@ -62,5 +78,5 @@ def _operators() -> Any:
 
 def forget() -> None:
     """Drops all kept kinds of calls, for code that replaces parts of the program while it runs."""
-    for replay in (differentiable_forwards, other_forwards, backwards):
+    for replay in (differentiable_forwards, other_forwards, backwards, backwards_into):
         replay.forget()

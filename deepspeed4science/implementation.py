@@ -90,19 +90,32 @@ def prepare_backward(
     return compute
 
 
-def backward(*arguments: Any, into: Sequence[Tensor] = (), **named: Any) -> tuple[Tensor, ...]:
-    """The backward operator; takes the fields of a `BackwardCall`. dq, dk and dv are written to
-    `into` where it is given.
+def prepare_backward_into(
+    call: BackwardCall,
+) -> Callable[[BackwardCall, Sequence[Tensor]], Gradients]:
+    """As `prepare_backward`; the function's second argument are the tensors for dq, dk and dv,
+    which have the strides of q, k and v.
     """
+    compute = prepare_backward(call)
+    prepared = compute if isinstance(compute, PreparedBackward) else None
+
+    def compute_into(call: BackwardCall, into: Sequence[Tensor]) -> Gradients:
+        gradients = compute(call) if prepared is None else prepared(call, into)
+        for target, gradient in zip(into, gradients, strict=False):
+            if gradient is not None and gradient is not target:
+                target.copy_(gradient)
+        return gradients
+
+    return compute_into
+
+
+def backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    """The backward operator; takes the fields of a `BackwardCall`."""
     call = BackwardCall(*arguments, **named)
     inputs = (call.q, call.k, call.v, call.bias1, call.bias2)
     wanted = [w and one is not None for w, one in zip(call.wanted, inputs, strict=True)]
     call = call._replace(wanted=wanted)
-    compute = prepare_backward(call)
-    gradients = compute(call, into) if isinstance(compute, PreparedBackward) else compute(call)
-    for target, gradient in zip(into, gradients, strict=False):
-        if gradient is not None and gradient is not target:
-            target.copy_(gradient)
+    gradients = prepare_backward(call)(call)
     return tuple(call.q.new_empty(0) if one is None else one for one in gradients)
 
 

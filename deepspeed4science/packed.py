@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed4science import flops, implementation, registration
+from deepspeed4science import below_autograd, flops, registration
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
 from deepspeed4science.once import once
@@ -48,7 +48,7 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     q, k, v = heads(columns(call.product, H, D, call.ending, pair_bias=False), H)
     wanted = [True, True, True, False, True]
     whole = BackwardCall(call.do_, q, k, v, call.o, call.lse, call.bias1, call.bias2, wanted)
-    *_, dbias2 = implementation.backward(*whole, into=into)
+    dbias2 = below_autograd.backward_into(whole, into)
     to, of = _in_widest_elements(dgate, call.dgate)
     to.copy_(of)
     if call.apart:

@@ -83,14 +83,14 @@ class Replay(Generic[CallT, ResultT]):
     prepare   called with a call; returns a function that computes all calls of its kind
     """
 
-    def __init__(self, prepare: Callable[[CallT], Callable[[CallT], ResultT]]) -> None:
+    def __init__(self, prepare: Callable[[CallT], Callable[..., ResultT]]) -> None:
         self._prepare = prepare
         # Groups are replaced, never changed: other threads may be reading them.
-        self._groups: dict[object, tuple[tuple[Any, Callable[[CallT], ResultT]], ...]] = {}
+        self._groups: dict[object, tuple[tuple[Any, Callable[..., ResultT]], ...]] = {}
 
     def known(
         self, q: Tensor, tensors: Sequence[Tensor], *others: object
-    ) -> Callable[[CallT], ResultT] | None:
+    ) -> Callable[..., ResultT] | None:
         """The function that computes calls of this kind; None if the call is not plain, its tensors
         are not aligned, or its kind is not kept. Keeps nothing.
 
@@ -108,7 +108,7 @@ class Replay(Generic[CallT, ResultT]):
 
     def find(
         self, call: CallT, tensors: Sequence[Tensor], *others: object
-    ) -> Callable[[CallT], ResultT] | None:
+    ) -> Callable[..., ResultT] | None:
         """As `known`, but a plain call of a new kind is prepared, and its kind kept."""
         if not IS_POSSIBLE:
             return None
