@@ -74,8 +74,8 @@ def canonicalise(
                 f"{shape_of(tensor)}."
             )
     q, k, v = _flatten_lead(q, lead), _flatten_lead(k, lead), _flatten_lead(v, lead)
-    bias1 = _canonical_bias("bias1", bias1, lead)
-    return q, k, v, bias1, _without_rows(_canonical_bias("bias2", bias2, lead), q)
+    bias1 = canonical_bias("bias1", bias1, lead)
+    return q, k, v, bias1, _without_rows(canonical_bias("bias2", bias2, lead), q)
 
 
 def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
@@ -182,7 +182,8 @@ def _flatten_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     return tensor.flatten(0, len(lead) - 2)
 
 
-def _canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+def canonical_bias(name: str, bias: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    """The bias of tensors with leading dimensions `lead` in five dimensions."""
     if bias is None:
         return None
     rank = len(lead) + 3

@@ -5,6 +5,7 @@ all take them from here.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -59,6 +60,56 @@ class PackedBackwardCall(NamedTuple):
     apart: bool = False  # bias2 is no part of product
 
 
+class TriangleForward(NamedTuple):
+    """`evoformer_attn_triangle` -> y `[*, I, J, c_out]`, and what the backward needs: normed, z,
+    weight, product, o and lse, as in `TriangleBackward`.
+    """
+
+    x: Tensor  # [*, I, J, c_in]
+    norm_weight: Tensor  # [c_in], float32
+    norm_bias: Tensor  # [c_in], float32
+    z_weight: Tensor  # [H, c_in]
+    q_weight: Tensor  # [C, c_in], C channels of all heads together
+    k_weight: Tensor
+    v_weight: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor | None  # [C]
+    out_weight: Tensor  # [c_out, C]
+    out_bias: Tensor | None  # [c_out]
+    bias1: Tensor | None  # broadcastable to [B, N, 1, 1, L]
+    dtype: torch.dtype  # of products
+    H: int
+    eps: float
+    ending: bool
+    residual: bool  # x is added to y
+
+
+class TriangleBackward(NamedTuple):
+    """`evoformer_attn_triangle_backward` -> the gradients of x; of norm_weight, norm_bias and
+    z_weight, one below the other, `[2 + H, c_in]`; of weight, gate_bias, out_weight and out_bias.
+    Those of x and weight have their dtypes, the others float32; those of biases have no elements
+    unless has_bias.
+    """
+
+    dy: Tensor  # [*, I, J, c_out]
+    x: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    z_weight: Tensor
+    out_weight: Tensor
+    normed: Tensor  # [*, I, J, c_in]: norm(x)
+    z: Tensor  # [B, 1, H, L, L]: the pair bias
+    weight: Tensor  # [4 C, c_in]: of q, k, v and gate
+    product: Tensor  # [*, I, J, 4 C]: q, k, v and gate
+    o: Tensor  # [B, N, L, H, D]
+    lse: Tensor
+    bias1: Tensor | None
+    has_bias: bool
+    eps: float
+    ending: bool
+    residual: bool
+
+
 Call = ForwardCall | BackwardCall
 
 # Gradients of q, k, v, bias1 and bias2; None where one is not wanted.
@@ -68,6 +119,8 @@ _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     bool: "bool",
+    int: "int",
+    torch.dtype: "ScalarType",
     Sequence[bool]: "bool[5]",
     float: "float",
     float | None: "float?",

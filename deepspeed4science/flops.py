@@ -11,7 +11,13 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from deepspeed4science.call import BackwardCall, ForwardCall, PackedBackwardCall
+from deepspeed4science.call import (
+    BackwardCall,
+    ForwardCall,
+    PackedBackwardCall,
+    TriangleBackward,
+    TriangleForward,
+)
 
 
 def register(*operators: Any) -> None:
@@ -46,43 +52,36 @@ def _backward_packed(*shapes: Any, **named: Any) -> int:
     return products
 
 
-def _norm_pair_bias(x: Any, _weight: Any, _bias: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """The pair bias of every pair."""
-    return _map(x, weight)
-
-
-def _norm_pair_bias_backward(*shapes: Any, **_: Any) -> int:
-    """Its two gradients."""
-    x, weight = shapes[2], shapes[5]
-    return 2 * _map(x, weight)
-
-
-def _gated_output(_o: Any, gate: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """The output's map."""
-    return _map(gate, weight)
-
-
-def _gated_backward(dy: Any, weight: Any, _product: Any, o: Any, *_: Any, **__: Any) -> int:
-    """Its two gradients, and attention's backward with all gradients wanted."""
-    B, N, L, H, D = o
-    products: int = 2 * B * N * H * L * L * 5 * D
-    return products + 2 * _map(dy, weight)
-
-
-def _map(x: Any, weight: Any) -> int:
-    """A product of x `[*, c]` with a weight, or with its transpose."""
-    products: int = 2 * math.prod(x[:-1]) * weight[0] * weight[1]
+def _triangle(*shapes: Any, **named: Any) -> int:
+    """The maps of every pair, and attention's forward."""
+    call = _call(TriangleForward, shapes, named)
+    *batch, rows, columns, _ = call.x
+    L, C = rows if call.ending else columns, call.q_weight[0]
+    num_pairs = math.prod(batch) * rows * columns
+    weights = _elements(call.z_weight, *[call.q_weight] * 4, call.out_weight)
+    products: int = 2 * num_pairs * (weights + L * 2 * C)
     return products
+
+
+def _triangle_backward(*shapes: Any, **named: Any) -> int:
+    """Two gradients of each map, and attention's backward with all gradients wanted."""
+    call = _call(TriangleBackward, shapes, named)
+    B, N, L, H, D = call.o
+    weights = _elements(call.z_weight, call.weight, call.out_weight)
+    products: int = 2 * B * N * L * (2 * weights + H * L * 5 * D)
+    return products
+
+
+def _elements(*shapes: Sequence[int]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 _FORMULAS = {
     "evoformer_attn": _forward,
     "evoformer_attn_backward": _backward,
     "evoformer_attn_backward_packed": _backward_packed,
-    "evoformer_attn_norm_pair_bias": _norm_pair_bias,
-    "evoformer_attn_norm_pair_bias_backward": _norm_pair_bias_backward,
-    "evoformer_attn_gated_output": _gated_output,
-    "evoformer_attn_gated_backward": _gated_backward,
+    "evoformer_attn_triangle": _triangle,
+    "evoformer_attn_triangle_backward": _triangle_backward,
 }
 
 

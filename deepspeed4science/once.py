@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from deepspeed4science.errors import DoubleBackwardError
 from deepspeed4science.operators import recorded
@@ -17,6 +18,9 @@ def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
     def record(*arguments: Any, **named: Any) -> Any:
         operator = getattr(torch.ops.deepspeed4science, name).default
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*arguments, **named)
         return recorded(partial(_Once.apply, operator), operator, call(*arguments, **named))
 
     return record

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -61,6 +62,11 @@ class Gather:
         operator that uses it waits.
         """
         return self._coming.detach().movedim(0, self._dim)
+
+    def arrived(self) -> Tensor:
+        """As `whole`, after all parts have arrived."""
+        whole = self.whole()
+        return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
 
     def reduce_scatter(self, gradient: Tensor) -> Tensor:
         """Starts to reduce and scatter the float32 gradient of the whole tensor; `local` waits for

@@ -164,6 +164,25 @@ def test_inference(device):
 
 
 @EACH
+def test_addresses_of_any_alignment(device):
+    """Parts of larger tensors need not begin at multiples of 16 bytes."""
+    case = Case("", bias=True)
+    layer = case.layer(device)
+    x, dy = (torch.randn(1, 66, 66, 128, device=device) for _ in range(2))
+    with everywhere(device):
+        expected = gradients(layer, case, x, None, dy, autocast=torch.bfloat16)
+        found = gradients(layer, case, _unaligned(x), None, _unaligned(dy), autocast=torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        assert law.relative_error(one, other) < 1e-3
+
+
+def _unaligned(x):
+    """A copy that begins 4 bytes behind an aligned address."""
+    whole = x.new_empty(x.numel() + 1)
+    return whole[1:].view(x.shape).copy_(x)
+
+
+@EACH
 def test_no_batch_element(device):
     case = Case("", bias=True)
     layer = case.layer(device)
@@ -215,18 +234,14 @@ def test_double_backward_is_refused(device):
 @pytest.mark.parametrize("ending", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_opcheck(device, ending, bias):
-    def random(*shape, dtype=torch.bfloat16):
+    def random(*shape, dtype=torch.float32):
         return torch.randn(shape, device=device, dtype=dtype)
 
-    wide = partial(random, dtype=torch.float32)
-    x, norm, weight = wide(1, 8, 8, 32), wide(32), random(4, 32)
-    torch.library.opcheck(operators.norm_pair_bias_op, (x, norm, norm, weight, 1e-5, ending))
-    dnormed, dz = random(1, 8, 8, 32), wide(1, 1, 4, 8, 8)
-    arguments = (dnormed, dz, x, norm, norm, weight, x, 1e-5, ending)
-    torch.library.opcheck(operators.norm_pair_bias_backward_op, arguments)
-    product, out, some = random(1, 8, 8, 128), random(32, 32), random(32) if bias else None
-    arguments = (random(1, 8, 8, 32), product[..., 96:], out, some, x, ending)
-    torch.library.opcheck(operators.gated_output_op, arguments)
-    o, lse = random(1, 8, 8, 4, 8), wide(1, 8, 4, 8)
-    arguments = (x, out, product, o, lse, None, random(1, 1, 4, 8, 8), bias, ending)
-    torch.library.opcheck(operators.gated_backward_op, arguments)
+    x, norm, weight = random(1, 8, 8, 32), random(32), random(32, 32)
+    some, dtype = random(32) if bias else None, torch.bfloat16
+    parameters = (norm, norm, random(4, 32), *[weight] * 4, some, weight, some)
+    arguments = (x, *parameters, None, dtype, 4, 1e-5, ending, True)
+    torch.library.opcheck(operators.forward_op, arguments)
+    y, *kept = operators.forward_op(*arguments)
+    arguments = (y, x, norm, norm, random(4, 32), weight, *kept, None, bias, 1e-5, ending, True)
+    torch.library.opcheck(operators.backward_op, arguments)

@@ -80,7 +80,7 @@ def norm_pair_bias(
     normed = x.to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + at, normed, mask=here)
     weight = tl.load(weight_ptr + h[None, :] * C + c[:, None], mask=(h < H)[None, :], other=0.0)
-    z = tl.dot(normed, weight).to(z_ptr.dtype.element_ty)
+    z = tl.dot(normed, weight.to(normed.dtype)).to(z_ptr.dtype.element_ty)
     tl.store(
         z_ptr + _heads_offset(pair, h, rows, columns, H, ENDING), z, mask=here & (h < H)[None, :]
     )
@@ -107,7 +107,7 @@ def gated_output(
     STAGES: tl.constexpr,
 ):
     r, c, n = tl.arange(0, BLOCK)[:, None], tl.arange(0, C), tl.arange(0, N)
-    weight = tl.load(weight_ptr + n[None, :] * C + c[:, None])
+    weight = tl.load(weight_ptr + n[None, :] * C + c[:, None]).to(o.dtype)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + n).to(tl.float32)[None, :]
     for t in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
@@ -145,7 +145,7 @@ def gated_output_backward(
 ):
     pid = tl.program_id(0)
     r, c, n = tl.arange(0, BLOCK)[:, None], tl.arange(0, C), tl.arange(0, N)
-    weight = tl.load(weight_ptr + n[:, None] * C + c[None, :])
+    weight = tl.load(weight_ptr + n[:, None] * C + c[None, :]).to(o.dtype)
     dweight = tl.zeros([N, C], dtype=tl.float32)
     for t in tl.range(pid, num_tiles, tl.num_programs(0), num_stages=STAGES):
         first, count, o_row, o_column = _tile(t, rows, columns, R, BLOCK, ENDING)
@@ -197,8 +197,7 @@ def norm_pair_bias_backward(
     norm_bias_ptr,  # [C]
     weight_ptr,  # [H, C]
     dx_ptr,  # [R, C]
-    dnorm_ptr,  # [programs, 2, C], float32: of the norm's weight and bias
-    dweight_ptr,  # [programs, 16, C], float32
+    parts_ptr,  # [programs, 2 + H, C], float32: of the norm's weight and bias, and of weight
     R,
     rows,
     columns,
@@ -214,6 +213,7 @@ def norm_pair_bias_backward(
     pid = tl.program_id(0)
     r, c, h = tl.arange(0, BLOCK), tl.arange(0, C), tl.arange(0, 16)
     weight = tl.load(weight_ptr + h[:, None] * C + c[None, :], mask=(h < H)[:, None], other=0.0)
+    weight = weight.to(dnormed.dtype)
     norm_weight = tl.load(norm_weight_ptr + c)[None, :]
     norm_bias = tl.load(norm_bias_ptr + c)[None, :]
     dnorm_weight, dnorm_bias = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
@@ -240,6 +240,8 @@ def norm_pair_bias_backward(
             dx += dresidual.load([first, 0]).to(tl.float32)
         at = _wide(first) * C + (r[:, None] * C + c[None, :])
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=here)
-    tl.store(dnorm_ptr + pid * 2 * C + c, dnorm_weight)
-    tl.store(dnorm_ptr + pid * 2 * C + C + c, dnorm_bias)
-    tl.store(dweight_ptr + pid * 16 * C + (h[:, None] * C + c[None, :]), dweight)
+    parts_ptr += pid * (2 + H) * C
+    tl.store(parts_ptr + c, dnorm_weight)
+    tl.store(parts_ptr + C + c, dnorm_bias)
+    at = 2 * C + (h[:, None] * C + c[None, :])
+    tl.store(parts_ptr + at, dweight, mask=(h < H)[:, None])

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from deepspeed4science.arguments import canonicalise
+from deepspeed4science.arguments import canonical_bias
+from deepspeed4science.call import TriangleBackward, TriangleForward
 from deepspeed4science.dtensor import is_dtensor
-from deepspeed4science.nn.fused import operators
-from deepspeed4science.nn.parameters import joined
-from deepspeed4science.operators import forward_op
-from deepspeed4science.packed import columns
+from deepspeed4science.nn.fused import operators, steps
 
 if TYPE_CHECKING:
     from deepspeed4science.distributed.gather import Gather
@@ -95,21 +93,24 @@ def triangle_attention(
         gathers: where x is one process's part of the rows n: called with this process's part of
             the pair bias, starts to gather the whole of it.
     """
-    norm, out, dtype = layer.layer_norm, layer.mha.linear_o, _dtype_of_products(x)
-    weight, bias = joined(layer.mha.projections())
+    mha, norm, dtype = layer.mha, layer.layer_norm, _dtype_of_products(x)
+    gate = mha.linear_g
+    assert gate is not None
     result: Tensor = _TriangleAttention.apply(
         x.contiguous(),
         norm.weight.float(),
         norm.bias.float(),
         layer.linear_z.weight,
-        weight,
-        bias,
-        out.weight,
-        out.bias,
-        seen,
+        mha.linear_q.weight,
+        mha.linear_k.weight,
+        mha.linear_v.weight,
+        gate.weight,
+        gate.bias,
+        mha.linear_o.weight,
+        mha.linear_o.bias,
+        None if seen is None else _bias_of_mask(seen, x, dtype, layer.is_ending),
         dtype,
-        layer.mha.no_heads,
-        layer.mha.c_hidden,
+        mha.no_heads,
         norm.eps,
         layer.is_ending,
         residual,
@@ -118,85 +119,48 @@ def triangle_attention(
     return result
 
 
+def _bias_of_mask(seen: Tensor, x: Tensor, dtype: torch.dtype, ending: bool) -> Tensor | None:
+    """bias1 of attention, `[B|1, N|1, 1, 1, L]`."""
+    *batch, rows, columns, _ = x.shape
+    bias1 = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -math.inf)
+    return canonical_bias("mask", bias1, (*batch, columns if ending else rows))
+
+
+_WEIGHTS = slice(TriangleForward._fields.index("z_weight"), TriangleForward._fields.index("bias1"))
+
+
 class _TriangleAttention(torch.autograd.Function):
+    """Its arguments are the fields of a `TriangleForward` and `gathers`."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        z_weight: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        seen: Tensor | None,
-        dtype: torch.dtype,
-        H: int,
-        D: int,
-        eps: float,
-        ending: bool,
-        residual: bool,
-        gathers: Callable[[Tensor], Gather] | None,
-    ) -> Tensor:
-        parameters = (z_weight, weight, bias, out_weight, out_bias)
-        ctx.dtypes = [None if one is None else one.dtype for one in parameters]
-        z_weight, weight, out_weight = (one.to(dtype) for one in (z_weight, weight, out_weight))
-        bias, out_bias = (None if one is None else one.to(dtype) for one in (bias, out_bias))
-        normed, z = operators.norm_pair_bias_op(x, norm_weight, norm_bias, z_weight, eps, ending)
-        gather = None if gathers is None else gathers(z)  # while the product runs
-        product = functional.linear(normed, weight, bias)
-        z = z if gather is None else gather.whole()
-        q, k, v, gate = columns(product, H, D, ending, pair_bias=False)
-        shape = gate.shape
-        q, k, v = (part.unflatten(-1, (H, D)) for part in (q, k, v))
-        q, k, v, bias1, bias2 = canonicalise(q, k, v, seen, z)
-        o, lse = forward_op(q, k, v, bias1, bias2, True, None, None)
-        gate = product[..., 3 * H * D :]
-        y: Tensor = operators.gated_output_op(
-            o.view(shape), gate, out_weight, out_bias, x if residual else None, ending
-        )
-        ctx.save_for_backward(
-            x,
-            normed,
-            product,
-            o,
-            lse,
-            bias1,
-            bias2,
-            norm_weight,
-            norm_bias,
-            z_weight,
-            weight,
-            out_weight,
-        )
-        ctx.eps, ctx.ending, ctx.residual = eps, ending, residual
-        ctx.gather, ctx.z_shape = gather, z.shape
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *fields, gathers = arguments
+        call = TriangleForward(*fields)
+        if gathers is None:
+            (y, *kept), ctx.gather = operators.forward(call), None
+        else:
+            (y, *kept), ctx.gather = steps.forward(call, gathers)
+        inputs = (call.x, call.norm_weight, call.norm_bias, call.z_weight, call.out_weight)
+        ctx.save_for_backward(*inputs, *kept, call.bias1)
+        ctx.eps, ctx.ending, ctx.residual = call.eps, call.ending, call.residual
+        weights: Any = call[_WEIGHTS]
+        ctx.dtypes = [None if one is None else one.dtype for one in weights]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, normed, product, o, lse, bias1, bias2, *parameters = ctx.saved_tensors
-        norm_weight, norm_bias, z_weight, weight, out_weight = parameters
-        has_bias = ctx.dtypes[2] is not None or ctx.dtypes[4] is not None
-        dy = dy.contiguous()
-        gradient, dz, dout_weight, dout_bias, dgate_bias = operators.gated_backward_op(
-            dy, out_weight, product, o, lse, bias1, bias2, has_bias, ctx.ending
-        )
-        if ctx.gather is not None:  # while both products run
-            part = ctx.gather.reduce_scatter(dz.view(ctx.z_shape))
-        rows = gradient.flatten(0, -2)
-        dweight = rows.mT @ normed.flatten(0, -2)
-        dnormed = (rows @ weight).view(x.shape)
-        dresidual = dy if ctx.residual else None
-        dz = dz if ctx.gather is None else ctx.gather.local(part)
-        dx, *dnorm, dz_weight = operators.norm_pair_bias_backward_op(
-            dnormed, dz, x, norm_weight, norm_bias, z_weight, dresidual, ctx.eps, ctx.ending
-        )
-        dbias = functional.pad(dgate_bias, (3 * dgate_bias.shape[0], 0))  # q, k, v have no bias
-        found = (dz_weight, dweight, dbias, dout_weight, dout_bias)
+        dtypes = ctx.dtypes
+        has_bias = dtypes[5] is not None or dtypes[7] is not None
+        options: Any = (has_bias, ctx.eps, ctx.ending, ctx.residual)
+        call = TriangleBackward(dy.contiguous(), *ctx.saved_tensors, *options)
+        gather = ctx.gather
+        found = operators.backward(call) if gather is None else steps.backward(call, gather)
+        dx, dnorm, dweight, dgate_bias, *of_output = found
+        dweights = dweight.to(dtypes[1]).chunk(4)  # one launch, as their dtypes are the same
         own = (
             None if dtype is None else one.to(dtype)
-            for one, dtype in zip(found, ctx.dtypes, strict=True)
+            for one, dtype in zip(
+                (dnorm[2:], *dweights, dgate_bias, *of_output), dtypes, strict=True
+            )
         )
-        return (dx, *dnorm, *own, *(None,) * 8)
+        return (dx, dnorm[0], dnorm[1], *own, *(None,) * 7)

@@ -4,16 +4,23 @@ with which tests compare the Triton kernels.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 
 def norm_pair_bias(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, eps: float, ending: bool
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    ending: bool,
 ) -> tuple[Tensor, Tensor]:
     normed = functional.layer_norm(x.float(), x.shape[-1:], norm_weight, norm_bias, eps)
-    normed = normed.to(weight.dtype)
-    z = functional.linear(normed, weight).movedim(-1, -3).unsqueeze(-4)
+    normed = normed.to(dtype)
+    z = functional.linear(normed, weight.to(dtype)).movedim(-1, -3).unsqueeze(-4)
     return normed, (z.mT if ending else z).contiguous()
 
 
@@ -27,8 +34,8 @@ def norm_pair_bias_backward(
     dresidual: Tensor | None,
     eps: float,
     ending: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = x.float()
+) -> tuple[Tensor, Tensor]:
+    weight, wide = weight.to(dnormed.dtype), x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     wide = wide * scale
@@ -38,13 +45,13 @@ def norm_pair_bias_backward(
     dweight = dz.flatten(0, -2).T @ scaled.flatten(0, -2)
     of_normed = dnormed.float() + dz @ weight.float()
     rows = tuple(range(x.dim() - 1))
-    dnorm_weight, dnorm_bias = (of_normed * wide).sum(rows), of_normed.sum(rows)
+    dnorm = torch.stack([(of_normed * wide).sum(rows), of_normed.sum(rows)])
     of_normed = of_normed * norm_weight
     along = (of_normed * wide).mean(-1, keepdim=True)
     dx = scale * (of_normed - of_normed.mean(-1, keepdim=True) - wide * along)
     if dresidual is not None:
         dx = dx + dresidual
-    return dx.to(x.dtype), dnorm_weight, dnorm_bias, dweight
+    return dx.to(x.dtype), torch.cat([dnorm, dweight])
 
 
 def gated_output(
@@ -55,8 +62,10 @@ def gated_output(
     residual: Tensor | None,
     ending: bool,
 ) -> Tensor:
-    gated = (_turned(o, ending) * gate.float().sigmoid()).to(o.dtype)
-    y = functional.linear(gated, weight, bias)
+    o = _turned(o.reshape(_turned(gate, ending).shape), ending)
+    gated = (o * gate.float().sigmoid()).to(gate.dtype)
+    bias = None if bias is None else bias.to(gate.dtype)
+    y = functional.linear(gated, weight.to(gate.dtype), bias)
     return y if residual is None else (y + residual).to(residual.dtype)
 
 
@@ -69,7 +78,7 @@ def gated_output_backward(
     has_bias: bool,
     ending: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dy = dy.to(weight.dtype)
+    dy, weight = dy.to(gate.dtype), weight.to(gate.dtype)
     values = _turned(o.reshape(_turned(gate, ending).shape), ending).float()
     opened = gate.float().sigmoid()
     dgated = (dy @ weight).float()
