@@ -54,7 +54,6 @@ struct BackwardArgs {
   // kernel_dq_dkdv in clusters.
   int32_t queries_of_block;  // the last block of a cluster may have fewer
   bool heads_outside;        // tiles are numbered rows n first, then heads
-  bool splits_keys;          // each block of a cluster has all queries and a tile of keys
 
   // The index of a row n among all B N.
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }

@@ -30,6 +30,7 @@ struct DqDkdvConfig {
   static constexpr int kOwned = sm90::kOwned;
   static constexpr int kWarpgroups = kRows * kTiles;  // consumers
   static constexpr bool kDqInShared = Tiles::kQueries > 0;
+  static constexpr bool kSplitsKeys = Tiles::kSplitsKeys;
   static constexpr int kQueries = Tiles::kQueries, kClusterBlocks = Tiles::kClusterBlocks;  // kDqInShared
   static constexpr bool kDqInGlobal = Tiles::kDqInGlobal, kAddsDbias2 = Tiles::kAddsDbias2;
   // A single buffer for owned tiles is released as soon as the last product has read them; results then leave from
@@ -142,10 +143,9 @@ struct DqDkdvConfig {
   CUTLASS_DEVICE static Columns columns(const BackwardArgs& args) {
     int all = kKeys ? args.Lq : args.Lk;
     if (kClusterBlocks == 1) return {0, all};
-    const int begin = splits_keys(args) ? 0 : rank() * args.queries_of_block;
+    const int begin = kSplitsKeys ? 0 : rank() * args.queries_of_block;
     return {begin, min(begin + args.queries_of_block, all)};
   }
-  CUTLASS_DEVICE static bool splits_keys(const BackwardArgs& args) { return kClusterBlocks > 1 && args.splits_keys; }
   CUTLASS_DEVICE static int rank() { return kClusterBlocks == 1 ? 0 : int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
 
@@ -198,7 +198,7 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    if (x.warpgroups == 0 && !splits_keys(args)) return x;  // with split keys this block must add zeros to dq
+    if (x.warpgroups == 0 && !kSplitsKeys) return x;  // with split keys this block must add zeros to dq
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

@@ -45,7 +45,7 @@ struct DqDkdvConsumer {
       const bool computed = uniform(visible.num_steps > 0) != 0;  // uniform, so that the compiler uses uniform branches
       DqTileState dq{maps, block, owned_pipe, false, false};
       if constexpr (kDqInShared) {
-        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end && !Config::splits_keys(args);
+        dq.first = visible.first, dq.last = visible.tile + 1 == visible.end && !Config::kSplitsKeys;
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kDqInGlobal: every warpgroup computes a part of dq of all keys; hidden keys have P = 0.

@@ -49,11 +49,9 @@ struct DqDkdvEpilogue {
     }
     if constexpr (kDqInShared) shared.dq.keys_read[pipe.index].wait(pipe.phase);
     at.sync();  // the products of all warps have read the owned tiles
-    if constexpr (Config::kClusterBlocks > 1) {
-      if (!args.splits_keys) {
-        if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
-        stores_first &= Config::rank() == 0, stores_second &= Config::rank() == 1;
-      }
+    if constexpr (Config::kClusterBlocks > 1 && !Config::kSplitsKeys) {
+      if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+      stores_first &= Config::rank() == 0, stores_second &= Config::rank() == 1;
     }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (stores_second) {

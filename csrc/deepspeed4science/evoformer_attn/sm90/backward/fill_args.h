@@ -49,8 +49,7 @@ class BackwardFill {
     const int64_t num_owned = Config::kKeys ? p_.Lk : p_.Lq;
     args.num_blocks = int32_t(ceil_div(num_owned, Config::kTiles * Config::kOwned));
     args.heads_outside = plan_.cluster_blocks > 2;
-    args.splits_keys = Config::kKeys && plan_.keys == Kernel::kClusterFused;
-    const int64_t blocks = args.splits_keys ? 1 : plan_.cluster_blocks;
+    const int64_t blocks = Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
     args.queries_of_block = int32_t(ceil_div(p_.Lq, blocks * Config::kColumns) * Config::kColumns);
     args.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
     args.num_tiles = int32_t(args.num_blocks * p_.H * args.num_row_groups * p_.B);

@@ -46,32 +46,28 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x < 128 * kWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<Config::Registers::kConsumer>();
     DqDkdvConsumer<Config>::run(shared, args, maps);
-    if constexpr (kClusterBlocks) {
-      if (args.splits_keys) {
-        cute::cluster_sync();  // all blocks have finished their parts of dq
-        DqShared<Config>::sum_in_cluster(shared, args, maps);
-      }
+    if constexpr (Config::kSplitsKeys) {
+      cute::cluster_sync();  // all blocks have finished their parts of dq
+      DqShared<Config>::sum_in_cluster(shared, args, maps);
     }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * kWarpgroups;
     if (warp == 0 && cute::elect_one_sync()) DqDkdvProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) DqDkdvProducer<Config>::run_statistics(shared, args, warp - 1);
-    if constexpr (kDqInShared) {
-      if (!kClusterBlocks || !args.splits_keys) {
-        if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
-      } else if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
+    if constexpr (Config::kSplitsKeys) {
+      if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
         DqDkdvProducer<Config>::run_dbias2(shared, args, maps);
       }
+    } else if constexpr (kDqInShared) {
+      if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
     }
     if constexpr (Config::kDqInGlobal) {
       if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);
       if (warp == 3) DqGlobal<Config>::run_dq(shared, args, maps.dq_rows);
     }
     __syncwarp();
-    if constexpr (kClusterBlocks) {
-      if (args.splits_keys) cute::cluster_sync();
-    }
+    if constexpr (Config::kSplitsKeys) cute::cluster_sync();
   }
   if constexpr (kClusterBlocks) cute::cluster_sync();  // the other blocks may still access this block's shared memory
 }

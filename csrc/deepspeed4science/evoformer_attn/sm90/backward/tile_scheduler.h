@@ -105,7 +105,7 @@ struct GroupedTileScheduler {
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int pair) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
-    if (Config::splits_keys(args)) {
+    if constexpr (Config::kSplitsKeys) {
       tile = pair * args.num_blocks + Config::rank(), end = tile + 1, first = true;
       return;
     }

@@ -22,7 +22,7 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
 struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
-  static constexpr bool kDqInGlobal = false, kAddsDbias2 = false;
+  static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -30,6 +30,12 @@ struct DqDkdvTiles {
 template <typename Tiles, int kQueries_, int kClusterBlocks_ = 1>
 struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
+};
+
+// The same in clusters of blocks that have all queries and a tile of keys each.
+template <typename Tiles, int kQueries>
+struct WithSplitKeys : WithDqInShared<Tiles, kQueries, /*kClusterBlocks=*/2> {
+  static constexpr bool kSplitsKeys = true;
 };
 
 // For keys: the kernel also computes dq, by additions to accumulators in L2 (dq_global.h), and if kAddsDbias2 also
@@ -83,8 +89,8 @@ struct BackwardTiles {
   // Clusters of three and more blocks, and ClusterFused, whose clusters divide the keys; not measured at D = 48.
   // ClusterFused, (1,1,768,16,24), all kernels: 0.036, with three tiles and three stages 0.041.
   static constexpr bool kHasLargeClusters = kHeadDim <= 32;
-  using ClusterFused = std::conditional_t<
-      kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 1>, /*kQueries=*/768, /*kClusterBlocks=*/2>, SplitFused>;
+  using ClusterFused =
+      std::conditional_t<kHeadDim <= 32, WithSplitKeys<DqDkdvTiles<1, 2, 64, 4, 1>, /*kQueries=*/768>, SplitFused>;
 
   // dk, dv and dq in one kernel, dq by additions; dbias2 too, above D = 64, where computing a score again costs more
   // than adding its dS. All kernels: (1,256,1024,4,64) 2.23, with keys, queries and dbias2 in three 2.52;
