@@ -232,9 +232,9 @@ class Sm90BackwardPlanner {
     const int64_t clusters = std::max(device_.blocks_of(plan_.dbias2) / tile.cluster_blocks, int64_t(1));
     plan_.keys_per_list = has_mask ? tile.keys : 0;
     // With hidden keys, tiles differ in cost, and only the device knows the visible keys. It chooses the number of
-    // slices, with two exceptions: deterministic sums, where each slice takes memory, and after kDqGlobal, whose blocks
-    // end at different times. Without its choice, four tiles for each cluster even out the costs.
-    plan_.device_chooses_slices = has_mask && p_.N >= 16 && !p_.deterministic && !plan_.dq_global;
+    // slices, but not for deterministic sums, where each slice takes memory. Without its choice, four tiles for each
+    // cluster even out the costs.
+    plan_.device_chooses_slices = has_mask && p_.N >= 16 && !p_.deterministic;
     const int64_t least = has_mask ? ceil_div(4 * clusters, tiles) : 1;
     plan_.num_slices = choose_slices(p_.N, tiles, clusters, least);
     // Where each cluster has four tiles or more, slices of 96 rows n are faster: (1,1536,1536,4,32) 22.4 ms, else 22.9.
