@@ -11,7 +11,10 @@ import pytest
 from tests.system.host_programs import built
 
 TURING = {"fused": 0, "stages": 1, "multiprocessors": 40, "block_bytes": 65536}
-SIDE_BY_SIDE = 8
+
+
+def side_by_side(D):
+    return 8 if D <= 32 else 16
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +158,16 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
         size = padded * call["D"] * 4
         accumulators, in_dkdv = int(values["accumulators"]), int(values["in_dkdv"])
         under_way = -(-2 * call["multiprocessors"] // key_blocks)
-        assert accumulators >= min(pairs, under_way + SIDE_BY_SIDE), where
+        rows = side_by_side(call["D"])
+        assert accumulators >= min(pairs, under_way + rows), where
         assert accumulators <= pairs, where
         own = accumulators - in_dkdv
         assert sizes["own_accumulators"] >= own * size, where
         if in_dkdv:  # in an eighth of the rows n or less; a group of them has the workspace's
             hosted += 1
             groups, first_row = map(int, values["hosts"].split("x"))
-            assert own >= SIDE_BY_SIDE * H and 8 * (B * N - first_row) <= B * N, where
-            assert groups == -(-B * N // SIDE_BY_SIDE) - first_row // SIDE_BY_SIDE <= 4, where
+            assert own >= rows * H and 8 * (B * N - first_row) <= B * N, where
+            assert groups == -(-B * N // rows) - first_row // rows <= 4, where
             room = 2 * (B * N - first_row) * Lk * H * call["D"] * 2
             assert in_dkdv * size <= room, where
             assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where

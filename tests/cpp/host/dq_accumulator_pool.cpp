@@ -15,7 +15,7 @@ using namespace ds4s;
 
 struct Call {
   BwdParams p{};
-  int64_t tiles, padded_queries;
+  int64_t tiles, padded_queries, side_by_side;
   DqAccumulatorPlan plan;
   DqAccumulatorPool pool{};
 
@@ -38,7 +38,9 @@ Call random_call(std::mt19937& random) {
     (*stride)[3] = p.D, (*stride)[2] = p.H * p.D, (*stride)[1] = p.Lk * p.H * p.D, (*stride)[0] = p.N * (*stride)[1];
   }
   call.tiles = (p.Lk + 127) / 128, call.padded_queries = (p.Lq + 63) / 64 * 64;
-  call.plan = DqAccumulatorPlan::of(p, 2, call.padded_queries * p.D * 4, call.tiles, pick(10, 270), kFusedSideBySide);
+  call.side_by_side = pick(0, 1) ? 8 : 16;
+  call.plan = DqAccumulatorPlan::of(p, 2, call.padded_queries * p.D * 4, call.tiles, pick(10, 270), call.side_by_side,
+                                    call.side_by_side);
   DqAccumulatorPool& pool = call.pool;
   pool.own = address(0), pool.in_dk = address(kDkBegin), pool.in_dv = address(kDvBegin);
   pool.dk_row = pool.dv_row = p.dk_stride[1] / 2, pool.size = call.padded_queries * p.D;
@@ -55,7 +57,7 @@ std::vector<Numbers> draw(const Call& call) {
   std::vector<Numbers> numbers(call.rows() * call.p.H);
   int64_t number = 0;
   for (int64_t row = 0, group; row < call.rows(); row += group) {
-    group = std::min<int64_t>(kFusedSideBySide, call.rows() - row);
+    group = std::min<int64_t>(call.side_by_side, call.rows() - row);
     for (int64_t h = 0; h < call.p.H; ++h) {
       for (int64_t id = 0; id < call.tiles * group; ++id, ++number) {
         Numbers& pair = numbers[row * call.p.H + h * group + id % group];

@@ -20,10 +20,10 @@ struct DqAccumulatorPlan {
   int64_t count() const { return groups[0].count; }
   int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
 
-  // key_blocks: blocks of a (b, n, h); resident_blocks: blocks under way at a time; more: accumulators to add to those
-  // of the (b, n, h) under way.
+  // key_blocks: blocks of a (b, n, h); resident_blocks: blocks under way at a time; side_by_side: rows n whose blocks
+  // are neighbours; more: accumulators to add to those of the (b, n, h) under way.
   static DqAccumulatorPlan of(const BwdParams& p, int element_bytes, int64_t accumulator_bytes, int64_t key_blocks,
-                              int64_t resident_blocks, int64_t more) {
+                              int64_t resident_blocks, int64_t side_by_side, int64_t more) {
     DqAccumulatorPlan plan;
     plan.accumulator_bytes = accumulator_bytes;
     const int64_t pairs = p.B * p.N * p.H;
@@ -35,7 +35,7 @@ struct DqAccumulatorPlan {
     // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
-    if (fitting < least) plan.host_in_dkdv(p, element_bytes, least, wanted, fitting);
+    if (fitting < least) plan.host_in_dkdv(p, element_bytes, side_by_side, least, wanted, fitting);
     plan.order(pairs);
     return plan;
   }
@@ -45,13 +45,14 @@ struct DqAccumulatorPlan {
 
   // Puts some accumulators into dk and dv of the last rows n, if these rows are few and the workspace has enough
   // accumulators for a group of them. Otherwise all accumulators stay in the workspace.
-  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t least, int64_t wanted, int64_t fitting) {
-    if (fitting < kFusedSideBySide * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
+  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t side_by_side, int64_t least, int64_t wanted,
+                    int64_t fitting) {
+    if (fitting < side_by_side * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
     const int64_t rows = p.B * p.N;
     DqAccumulatorPlan plan = *this;
     plan.set_own(fitting);
     for (int64_t end = rows; plan.num_groups < kMaxAccumulatorGroups && plan.count() < wanted;) {
-      const int64_t first = (end - 1) / kFusedSideBySide * kFusedSideBySide, missing = wanted - plan.count();
+      const int64_t first = (end - 1) / side_by_side * side_by_side, missing = wanted - plan.count();
       if (8 * (rows - first) > rows || first * p.H < plan.count()) break;
       auto holds = [&](int64_t row_stride) { return (end - first) * row_stride * element_bytes / accumulator_bytes; };
       const int64_t in_dk = std::min(missing, holds(p.dk_stride[1]));

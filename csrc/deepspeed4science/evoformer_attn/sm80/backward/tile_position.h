@@ -15,7 +15,7 @@ struct TilePosition {
   uint32_t pair;  // (b, n, h), in the order of the blocks
   int part = 0;   // of the channels of its gradients
 
-  static constexpr int kRows = Config::kFusesDq ? kFusedSideBySide : kSideBySide;
+  static constexpr int kRows = Config::kFusesDq ? fused_side_by_side(Config::kHeadDim) : kSideBySide;
 
   CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
     if constexpr (Config::kParts > 1) part = int(number % Config::kParts), number /= Config::kParts;

@@ -8,8 +8,8 @@ namespace ds4s {
 // The blocks of so many neighbouring n run side by side, since they read the same part of bias2.
 constexpr int kSideBySide = 16;
 // In the fused kernel they also add to the same part of dbias2. At (1,768,768,4,32): 3.89 ms with 8, 3.97 with 16, 3.89
-// with 4.
-constexpr int kFusedSideBySide = 8;
+// with 4. Wider heads: (1,256,1024,4,64) 3.62 with 8, 3.59 with 16; (1,48,768,16,48) 1.415 and 1.390.
+constexpr int fused_side_by_side(int head_dim) { return head_dim <= 32 ? 8 : 16; }
 
 struct BackwardTileSizes {
   int warps;           // of a block of kernel_dq_dkdv.h, 32 queries or keys each
