@@ -63,63 +63,94 @@ struct DsTile {
   }
 };
 
-// A lane's part of the product.
+// A lane's part of the product. A warp computes 16 queries and all channels, or, where K's channels are many
+// (kQueryTiles = 2), 32 queries and half of the channels: at D = 64 it reads 4 + 4 KiB of dS and K instead of 2 + 8 for
+// 32 keys of a tile.
 template <typename Config>
 class DqProduct {
   using scalar_t = typename Config::scalar_t;
   using Ds = DsTile<Config>;
   using KTile = Tile<scalar_t, Config::kOwned, Config::kHeadDim>;
   using Layout = DqAccumulatorLayout<Config::kHeadDim>;
-  static constexpr int kSteps = Config::kOwned / 16;
+  static constexpr int kQueryTiles = Config::kHeadDim >= 64 ? 2 : 1;  // of 16 queries, for each warp
+  static constexpr int kTiles = Config::kHeadDim / 8 / kQueryTiles;   // of 8 channels
+  static constexpr int kParts = kQueryTiles;                          // of channels, and of the keys of dbias2
+  static constexpr int kPartKeys = Config::kOwned / kParts;
+  static constexpr int kSteps = kPartKeys / 16;
   static constexpr int kChunkSteps = 4;  // steps whose dS is in registers at a time
-  static constexpr int kTiles = Config::kHeadDim / 8;
   static_assert(Ds::kQueries == Layout::kRows * Config::kWarps, "16 queries for each warp");
   static_assert(kSteps % kChunkSteps == 0 && kTiles % 2 == 0, "whole chunks and pairs");
   using FragDs = uint32_t[4];  // queries q, q + 8 of keys 0, 1 (mod 4), then of keys 2, 3
 
  public:
-  CUTLASS_DEVICE explicit DqProduct(int thread) : lane_(thread & 31), first_row_(thread / 32 * Layout::kRows) {
-    const int lane = lane_, chunk = 2 * (thread / 32) + ((lane >> 3) & 1);
+  CUTLASS_DEVICE explicit DqProduct(int thread)
+      : lane_(thread & 31),
+        part_(kParts == 1 ? 0 : uniform(thread / 32) % kParts),
+        first_row_(thread / 32 / kParts * kQueryTiles * Layout::kRows) {
+    const int lane = lane_, chunk = first_row_ / 8 + ((lane >> 3) & 1);
     ds_ = Ds::offset(Ds::key_at(lane >> 4, lane & 7), chunk);
-    k_ = KTile::offset(Ds::key_at((lane >> 3) & 1, lane & 7), 8 * (lane >> 4));
+    k_ = KTile::offset(Ds::key_at((lane >> 3) & 1, lane & 7), 8 * (lane >> 4) + 8 * kTiles * part_);
     if constexpr (Config::kKeepsAddresses) ptx::keep(ds_), ptx::keep(k_);
   }
 
   // tile_q: the tile's first query.
   CUTLASS_DEVICE void run(const scalar_t* sDs, const scalar_t* sK, const DqOutputs& where, int tile_q) const {
     const DqOutputs outputs = where;
-    sDs += ds_, sK += k_;
     const int first_row = tile_q + first_row_, q = first_row + (lane_ >> 2);
     const bool odd = lane_ & 4;
-    char* rows[2];  // rows q & ~1 and (q & ~1) + 8 of dbias2; computed even if dbias2 is null, but then not used
+    // Rows q & ~1 and (q & ~1) + 8 of dbias2; computed even if dbias2 is null, but then not used.
+    char* rows[kQueryTiles][2];
     CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      rows[half] = reinterpret_cast<char*>(outputs.dbias2) + int64_t((q & ~1) + 8 * half) * outputs.dbias2_row_bytes +
-                   (4 * (lane_ & 3) + (odd ? 16 : 0)) * sizeof(float);
+    for (int half = 0; half < 2 * kQueryTiles; ++half) {
+      rows[half / 2][half % 2] = reinterpret_cast<char*>(outputs.dbias2) +
+                                 int64_t((q & ~1) + 8 * half) * outputs.dbias2_row_bytes +
+                                 (part_ * kPartKeys + 4 * (lane_ & 3) + (odd ? 16 : 0)) * sizeof(float);
     }
-    float acc[kTiles][4] = {};
+    float acc[kQueryTiles][kTiles][4] = {};
     CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < kSteps; first += kChunkSteps) {
-      FragDs a[kChunkSteps];
+    for (int part = 0; part < kParts; ++part) {
+      const int part_key = kParts == 1 ? 0 : (part_ ^ part) * kPartKeys;  // first those keys whose dbias2 it adds
       CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kChunkSteps; ++step) {
-        ptx::ldmatrix_trans(a[step], sDs + 16 * (first + step) * Ds::kQueries);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kChunkSteps; ++step) {
+      for (int first = 0; first < kSteps; first += kChunkSteps) {
+        FragDs a[kQueryTiles][kChunkSteps];
         CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kTiles; tile += 2) {
-          uint32_t b[4];
-          ptx::ldmatrix_trans(b, sK + KTile::offset(16 * (first + step), 8 * tile));
-          ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[tile], a[step], b);
-          ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[tile + 1], a[step], b + 2);
+        for (int step = 0; step < kChunkSteps; ++step) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kQueryTiles; ++i) {
+            // Two chunks of queries on; first_row_ has no such bit.
+            const int ds = (ds_ ^ Layout::kRows * i) + part_key * Ds::kQueries;
+            ptx::ldmatrix_trans(a[i][step], sDs + ds + 16 * (first + step) * Ds::kQueries);
+          }
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int step = 0; step < kChunkSteps; ++step) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int tile = 0; tile < kTiles; tile += 2) {
+            uint32_t b[4];
+            ptx::ldmatrix_trans(b, sK + k_ + KTile::offset(part_key) + KTile::offset(16 * (first + step), 8 * tile));
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kQueryTiles; ++i) {
+              ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile], a[i][step], b);
+              ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile + 1], a[i][step], b + 2);
+            }
+          }
+        }
+        if (part > 0 || part_ * kPartKeys + 16 * first >= outputs.dbias2_keys) continue;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kQueryTiles; ++i) {
+          add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], 16 * first);
         }
       }
-      if (16 * first < outputs.dbias2_keys) add_dbias2(rows, outputs.dbias2_row_bytes, a, 16 * first);
     }
-    float* dq = outputs.accumulator + first_row * Config::kHeadDim + Layout::lane_offset(lane_);
+    float* dq = outputs.accumulator + first_row * Config::kHeadDim + Layout::lane_offset(lane_) +
+                Layout::tile_offset(kTiles * part_);
     CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTiles; ++tile) atomic_add_vector(dq + Layout::tile_offset(tile), acc[tile]);
+    for (int i = 0; i < kQueryTiles; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kTiles; ++tile) {
+        atomic_add_vector(dq + i * Layout::kRows * Config::kHeadDim + Layout::tile_offset(tile), acc[i][tile]);
+      }
+    }
   }
 
  private:
@@ -148,8 +179,9 @@ class DqProduct {
     }
   }
 
-  const int lane_, first_row_;  // first_row_: of the warp's queries, in the tile
-  int ds_, k_;                  // this lane's part of the offsets that it passes to ldmatrix
+  const int lane_, part_;
+  const int first_row_;  // of the warp's queries, in the tile
+  int ds_, k_;           // this lane's part of the offsets that it passes to ldmatrix
 };
 
 }  // namespace ds4s
