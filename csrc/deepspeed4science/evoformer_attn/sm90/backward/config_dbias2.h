@@ -16,9 +16,10 @@ struct Dbias2Config {
   static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;
   static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
-  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;           // consumers
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);           // the last warpgroup produces
-  static constexpr int kProducerRegisters = kWarpgroups < 4 ? 56 : 32;  // statistics take many; 4 consumers leave 32
+  static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;  // consumers
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  // Statistics take many; tiles of 128 keys leave 56, four consumers 32.
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : kWarpgroups < 3 ? 56 : 32;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
 
   // At most as many warps as rows n in flight. So no warp is ahead by all stages: the phase bit of a barrier could not
