@@ -119,6 +119,16 @@ def test_hidden_tiles_in_rows_on_16_bytes(hide, device):
     check(inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("visible", [330, 280, 90])
+def test_last_keys_hidden_in_all_rows(visible, dtype, device):
+    """On Hopper, dbias2 has tiles of 168 or 144 keys, not 192; past them nothing is added to it."""
+    inputs = Case("cut", B=2, N=20, Lq=70, Lk=384, H=2).inputs(dtype, device)
+    inputs.bias1[..., visible:] = -math.inf
+    inputs.bias1[1, ..., visible // 2 :] = held(-1e9, dtype)
+    check(inputs)
+
+
 @pytest.mark.parametrize("Lk", [4500, 4504])
 def test_hidden_tiles_of_long_rows(Lk, device):
     """Longer than what one word of steps tells of."""

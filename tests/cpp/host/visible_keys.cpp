@@ -1,5 +1,6 @@
-// sm80/visible_keys.h, sm80/forward/key_segments.h and sm80/backward/visible_rows.h against plain loops: `visible_keys
-// SEED` goes through random masks and prints a line for each that went wrong, and at the end how many there were.
+// sm80/visible_keys.h, sm80/forward/key_segments.h, sm80/backward/visible_rows.h and even_tile_keys against plain
+// loops: `visible_keys SEED` goes through random masks and prints a line for each that went wrong, and at the end how
+// many there were.
 #include "sm80/visible_keys.h"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/key_mask_layout.h"
 #include "sm80/backward/visible_rows.h"
 #include "sm80/forward/key_segments.h"
 
@@ -134,6 +136,14 @@ void check_rows(std::mt19937& random, int Lk, bool masked) {
   if (!right) std::printf("wrong: rows %d to %d of %d, keys %d of %d, %d\n", begin, end, N, key, Lk, masked);
 }
 
+// Tiles of one size, each at least six eighths of the largest: as few as possible, and no eighth too wide.
+void check_even_tiles(int end, int most) {
+  const int keys = even_tile_keys(end, most), tiles = (end + most - 1) / most, eighth = most / 8;
+  const bool fits = keys * tiles >= end, needed = (keys - eighth) * tiles < end || keys == 6 * eighth;
+  ++cases;
+  if (!fits || !needed || keys % eighth != 0 || keys > most) std::printf("wrong: %d of %d keys\n", keys, end);
+}
+
 int main(int, char** argv) {
   std::mt19937 random(std::atoi(argv[1]));
   for (int round = 0; round < 1000; ++round) {
@@ -145,6 +155,7 @@ int main(int, char** argv) {
     check_keys<96, 96>(words, Lk, masked), check_keys<64, 64>(words, Lk, masked),
         check_keys<512, 128>(words, Lk, masked);
     check_keys<384, 96>(words, Lk, masked);
+    check_even_tiles(Lk, 192), check_even_tiles(Lk - 1, 64);
     if (round % 4 == 0) check_segments(words, Lk, masked);
     if (round % 40 == 0) check_segments(random_units(random, 16 * Lk), 16 * Lk, masked);  // more words than lanes
     if (round % 10 == 0) check_rows<128, int>(random, Lk, masked), check_rows<64, int64_t>(random, Lk, masked);

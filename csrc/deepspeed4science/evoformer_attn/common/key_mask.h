@@ -118,9 +118,12 @@ class VisibleSteps {
 
 // For kernels that own keys and iterate over rows n: for each tile of keys of a b, the rows n that see one of its keys.
 struct RowLists {
-  int32_t* rows;    // [B, tiles, N], the first `count` of each are valid; null: all rows n see all tiles
-  int32_t* counts;  // [B, tiles]
+  int32_t* rows;       // [B, tiles, N], the first `count` of each are valid; null: all rows n see all tiles
+  int32_t* counts;     // [B, tiles]
+  int32_t* tile_keys;  // the keys of a tile, at most `keys`; null where rows is
   int32_t N, tiles;
+  int32_t keys;      // the most keys of a tile; all Lk are in `tiles` such tiles
+  bool cuts_evenly;  // tiles may have fewer keys than that, if they contain all visible ones
 
   CUTLASS_DEVICE int count(int b, int tile) const {
     return rows == nullptr ? N : __ldg(counts + int64_t(b) * tiles + tile);
@@ -246,19 +249,40 @@ CUTLASS_DEVICE bool sees_nothing(const Params& p, int64_t b, int64_t n) {
   return true;
 }
 
+// The end of the visible keys of all rows n, in whole units. Called by all kThreads threads of a block.
+template <int kThreads>
+CUTLASS_DEVICE int end_of_visible_keys(const KeyMask& mask, int64_t num_rows) {
+  __shared__ int sEnd[kThreads / 32];
+  int end = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int64_t bn = threadIdx.x; bn < num_rows; bn += kThreads) end = max(end, ptx::load_written(mask.range + bn).y);
+  end = __reduce_max_sync(0xffffffffu, end);
+  if (threadIdx.x % 32 == 0) sEnd[threadIdx.x / 32] = end;
+  __syncthreads();
+  CUTLASS_PRAGMA_UNROLL
+  for (int w = 0; w < kThreads / 32; ++w) end = max(end, sEnd[w]);
+  return end;
+}
+
 // Writes the list of rows n of one tile of keys of a b. Called by all kThreads threads of a block.
 template <int kThreads>
-CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int keys, int block) {
-  constexpr int kWarps = kThreads / 32;
+CUTLASS_DEVICE void list_visible_rows(const KeyMask& mask, const RowLists& lists, int num_batches, int block) {
+  constexpr int kWarps = kThreads / 32, kUnit = KeyMask::kUnit;
+  int keys = lists.keys;
+  if (lists.cuts_evenly)
+    keys = even_tile_keys(end_of_visible_keys<kThreads>(mask, int64_t(num_batches) * lists.N), keys);
+  if (block == 0 && threadIdx.x == 0) *lists.tile_keys = keys;
   const int b = block / lists.tiles, tile = block % lists.tiles;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   __shared__ int sVotes[2][kWarps];
   int32_t* rows = lists.rows + int64_t(block) * lists.N;
+  // A unit that two tiles share counts for both.
+  const int begin = tile * keys / kUnit * kUnit, num_units = (tile * keys + keys - begin + kUnit - 1) / kUnit;
   int count = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int first = 0, buffer = 0; first < lists.N; first += kThreads, buffer ^= 1) {
     const int n = first + int(threadIdx.x);
-    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, tile * keys, keys / KeyMask::kUnit) != 0;
+    const bool sees = n < lists.N && mask.units(int64_t(b) * lists.N + n, begin, num_units) != 0;
     const uint32_t votes = __ballot_sync(0xffffffffu, sees);
     if (lane == 0) sVotes[buffer][warp] = __popc(votes);
     __syncthreads();

@@ -1,10 +1,18 @@
-// Offsets of the result of common/key_mask.h in a workspace: plain arithmetic, for plans.
+// Offsets of the result of common/key_mask.h in a workspace, and sizes of tiles: plain arithmetic, for plans.
 #pragma once
 
 #include "../params.h"
 #include "workspace.h"
 
 namespace ds4s {
+
+// The keys of a tile where as few tiles as possible, all of the same size, contain the keys below `end`: `most`, or 7
+// or 6 eighths of it.
+constexpr int even_tile_keys(int end, int most) {
+  const int eighth = most / 8, tiles = end <= most ? 1 : (end + most - 1) / most;
+  const int eighths = (end + tiles * eighth - 1) / (tiles * eighth);
+  return eighth * (eighths < 6 ? 6 : eighths);
+}
 
 class KeyMaskLayout {
  public:

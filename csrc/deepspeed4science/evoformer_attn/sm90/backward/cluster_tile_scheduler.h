@@ -19,15 +19,18 @@ struct ClusterTileQueue {
   int tiles[kSize];
   FullBarrier full[kSize];
   int num_slices, num_tiles;  // slices of the rows n, tiles of all slices
+  int tile_keys;              // keys of a tile
 
   CUTLASS_DEVICE void init() {
     for (auto& barrier : full) barrier.init(1);
   }
-  // Called by a warp before all other reads.
-  CUTLASS_DEVICE void count_tiles(const BackwardArgs& args) {
+  // Called by a warp before all other reads. most_keys: of a tile, where no key is hidden.
+  CUTLASS_DEVICE void count_tiles(const BackwardArgs& args, int most_keys) {
     const int slices =
         args.num_slices > 0 ? args.num_slices : choose_visible_slices(args, int(cute::cluster_grid_dims().x));
-    if (threadIdx.x % 32 == 0) num_slices = slices, num_tiles = args.num_tiles * slices;
+    if (threadIdx.x % 32 != 0) return;
+    num_slices = slices, num_tiles = args.num_tiles * slices;
+    tile_keys = args.row_lists.tile_keys == nullptr ? most_keys : *args.row_lists.tile_keys;
   }
 };
 
@@ -82,7 +85,7 @@ class ClusterTileScheduler {
     do {
       number = atomicAdd(args_.next_dbias2_tile, 1);
     } while (number < queue_.num_tiles && args_.adds_dbias2 &&
-             !Config::Rows(args_, queue_.num_slices, Config::locate(args_, number)).exist(args_));
+             !Config::Rows(args_, queue_.num_slices, Config::locate(args_, queue_.tile_keys, number)).exist(args_));
     return number;
   }
 

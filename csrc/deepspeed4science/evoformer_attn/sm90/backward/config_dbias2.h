@@ -15,6 +15,7 @@ struct Dbias2Config {
   static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
   static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;
   static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
+  static constexpr bool kCutsEvenly = Tiles::kCutsEvenly;
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;  // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
@@ -54,20 +55,21 @@ struct Dbias2Config {
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Pipe = PipelineState<kStages>;
 
-  // One tile of a block: kBlockQueries queries, kBlockKeys keys, a slice of the rows n.
+  // One tile of a block: kBlockQueries queries, tile_keys keys (at most kBlockKeys), a slice of the rows n.
   struct Coordinates {
     int query, key, head, batch, slice;
+    int list;  // of the rows n that see the tile's keys, among the lists of the batch
   };
   // The two blocks of a cluster have the same keys: one block loads K for both, the other V.
   CUTLASS_DEVICE static int rank() { return int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_blocks() { return int(cute::cluster_shape().x); }
-  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
+  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile_keys, int tile) {
     Coordinates at;
-    args.by_key_blocks(tile, at.key, tile);
+    args.by_key_blocks(tile, at.list, tile);
     args.by_query_blocks(tile, at.query, tile);
     args.by_heads(tile, at.head, tile);
     args.by_batches(at.slice, at.batch, tile);
-    at.key *= kBlockKeys, at.query = (at.query * num_blocks() + rank()) * kBlockQueries;
+    at.key = at.list * tile_keys, at.query = (at.query * num_blocks() + rank()) * kBlockQueries;
     return at;
   }
   // The rows n of a tile that see one of its keys, by their index in the list. There is always one: where none sees a
@@ -78,11 +80,11 @@ struct Dbias2Config {
 
     CUTLASS_DEVICE Rows(const BackwardArgs& args, int num_slices, const Coordinates& at) {
       const RowLists& lists = args.row_lists;
-      const int all = lists.count(at.batch, at.key / kBlockKeys);
+      const int all = lists.count(at.batch, at.list);
       count = all / num_slices;
       const int rest = all - count * num_slices;  // one more for the first slices
       first = at.slice * count + min(at.slice, rest), count += at.slice < rest;
-      list = lists.rows == nullptr || count == 0 ? nullptr : lists.list(at.batch, at.key / kBlockKeys) + first;
+      list = lists.rows == nullptr || count == 0 ? nullptr : lists.list(at.batch, at.list) + first;
       if (count == 0) first = args.N, count = 1;
     }
     CUTLASS_DEVICE bool exist(const BackwardArgs& args) const { return first < args.N; }

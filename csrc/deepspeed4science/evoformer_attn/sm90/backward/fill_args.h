@@ -28,7 +28,6 @@ class BackwardFill {
     args.rows.p = p_, args.rows.mask = mask();
     args.negative_delta = at<float>(plan_.delta), args.flag = flag_;
     args.row_lists = row_lists();
-    args.keys_per_list = int32_t(plan_.keys_per_list);
     args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
     if (plan_.preprocess_finds_keys) args.key_mask = find_visible_keys(), args.num_masked = int32_t(p_.B * p_.N);
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
@@ -119,7 +118,9 @@ class BackwardFill {
     lists.N = int32_t(p_.N);
     if (plan_.keys_per_list == 0) return lists;
     lists.tiles = int32_t(ceil_div(p_.Lk, plan_.keys_per_list));
-    lists.counts = at<int32_t>(plan_.row_lists), lists.rows = lists.counts + p_.B * lists.tiles;
+    lists.keys = int32_t(plan_.keys_per_list), lists.cuts_evenly = plan_.cuts_evenly;
+    lists.counts = at<int32_t>(plan_.row_lists), lists.tile_keys = lists.counts + p_.B * lists.tiles;
+    lists.rows = lists.tile_keys + 1;
     return lists;
   }
   float* dq_accumulators() const { return plan_.dq_global.adds_dbias2 ? at<float>(plan_.accumulators) : p_.dbias2; }

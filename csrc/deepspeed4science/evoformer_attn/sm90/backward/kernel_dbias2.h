@@ -15,15 +15,27 @@ template <typename Config>
 struct Dbias2Consumer {
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  using Mainloop = Dbias2Mainloop<Config>;
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args) {
+    const int keys = uniform(shared.tile_queue.tile_keys) / Config::kKeyTiles;  // of this warpgroup
+    if constexpr (Config::kCutsEvenly) {
+      if (keys == 48) run_tiles<48>(shared, args);
+      if (keys == 56) run_tiles<56>(shared, args);
+    }
+    if (keys == Config::kKeys) run_tiles<Config::kKeys>(shared, args);
+    ptx::wait_for_kernel_before();
+  }
+
+ private:
+  template <int kKeys>
+  CUTLASS_DEVICE static void run_tiles(Shared& shared, const BackwardArgs& args) {
+    using Mainloop = Dbias2Mainloop<Config, kKeys>;
     ConsumerCoord at = ConsumerCoord::of_thread<Config::kKeyTiles>();  // its row: the tile of queries
     typename Config::Pipe pipe;
     for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
-      Coordinates block = Config::locate(args, tiles.tile);
-      if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * Config::kKeys < args.Lk) {
+      Coordinates block = Config::locate(args, kKeys * Config::kKeyTiles, tiles.tile);
+      if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * kKeys < args.Lk) {
         typename Mainloop::Biases bias2;
         typename Mainloop::Sums dbias2 = {};
         Mainloop::load_bias2(bias2, args, block, at);
@@ -40,7 +52,6 @@ struct Dbias2Consumer {
         } while (--left != 0);
       }
     }
-    ptx::wait_for_kernel_before();
   }
 };
 
@@ -64,7 +75,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
-  if (threadIdx.x < 32) shared.tile_queue.count_tiles(args);
+  if (threadIdx.x < 32) shared.tile_queue.count_tiles(args, Config::kBlockKeys);
   ptx::let_next_kernel_start();
   cute::cluster_sync();
 

@@ -8,7 +8,7 @@
 
 namespace ds4s::sm90 {
 
-template <typename Config>
+template <typename Config, int kKeys_>  // keys of a warpgroup: Config::kKeys, or fewer
 struct Dbias2Mainloop {
   using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
@@ -16,7 +16,9 @@ struct Dbias2Mainloop {
   using Coordinates = typename Config::Coordinates;
   using QueryTile = typename Config::QueryTile;
   using KeyTile = typename Config::KeyTile;
-  static constexpr int kKeys = Config::kKeys, kScores = Config::kScores, kColumns = Config::kColumns;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kScores = kKeys < Config::kKeys ? kKeys : Config::kScores;
+  static constexpr int kColumns = kKeys < Config::kKeys ? kKeys : Config::kColumns;
   using Scores = float[kScores / 2];
   using Products = float[kColumns / 2];
   using Sums = float[kKeys / 2];
@@ -29,7 +31,7 @@ struct Dbias2Mainloop {
     return block.query + at.row * Config::kQueries + 16 * at.warp + at.lane / 4;
   }
   CUTLASS_DEVICE static int first_key(const Coordinates& block, const ConsumerCoord& at) {
-    return block.key + at.tile * Config::kKeys + 2 * (at.lane % 4);
+    return block.key + at.tile * kKeys + 2 * (at.lane % 4);
   }
 
   // Loads log2(e) bias2 in the order of the accumulators; nothing is read past the ends of bias2.
@@ -39,7 +41,7 @@ struct Dbias2Mainloop {
     const scalar_t* ptr = static_cast<const scalar_t*>(args.bias2) + block.batch * args.bias2_stride[0] +
                           block.head * args.bias2_stride[1];
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < Config::kKeys / 2; x += 2) {
+    for (int x = 0; x < kKeys / 2; x += 2) {
       int i = query + 8 * row_of(x), j = key + x / 4 * 8;
       uint32_t pair = 0;
       const scalar_t* element = ptr + i * args.bias2_stride[2] + j;
@@ -88,11 +90,11 @@ struct Dbias2Mainloop {
                                        const ConsumerCoord& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     // Start addresses of this warpgroup's rows in the first stage, and of the terms of their rank-1 updates.
-    const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 16);
+    const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 8);  // row: in 16, key: in 8
     const uint32_t first_queries = start_address(shared.stages[0].queries.tile) + QueryTile::rows_step(row);
-    const uint32_t first_keys = start_address(shared.stages[0].keys.tile) + KeyTile::rows_step(key);
+    const uint32_t first_keys = start_address(shared.stages[0].keys.tile) + key * (KeyTile::rows_step(1) / 2);
     const uint32_t first_query_terms = start_address(shared.stages[0].queries.terms) + Rank1Tile::rows_step(row);
-    const uint32_t first_key_terms = start_address(shared.stages[0].keys.terms) + Rank1Tile::rows_step(key);
+    const uint32_t first_key_terms = start_address(shared.stages[0].keys.terms) + key * (Rank1Tile::rows_step(1) / 2);
     const uint32_t ones = start_address(shared.ones);
     Scores s;
     Products dp;
@@ -149,7 +151,7 @@ struct Dbias2Mainloop {
     query += odd ? 8 : 0, key -= odd ? 2 : 0;
     float* out = args.dbias2 + (offset + query) * args.Lk + key;
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < Config::kKeys / 2; x += 4) {
+    for (int x = 0; x < kKeys / 2; x += 4) {
       float value[4];
       four_of_a_row(value, dbias2 + x, odd);
       int valid = query < args.Lq ? args.Lk - (key + 2 * x) : 0;

@@ -63,6 +63,9 @@ struct Sm90BackwardPlan {
   bool device_chooses_slices = false;
   bool adds_dbias2 = false;   // several slices add to one dbias2
   int64_t keys_per_list = 0;  // each tile of so many keys has a list of the rows n that see it; 0: no lists
+  // Where keys are hidden, kernel_dbias2's tiles may have fewer keys than keys_per_list, so that all tiles with visible
+  // keys have equally many. Keys past the last tile are hidden; their dbias2 is 0 because preprocess sets it to 0.
+  bool cuts_evenly = false;
   // Preprocess finds the visible keys. It cannot where it makes the lists: these need the result of all its blocks, so
   // find_visible_keys runs before it.
   bool preprocess_finds_keys = false;
@@ -112,7 +115,7 @@ class Sm90BackwardPlanner {
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
     plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
     if (plan_.keys_per_list > 0) {
-      plan_.row_lists = layout_.reserve(true, p_.B * ceil_div(p_.Lk, plan_.keys_per_list) * (p_.N + 1) * 4);
+      plan_.row_lists = layout_.reserve(true, (p_.B * ceil_div(p_.Lk, plan_.keys_per_list) * (p_.N + 1) + 1) * 4);
     }
     plan_.bias1 = layout_.reserve(p_.bias1 && p_.bias1_stride[2] != 1, rows * p_.Lk * 2);
     plan_.dbias1_parts = layout_.reserve(p_.dbias1 && p_.deterministic, pairs * p_.Lk * 4);
@@ -243,6 +246,8 @@ class Sm90BackwardPlanner {
     }
     if (plan_.device_chooses_slices) plan_.num_slices = std::min(p_.N / 8, kMostSlices);
     plan_.adds_dbias2 = plan_.num_slices > 1 && !p_.deterministic;
+    plan_.cuts_evenly = plan_.device_chooses_slices && plan_.adds_dbias2 && plan_.dbias2 != Kernel::kSquareDbias2 &&
+                        Tiles::Dbias2::kCutsEvenly;
   }
 
   const BwdParams& p_;

@@ -37,7 +37,7 @@ struct PreprocessArgs {
   float* negative_delta;      // [B, N, H, Lq]
   PostprocessFlag flag;
   RowLists row_lists;
-  int32_t num_lists, keys_per_list;
+  int32_t num_lists;
   KeyMaskArgs key_mask;
   int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: none
   Zeros dbias1, dbias2, accumulators, counters;  // accumulators and counters are those of dq_global.h
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_co
     if constexpr (kFindsVisibleKeys) {
       find_visible_keys_of<typename Config::scalar_t>(args.key_mask, blockIdx.x);
     } else {
-      list_visible_rows<kPrepareThreads>(args.rows.mask, args.row_lists, args.keys_per_list, int(blockIdx.x));
+      list_visible_rows<kPrepareThreads>(args.rows.mask, args.row_lists, int(args.rows.p.B), int(blockIdx.x));
     }
     return;
   }

@@ -24,7 +24,7 @@ struct Dbias2Producer {
     typename Config::Pipe pipe;
     for (ClusterTileScheduler<Config, /*kTakes=*/true> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
-      Coordinates at = Config::locate(args, tiles.tile);
+      Coordinates at = Config::locate(args, shared.tile_queue.tile_keys, tiles.tile);
       const typename Config::Rows rows(args, shared.tile_queue.num_slices, at);
       shared.empty[pipe.index].wait(pipe.phase ^ 1);
       shared.num_rows[pipe.index] = rows.count;
@@ -100,7 +100,7 @@ struct Dbias2Producer {
     typename Config::Pipe pipe;
     for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
-      Coordinates at = Config::locate(args, tiles.tile);
+      Coordinates at = Config::locate(args, shared.tile_queue.tile_keys, tiles.tile);
       const typename Config::Rows rows(args, shared.tile_queue.num_slices, at);
       Statistics statistics;
       const int own = (warp - step + kWarps) % kWarps;  // index of this warp's first row n

@@ -55,6 +55,8 @@ struct Dbias2Tiles {
   static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kScores = kScores_;
   static constexpr int kColumns = kColumns_, kStages = kStages_;
   static constexpr int kBlockQueries = 64 * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
+  // The kernel also has mainloops for 56 and 48 keys of a warpgroup.
+  static constexpr bool kCutsEvenly = kKeys == 64 && kScores == 64 && kColumns == 64;
 };
 
 // One of three types, by the tier of D.
