@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks import archive, limits, masks
+from benchmarks import limits, masks
 from benchmarks.archive import Measurement, latest
 from benchmarks.shapes import WORKLOADS
 
@@ -107,13 +107,16 @@ def compared(
 
 
 def alone(measurements: Iterable[Measurement]) -> list[str]:
-    """Device times of this op in bfloat16. Each workload's is from the newest file that replayed
-    the code of its own commit; other versions are in a file for comparison.
+    """Device times of this op in bfloat16. Each workload's is from the newest file of replays that
+    has one commit only; a file with several compares versions.
     """
+    replays = [m for m in measurements if m.replayed]  # oldest first
+    commits: dict[str, set[str | None]] = {}
+    for m in replays:
+        commits.setdefault(m.file, set()).add(m.commit)
     newest: dict[str, dict[str, Measurement]] = {}
-    for m in measurements:  # oldest first
-        own = m.replayed and m.commit == archive.environment(m.file).get("commit")
-        if own and (m.mask, m.dtype) == ("none", "bfloat16"):
+    for m in replays:
+        if len(commits[m.file]) == 1 and (m.mask, m.dtype) == ("none", "bfloat16"):
             newest.setdefault(m.workload, {})[m.direction] = m
     rows = []
     for workload in (w.id for w in WORKLOADS if w.id in newest):
