@@ -2,6 +2,7 @@
 
 import gc
 import random
+import signal
 import sys
 
 import pytest
@@ -21,6 +22,14 @@ def nothing_replayed():
     """Drops prepared calls: a test may replace parts of the program on which they depend."""
     if below_autograd := sys.modules.get("deepspeed4science.below_autograd"):
         below_autograd.forget()
+
+
+def pytest_configure():
+    """Processes that tests start can be interrupted even where this one cannot: a shell that starts
+    it in the background, or nohup, has it ignore interrupts, which its children would inherit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
