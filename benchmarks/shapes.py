@@ -103,6 +103,8 @@ WORKLOADS: tuple[Workload, ...] = (
     _triangle(1408, "the multiple of 64 that follows 1369"),
     _triangle(1536, "inference"),
     _triangle(2048, "inference"),
+    _triangle(3072, "inference"),
+    _triangle(4096, "inference"),
     _triangle(5120, "inference, the largest complexes"),
     _triangle(384, "a model with 8 triangle heads", heads=8, suffix="h8"),
     _triangle(384, "template embedding", dim=16, suffix="d16"),
