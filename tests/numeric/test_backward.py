@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.numeric.cases import DEVICES, DTYPES, Case
-from tests.numeric.law import check, check_each_query, check_weights
+from tests.numeric.law import check, check_each_query, check_weights, ours, run
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -47,6 +47,18 @@ def test_each_set_of_gradients_without_biases(needs, device):
 def test_small_rows_beside_large_ones(dtype, device):
     inputs = Case("rows", B=1, N=5, Lq=130, Lk=70, H=3).inputs(dtype, device)
     check_each_query(inputs)
+
+
+@each_dtype
+def test_rows_of_dbias2_add_up_to_zero(dtype, device):
+    """math.md (16a). Errors that all keys of a query share are most of the error of a sum over
+    pairs, such as the gradient of the pair bias's weights.
+    """
+    inputs = Case("sums", B=2, N=40, Lq=70, Lk=90, H=2).inputs(dtype, device)
+    inputs.bias1[:, ::2, ..., 7:] = -torch.inf
+    inputs.bias2 = inputs.bias2.float()
+    dbias2 = run(ours, inputs)[5].double()
+    assert (dbias2.sum(-1).abs() / dbias2.abs().sum(-1)).max() < 2e-6
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v", "do", "bias1", "bias2"])

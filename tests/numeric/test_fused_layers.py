@@ -134,7 +134,7 @@ def test_error_law(device, case):
             assert one.shape == other.shape and one.dtype == other.dtype, name
         return compared
 
-    # on a GPU the error of delta decides about linear_z's gradient, and differs much by the draw
+    # on a GPU the error of delta decides about gradients of heads with few channels (math.md)
     law.check_stacked(draw, torch.finfo(rounded).eps, draws=48 if device == "cuda" else 1)
 
 

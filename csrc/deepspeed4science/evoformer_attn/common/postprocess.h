@@ -11,10 +11,12 @@
 // The kernels before it raise a flag where they find either. Without the flag nothing is repaired. With it, this kernel
 // is slow: it computes in float32, with a group of lanes for each score and sums in a fixed order.
 //
-// After the repair, bias gradients that are wanted in the type of q are rounded here.
+// After the repair, rows of dbias2 are made to add up to 0 (common/dbias2_rows.h), and bias gradients that are wanted
+// in the type of q are rounded.
 #pragma once
 
 #include "common/backward_args.h"
+#include "common/dbias2_rows.h"
 
 namespace ds4s {
 
@@ -55,16 +57,17 @@ class Postprocess {
     for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
       repair_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
       __syncwarp();
-      round(p_.rounded_dbias2, p_.dbias2, x * p_.Lk + lane_, (x + 1) * p_.Lk, /*step=*/32);
+      Dbias2Rows<scalar_t>(p_).finish(x);
     }
   }
 
-  // Where there is nothing to repair: rounds all bias gradients.
-  CUTLASS_DEVICE static void round_all(const BwdParams& p) {
+  // Where there is nothing to repair: finishes all bias gradients.
+  CUTLASS_DEVICE static void finish_all(const BwdParams& p) {
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
     constexpr int64_t kThreads = int64_t(kPostprocessBlocks) * kPostprocessThreads;
+    const Dbias2Rows<scalar_t> rows(p);
+    for (int64_t x = thread / 32; p.dbias2 && x < p.B * p.H * p.Lq; x += kThreads / 32) rows.finish(x);
     round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, kThreads);
-    round(p.rounded_dbias2, p.dbias2, thread, p.B * p.H * p.Lq * p.Lk, kThreads);
   }
 
  private:
@@ -268,7 +271,7 @@ template <typename scalar_t, int kHeadDim>
 __global__ void __launch_bounds__(kPostprocessThreads, 1) postprocess(const __grid_constant__ PostprocessArgs args) {
   ptx::wait_for_kernel_before();
   using Kernel = Postprocess<scalar_t, kHeadDim>;
-  args.flag.is_raised() ? Kernel(args).run() : Kernel::round_all(args.p);
+  args.flag.is_raised() ? Kernel(args).run() : Kernel::finish_all(args.p);
 }
 
 }  // namespace ds4s

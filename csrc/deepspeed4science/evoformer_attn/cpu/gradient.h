@@ -5,7 +5,8 @@
 // When a row is complete, inverse = 1 / sum and delta = dot / sum. Pass 2:
 //   P = p inverse,  dS = P ((dP - center) - delta).
 // Computing sum and delta from p itself costs three operations and makes the rows of dS sum to zero as exactly as
-// eager's do: delta = rowsum(dO * O) would inherit the rounding error of O, and lse that of half its last place.
+// eager's do, so dbias2 does without math.md (16a): delta = rowsum(dO * O) would inherit the rounding error of O, and
+// lse that of half its last place.
 // Any center gives the same dS. In float32 the center is rowsum(dO * O): where one key holds nearly all of P, dP -
 // center is a difference of two nearly equal numbers, and exact. For other types the center is 0. Between the two
 // passes, center.h handles rows in which one key holds nearly all of P, and rows without a visible key.

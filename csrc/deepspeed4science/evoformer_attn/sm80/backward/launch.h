@@ -151,6 +151,7 @@ class Sm80Backward : BackwardHost {
   }
   int64_t num_delta_blocks() const { return ceil_div(p_.Lq * p_.H, PrepareRows<Config>::kRowsPerBlock) * p_.B * p_.N; }
 
+  // Repairs gradients, makes rows of dbias2 add up to 0, math.md (16a), and rounds bias gradients.
   void finish() {
     PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
     if (Config::kExact)

@@ -90,6 +90,11 @@ inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
 namespace ptx {
 inline uint32_t shfl_xor(uint32_t x, int mask) { return warp.exchange(x)[threadIdx.x ^ mask]; }
+inline float shfl_xor(float x, int mask) { return bits_of<float>(shfl_xor(bits_of<uint32_t>(x), mask)); }
+template <typename T>
+T load_written(const T* x) {
+  return *x;
+}
 // NaN as the instruction gives it, positive.
 inline float max_nan(float x, float y) {
   return std::isnan(x) || std::isnan(y) ? bits_of<float>(0x7fffffff) : std::max(x, y);
