@@ -32,17 +32,17 @@ std::vector<float> random_row(std::mt19937& random, int Lk, Row kind) {
 }
 
 // What math.md (16a) makes of a row, in double.
-std::vector<double> expected(const std::vector<float>& row, bool partial_keys) {
+std::vector<double> expected(const std::vector<float>& row, bool corrects) {
   double sum = 0, size = 0;
   for (float x : row) sum += x, size += std::fabs(x);
-  const double excess = !partial_keys && std::isfinite(sum) && size > 0 ? sum / size : 0.0;
+  const double excess = corrects && std::isfinite(sum) && size > 0 ? sum / size : 0.0;
   std::vector<double> result;
   for (float x : row) result.push_back(x - excess * std::fabs(x));
   return result;
 }
 
 template <typename scalar_t>
-void check(std::mt19937& random, int Lk, Row kind, bool partial_keys, bool rounds, int offset) {
+void check(std::mt19937& random, int Lk, Row kind, int N, bool partial_keys, bool rounds, int offset) {
   constexpr int kQueries = 2;
   std::vector<std::vector<float>> before;
   std::vector<float> memory(kQueries * Lk + 8);
@@ -55,7 +55,8 @@ void check(std::mt19937& random, int Lk, Row kind, bool partial_keys, bool round
     std::copy(before[q].begin(), before[q].end(), dbias2 + q * Lk);
   }
   BwdParams p{};
-  p.B = p.H = 1, p.Lq = kQueries, p.Lk = Lk, p.dbias2 = dbias2, p.partial_keys = partial_keys;
+  p.B = p.H = 1, p.Lq = kQueries, p.Lk = Lk, p.dbias2 = dbias2, p.partial_keys = partial_keys, p.N = N;
+  const bool corrects = N > 1 && !partial_keys;
   if (rounds) p.rounded_dbias2 = rounded.data();
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane) {
@@ -68,7 +69,7 @@ void check(std::mt19937& random, int Lk, Row kind, bool partial_keys, bool round
 
   bool right = true;
   for (int q = 0; q < kQueries; ++q) {
-    const std::vector<double> wanted = expected(before[q], partial_keys);
+    const std::vector<double> wanted = expected(before[q], corrects);
     double sum = 0, size = 0;
     for (int k = 0; k < Lk; ++k) {
       const float found = rounds ? float(rounded[q * Lk + k]) : dbias2[q * Lk + k];
@@ -82,22 +83,24 @@ void check(std::mt19937& random, int Lk, Row kind, bool partial_keys, bool round
       right &= before[q][k] != 0.f || found == 0.f;
       right &= !rounds || dbias2[q * Lk + k] == before[q][k] || std::isnan(before[q][k]);
     }
-    const bool adds_up = kind != Row::kNaN && kind != Row::kInfinite && !partial_keys;
+    const bool adds_up = kind != Row::kNaN && kind != Row::kInfinite && corrects;
     right &= !adds_up || rounds || std::fabs(sum) <= 2e-6 * size;
   }
   rows += kQueries;
-  if (!right) std::printf("wrong: Lk = %d, kind %d, partial %d, rounds %d\n", Lk, int(kind), partial_keys, rounds);
+  if (!right)
+    std::printf("wrong: Lk = %d, kind %d, N = %d, partial %d, rounds %d\n", Lk, int(kind), N, partial_keys, rounds);
 }
 
 int main(int, char** argv) {
   std::mt19937 random(uint32_t(std::atoi(argv[1])));
   for (int Lk : {1, 2, 31, 32, 67, 128, 389, 512, 516, 1300}) {
     for (Row kind : {Row::kUsual, Row::kHidden, Row::kNaN, Row::kInfinite, Row::kOneElement}) {
-      for (bool partial_keys : {false, true}) {
-        const int offset = int(random() % 2);
-        check<cutlass::bfloat16_t>(random, Lk, kind, partial_keys, /*rounds=*/true, offset);
-        check<cutlass::half_t>(random, Lk, kind, partial_keys, /*rounds=*/true, 0);
-        check<float>(random, Lk, kind, partial_keys, /*rounds=*/false, offset);
+      for (int options = 0; options < 3; ++options) {  // all keys; some of them; one row n
+        const bool partial_keys = options == 1;
+        const int N = options == 2 ? 1 : 2, offset = int(random() % 2);
+        check<cutlass::bfloat16_t>(random, Lk, kind, N, partial_keys, /*rounds=*/true, offset);
+        check<cutlass::half_t>(random, Lk, kind, N, partial_keys, /*rounds=*/true, 0);
+        check<float>(random, Lk, kind, N, partial_keys, /*rounds=*/false, offset);
       }
     }
   }

@@ -38,22 +38,25 @@ class Dbias2Rows {
     auto* const rounded =
         p_.rounded_dbias2 ? reinterpret_cast<Rounded*>(static_cast<scalar_t*>(p_.rounded_dbias2) + first) : nullptr;
     const int64_t count = p_.Lk / kWidth;
+    // One row n: kernels store dbias2, and another pass over it would take a fifth of their time.
+    const bool corrects = p_.N > 1 && p_.partial_keys == 0;
+    if (!corrects && rounded == nullptr) return;
 
     Sums held[kAtOnce];
     float sum = 0.f, size = 0.f;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int64_t begin = lane_; begin < count; begin += 32 * kAtOnce) {
+    for (int64_t begin = lane_; corrects && begin < count; begin += 32 * kAtOnce) {
       read(held, sums, begin, count);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce * kWidth; ++i) sum += held[i / kWidth].x[i % kWidth];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce * kWidth; ++i) size += fabsf(held[i / kWidth].x[i % kWidth]);
     }
-    const float excess = p_.partial_keys ? 0.f : share(sum, size);
+    const float excess = corrects ? share(sum, size) : 0.f;
     if (rounded == nullptr && excess == 0.f) return;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t begin = lane_; begin < count; begin += 32 * kAtOnce) {
-      if (count > 32 * kAtOnce) read(held, sums, begin, count);
+      if (!corrects || count > 32 * kAtOnce) read(held, sums, begin, count);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
         Rounded small;
