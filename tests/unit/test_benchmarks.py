@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -515,6 +516,22 @@ def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
         drawn = (tmp_path / "a" / f"{name}.svg").read_bytes()
         assert drawn == (tmp_path / "b" / f"{name}.svg").read_bytes()
         assert (b"exponentials" if "limits" in name else b"this op") in drawn
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (0.0195, 16)])
+def test_replays_are_measured_once_the_clocks_have_settled(monkeypatch, seconds, expected):
+    """Each replay takes a millisecond and tells its number: the median of the last seven."""
+    replays: list[float] = []
+
+    def replay_ms(graph):
+        replays.append(float(len(replays)))
+        return replays[-1]
+
+    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * len(replays))
+    monkeypatch.setattr(replay, "time", clock)
+    monkeypatch.setattr(replay, "SETTLING_SECONDS", seconds)
+    monkeypatch.setattr(replay, "_replay_ms", replay_ms)
+    assert replay._settled_ms(None) == expected
 
 
 def test_replays_of_several_processes_join():
