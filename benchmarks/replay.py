@@ -20,8 +20,8 @@ METHOD = (
     "a CUDA graph of several calls, replayed for 0.1 s; the median of the last 7 replays for one "
     "call, for each process that measured it; caches are not flushed"
 )
-# Clocks of an H200 were 1,980 MHz after a pause and 1,770 MHz under load: without settling, the first
-# of several masks is measured at another clock than the rest.
+# Clocks of an H200 were 1,980 MHz after a pause and 1,770 MHz under load: without settling, the
+# first of several masks is measured at another clock than the rest.
 SETTLING_SECONDS = 0.1
 NUM_REPLAYS = 7
 SCORES_IN_A_GRAPH = 1e9  # enough that launching the graph is nothing beside it
