@@ -46,7 +46,26 @@ def last_of_many_keys_forgotten(q, k, v, bias1, bias2, row_mask=None, scale=None
 
 
 def compared(function):
-    return lambda inputs: check(inputs, function)
+    """Raises where `function` breaks the law and the implementation without its mistake does not:
+    a gradient that underflows in float16 breaks it in both.
+    """
+
+    def checked(inputs):
+        try:
+            check(inputs, function)
+        except AssertionError:
+            if keeps_the_law(inputs):
+                raise
+
+    return checked
+
+
+def keeps_the_law(inputs):
+    try:
+        check(inputs, evoformer_attention)
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
