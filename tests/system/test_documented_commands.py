@@ -35,7 +35,7 @@ RUN_BY = {
     "test_every_rank_is_switched",
     r"python -m benchmarks plot FILE.json": "tests/unit/test_benchmarks.py::"
     "test_result_file_reads_back_as_table_and_plot",
-    r"python -m benchmarks results": "tests/unit/test_benchmarks.py::"
+    r"python -m benchmarks results": "tests/unit/test_benchmark_results.py::"
     "test_results_page_is_what_the_result_files_say",
     r"torchrun --nproc-per-node 4 examples/axial_parallel.py": "tests/distributed/test_example.py::"
     "test_losses_are_those_of_one_process",

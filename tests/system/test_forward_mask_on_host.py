@@ -4,32 +4,12 @@ by the rule of params.h, in rows on 16 bytes, in others, and longer than one wor
 
 import random
 import subprocess
-from pathlib import Path
 
-import pytest
-
-from op_builder.toolchain import cutlass, host_compiler, toolkits
-from op_builder.toolchain.nvcc import include_folders
-
-from .stubs import with_stubs
-
-HOST = Path(__file__).resolve().parents[1] / "cpp" / "host"
+from .host_programs import built_for_a_warp
 
 
 def test_steps_that_a_tile_sees(tmp_path):
-    host, nvcc = host_compiler.find_host_compiler(), toolkits.find_nvcc()
-    headers = cutlass.find_cutlass()
-    for part in (host, nvcc, headers):
-        if not part.ok:
-            pytest.skip(f"{part.reason}; {part.remedy}")
-    path = tmp_path / "forward_mask"
-    cuda = include_folders(nvcc)
-    folders = [headers.include_dir, *cuda, *(folder / "cccl" for folder in cuda)]
-    command = [host.path, "-std=c++17", "-O1", "-pthread", "-o", path, HOST / "forward_mask.cpp"]
-    command += [f"-I{with_stubs(tmp_path / 'headers', HOST / 'warp')}"]
-    command += [word for folder in folders for word in ("-isystem", folder)]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = built_for_a_warp(tmp_path, "forward_mask")
     seed = random.randrange(2**31)
-    printed = subprocess.run([path, str(seed)], capture_output=True, text=True, check=True)
+    printed = subprocess.run([program, str(seed)], capture_output=True, text=True, check=True)
     assert printed.stdout == "960 rows\n", f"seed {seed}"
