@@ -73,7 +73,7 @@ class Postprocess {
  private:
   // Rounds the elements first, first + step, ... below end. Does nothing if `rounded` is null (not wanted).
   CUTLASS_DEVICE static void round(void* rounded, const float* sums, int64_t first, int64_t end, int64_t step) {
-    if (rounded == nullptr || sums == nullptr) return;  // no sums: an earlier kernel has written `rounded`
+    if (rounded == nullptr) return;
     constexpr int kAtOnce = 8;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t x = first; x < end; x += kAtOnce * step) {
