@@ -16,14 +16,14 @@ namespace ds4s::cpu {
 // searched again.
 constexpr float kLargeLse = 64.0f;
 
-// In float32 dbias2, math.md (16), is summed over runs of 32 n, these sums over runs of 32 runs, and so on: one sum
-// over hundreds of rows would round more than eager's pairwise sum. Each level is an array of dbias2's size; dbias2
-// itself is the last.
-constexpr int64_t kDbias2Run = 32;
+// In float32 dbias2, math.md (16), is summed over runs of 16 n, these sums over runs of 16 runs, and so on, as PyTorch
+// sums: one sum over all n rounds more, most of all where rows are equal. Each level is an array of dbias2's size;
+// dbias2 itself is the last.
+constexpr int64_t kDbias2Run = 16;
 
 template <typename scalar_t>
 inline int dbias2_levels(const BwdParams& p) {
-  if (p.dbias2 == nullptr || sizeof(scalar_t) != 4 || p.N <= 2 * kDbias2Run) return 0;
+  if (p.dbias2 == nullptr || sizeof(scalar_t) != 4 || p.N <= kDbias2Run) return 0;
   int levels = 0;
   for (int64_t length = kDbias2Run; length < p.N; length *= kDbias2Run) ++levels;
   return levels;
