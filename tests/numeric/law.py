@@ -28,10 +28,9 @@ def relative_error(x, reference):
 
 def underflow(x, reference):
     """The error of x if each element is wrong by the smallest positive number of its dtype."""
-    if not x.is_floating_point() or not (norm := float(reference.double().norm())):
-        return 0.0
-    info = torch.finfo(x.dtype)
-    return math.sqrt(x.numel()) * info.smallest_normal * info.eps / norm
+    reference = reference[reference.isfinite()].double()
+    norm, info = float(reference.norm()), torch.finfo(x.dtype)
+    return math.sqrt(reference.numel()) * info.smallest_normal * info.eps / norm if norm else 0.0
 
 
 def same_non_finite(x, reference):
