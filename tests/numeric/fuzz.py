@@ -24,6 +24,7 @@ from tests.numeric.poison import poison_memory
 from tests.numeric.random_calls import Call, draw, of_kind, smaller, within_limits
 
 DRAWS = 16  # at least; as many as give each result law.MANY elements
+MOST_BY_CHANCE = 16  # a larger excess of one draw would be one of 256 draws together, too
 
 
 def failure(call, device, function=ours):
@@ -40,9 +41,10 @@ def said(checked, *arguments):
 
 
 def may_be_chance(wrong):
-    """Whether errors are too large and nothing else is wrong: no shape, dtype, NaN or exception."""
+    """Whether errors are somewhat too large and nothing else is wrong: no shape, NaN, exception."""
     parts = wrong.removeprefix("AssertionError: ").split("; ")
-    return all(re.fullmatch(r"(?:O|d\w+): \S+ > \S+", part) for part in parts)
+    figures = [re.fullmatch(r"(?:O|d\w+): (\S+) > (\S+)", part) for part in parts]
+    return all(found and float(found[1]) < MOST_BY_CHANCE * float(found[2]) for found in figures)
 
 
 def is_broken(call, device, function=ours):

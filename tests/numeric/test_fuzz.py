@@ -72,8 +72,14 @@ def test_a_wrong_implementation_is_found_and_made_small(wrong, sizes, session_se
 
 @pytest.mark.parametrize(
     ("error", "always", "broken"),
-    [(5e-7, False, False), (5e-7, True, True), (1e-3, False, True), (math.nan, False, True)],
-    ids=["once", "always", "large", "nan"],
+    [
+        (5e-7, False, False),
+        (5e-7, True, True),
+        (2e-6, False, True),
+        (1e-3, False, True),
+        (math.nan, False, True),
+    ],
+    ids=["once", "always", "large", "huge", "nan"],
 )
 def test_chance_is_no_mistake(error, always, broken):
     """An error past the law in one draw; only a large one, or NaN, tells of a mistake."""
@@ -90,6 +96,8 @@ def test_chance_is_no_mistake(error, always, broken):
 
 def test_what_may_be_chance():
     assert fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: 1.2 > 1")
+    assert not fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: 16.5 > 1")
+    assert not fuzz.may_be_chance("AssertionError: dK: nan > 1")
     assert not fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: NaN in other places")
     assert not fuzz.may_be_chance("RuntimeError: 3 > 2")
 
