@@ -11,7 +11,7 @@ from op_builder.errors import BuildError
 from op_builder.toolchain import cpu_isa
 from op_builder.toolchain.cpu_isa import CPU_ISAS
 from tests.numeric.cases import DTYPES, Case
-from tests.numeric.law import check
+from tests.numeric.law import check, check_calls, with_do
 from tests.numeric.test_unseen_queries import assert_zero_gradients, one_visible_key
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -49,3 +49,17 @@ def test_every_instruction_set_keeps_the_law(isa, dtype, ran):
     assert_zero_gradients(single)
     expected = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
     assert {name.rpartition("_")[2] for name in ran} == {expected}
+
+
+@pytest.mark.parametrize("N", [20, 50, 300])
+def test_equal_rows_are_added_as_exactly_as_by_eager(N):
+    """Equal terms of dbias2 are rounded alike, so no average hides how they are added."""
+    one = Case("equal", N=1, Lq=34, Lk=43, H=4, bias1=False)
+
+    def draw():
+        inputs = with_do(one.inputs(torch.float32, "cpu"))
+        for name in ("q", "k", "v", "do"):
+            setattr(inputs, name, getattr(inputs, name).expand(1, N, -1, -1, -1))
+        return inputs
+
+    check_calls(draw, draws=8)
