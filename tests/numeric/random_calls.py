@@ -167,8 +167,6 @@ def within_limits(call):
         return call
     if call.dtype != "fp32" and call.Lk <= 3:
         call = replace(call, Lk=4)
-    if call.dtype == "fp32" and call.layout == call.do == "expanded":  # all rows n equal
-        call = replace(call, do="contiguous")
     return call
 
 

@@ -1,4 +1,6 @@
-"""Every instruction set of this processor keeps the error law, not only the one it would choose."""
+"""Every instruction set of this processor keeps the error law, not only the one it would choose;
+sums over rows n.
+"""
 
 import math
 

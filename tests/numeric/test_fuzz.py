@@ -25,9 +25,9 @@ def test_random_calls_keep_the_law(device, session_seed):
     kinds = () if device == "cpu" else KINDS
     if kinds:
         fuzz.compile_kinds(kinds)
-    done, call = fuzz.fuzz(30, session_seed, device, kinds=kinds)
+    done, call = fuzz.fuzz(60, session_seed, device, kinds=kinds)
     assert call is None, fuzz.report(session_seed, call, device)
-    assert done > 50, f"{done} calls in half a minute say little"
+    assert done > 50, f"{done} calls in a minute say little"
 
 
 def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None, scale=None):
@@ -71,19 +71,23 @@ def test_a_wrong_implementation_is_found_and_made_small(wrong, sizes, session_se
 
 
 @pytest.mark.parametrize(
-    ("error", "always", "broken"),
+    ("length", "error", "always", "broken"),
     [
-        (5e-7, False, False),
-        (5e-7, True, True),
-        (2e-6, False, True),
-        (1e-3, False, True),
-        (math.nan, False, True),
+        (8, 5e-7, False, False),
+        (8, 5e-7, True, True),
+        (8, 2e-6, False, True),
+        (8, 1e-3, False, True),
+        (8, math.nan, False, True),
+        (64, 3e-7, False, False),
+        (64, 8e-7, False, True),
     ],
-    ids=["once", "always", "large", "huge", "nan"],
+    ids=["few-once", "few-always", "few-large", "few-huge", "nan", "many-once", "many-large"],
 )
-def test_chance_is_no_mistake(error, always, broken):
-    """An error past the law in one draw; only a large one, or NaN, tells of a mistake."""
-    call = Call(seed=7, Lq=4, Lk=8, D=8, Dv=8)
+def test_chance_is_no_mistake(length, error, always, broken):
+    """An error past the law in one draw; only a large one, or NaN, tells of a mistake. Of many
+    elements, no large one is chance.
+    """
+    call = Call(seed=7, Lq=length // 2, Lk=length, D=8, Dv=8)
     first = call.inputs().q
 
     def wrong(q, *others, **options):
@@ -95,11 +99,13 @@ def test_chance_is_no_mistake(error, always, broken):
 
 
 def test_what_may_be_chance():
-    assert fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: 1.2 > 1")
-    assert not fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: 16.5 > 1")
-    assert not fuzz.may_be_chance("AssertionError: dK: nan > 1")
-    assert not fuzz.may_be_chance("AssertionError: dK: 1.5 > 1; dV: NaN in other places")
-    assert not fuzz.may_be_chance("RuntimeError: 3 > 2")
+    inputs = Call(
+        seed=7, Lq=40, Lk=2, D=8, Dv=8
+    ).inputs()  # of K and V few elements, of Q and O many
+    assert fuzz.may_be_chance("AssertionError: dK: 15 > 1; dQ: 1.9 > 1", inputs)
+    for wrong in ("dK: 16.5 > 1", "dQ: 2.1 > 1", "dK: nan > 1", "dV: NaN in other places"):
+        assert not fuzz.may_be_chance(f"AssertionError: dK: 1.5 > 1; {wrong}", inputs)
+    assert not fuzz.may_be_chance("RuntimeError: 3 > 2", inputs)
 
 
 def test_a_gradient_that_underflows_keeps_the_law():
