@@ -125,6 +125,16 @@ def test_where_visible_keys_are_found(plan):
     assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_with_delta"
 
 
+def test_blocks_that_begin_beside_find_visible_keys(plan):
+    """As many as are resident at once, and none where that kernel does not run: the kernel in front
+    may then be the caller's, for whose end all blocks wait.
+    """
+    assert plan(**square(384, bias1=1))["early_delta_blocks"] == str(7 * 132)
+    assert plan(**square(384, row_mask=1, blocks=114))["early_delta_blocks"] == str(7 * 114)
+    assert "early_delta_blocks" not in plan(**square(384))
+    assert "early_delta_blocks" not in plan(**square(384, bias1=1, dbias2=0))
+
+
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
     assert plan(**square(384))["slices"] == "8"

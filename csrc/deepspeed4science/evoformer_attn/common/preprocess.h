@@ -72,10 +72,11 @@ struct PrepareRows {
   };
 
   // negative_delta: [B, N, H, Lq]; null: stored in dq. It is 0 where the row n sees nothing, whatever o and do_ hold.
-  // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself.
+  // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself. early: it may still run, and this
+  // waits for its end once o and do_ are being loaded.
   template <bool kLooks = false>
   CUTLASS_DEVICE static void run(const BackwardInputs& args, float* negative_delta, uint32_t block,
-                                 PostprocessFlag flag) {
+                                 PostprocessFlag flag, bool early = false) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
@@ -84,7 +85,7 @@ struct PrepareRows {
     int lane = threadIdx.x % kGroup;
     Row row(first, H);
     const Row step(kRowsAtOnce, H);
-    bool unseen = !kLooks && args.mask.sees_nothing_now(bn);
+    bool unseen = !kLooks && !early && args.mask.sees_nothing_now(bn);
 
     Share o[kRowsPerGroup], do_[kRowsPerGroup];
     CUTLASS_PRAGMA_UNROLL
@@ -94,12 +95,16 @@ struct PrepareRows {
       do_[i] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
     }
     if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // while those loads are in flight
+    if (early) {
+      ptx::wait_for_kernel_before();
+      unseen = args.mask.sees_nothing_now(bn);
+    }
     row = Row(first, H);
     bool looks = false;  // whether a delta is 0: O of a query that sees nothing is 0, so its lse must be looked at
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
       float delta = reduce(dot_share<Config>(o[i], do_[i]));
-      if (kLooks && unseen) delta = 0.f;
+      if ((kLooks || early) && unseen) delta = 0.f;
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
       looks |= !(fabsf(delta) > 0.f);
     }

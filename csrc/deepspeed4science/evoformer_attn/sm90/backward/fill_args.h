@@ -29,6 +29,7 @@ class BackwardFill {
     args.negative_delta = at<float>(plan_.delta), args.flag = flag_;
     args.row_lists = row_lists();
     args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
+    args.num_early = int32_t(plan_.early_blocks);
     if (plan_.preprocess_finds_keys) args.key_mask = find_visible_keys(), args.num_masked = int32_t(p_.B * p_.N);
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};

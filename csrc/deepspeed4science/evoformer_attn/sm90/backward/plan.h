@@ -69,6 +69,9 @@ struct Sm90BackwardPlan {
   // Preprocess finds the visible keys. It cannot where it makes the lists: these need the result of all its blocks, so
   // find_visible_keys runs before it.
   bool preprocess_finds_keys = false;
+  // Where find_visible_keys runs before preprocess: so many blocks of preprocess, as many as are resident at once, load
+  // O and dO while it runs. Later blocks ask first whether their row n sees anything, and if not, load neither.
+  int64_t early_blocks = 0;
   DqGlobalPlan dq_global;
 
   // Offsets in the workspace.
@@ -109,6 +112,7 @@ class Sm90BackwardPlanner {
     const int64_t rows = p_.B * p_.N, pairs = rows * p_.H;
     if (plan_.dbias2 != Kernel::kNone) plan_dbias2(key_mask.needed());
     plan_.preprocess_finds_keys = key_mask.needed() && plan_.keys_per_list == 0;
+    if (plan_.keys_per_list > 0) plan_.early_blocks = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
     const DqGlobalPlan& dq = plan_.dq_global;
     plan_.delta = layout_.reserve(true, pairs * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
@@ -271,6 +275,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
   if (preprocess_finds_keys) text.add("visible_keys", "found_with_delta");
+  if (early_blocks > 0) text.add("early_delta_blocks", early_blocks);
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/preprocess.h"
+#include "sm90/backward/tile_sizes.h"
 
 namespace ds4s::sm90 {
 
@@ -40,17 +41,23 @@ struct PreprocessArgs {
   int32_t num_lists;
   KeyMaskArgs key_mask;
   int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: none
+  int32_t num_early;                             // blocks of queries that begin beside find_visible_keys
   Zeros dbias1, dbias2, accumulators, counters;  // accumulators and counters are those of dq_global.h
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
 // keys. The others compute delta of their queries and set their part of the zeros.
+//
+// The first num_early of these store zeros and load O and dO before they wait for find_visible_keys. The kernels before
+// that one have ended: each of its blocks waits for them, and only then lets this kernel start. Every block here waits
+// before it ends, so that a kernel that waits for this one finds the mask complete.
 template <typename Config, bool kFindsVisibleKeys>
-__global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_constant__ PreprocessArgs args) {
+__global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
+    preprocess(const __grid_constant__ PreprocessArgs args) {
   static_assert(kPrepareThreads == kKeyMaskThreads, "find_visible_keys_of");
-  ptx::wait_for_kernel_before();
   const int num_first = kFindsVisibleKeys ? args.num_masked : args.num_lists;
   if (int(blockIdx.x) < num_first) {
+    ptx::wait_for_kernel_before();
     if constexpr (kFindsVisibleKeys) {
       find_visible_keys_of<typename Config::scalar_t>(args.key_mask, blockIdx.x);
     } else {
@@ -59,11 +66,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 7) preprocess(const __grid_co
     return;
   }
   const uint32_t block = blockIdx.x - uint32_t(num_first);
+  const bool early = !kFindsVisibleKeys && block < uint32_t(args.num_early);
+  if (!early) ptx::wait_for_kernel_before();
   const int64_t thread = int64_t(block) * kPrepareThreads + threadIdx.x;
   const int64_t num_threads = int64_t(gridDim.x - uint32_t(num_first)) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
-  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag);
+  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag,
+                                                                  early);
 }
 
 }  // namespace ds4s::sm90

@@ -14,6 +14,9 @@ constexpr int kOwned = 64;  // rows of one wgmma: keys or queries of a consumer 
 // H4).
 constexpr int kTileQueueSize = 32;
 
+// Resident blocks of preprocess on a multiprocessor, by its registers.
+constexpr int kPreprocessBlocks = 7;
+
 template <int kRows_,     // rows n of a block; they share tiles of bias2
           int kTiles_,    // owned tiles of 64 keys or queries, for each n; they share the streamed tiles
           int kColumns_,  // streamed queries or keys of a step
