@@ -30,7 +30,9 @@ struct PostprocessArgs {
   PostprocessFlag flag;
 };
 
-constexpr int kPostprocessThreads = 256, kPostprocessBlocks = 264;
+// kPostprocessBlocks on each multiprocessor, resident at once, so that the loads of 12 warps are in flight. Above D =
+// 32 their 168 registers are too few for a repair, which spills up to 80 bytes; without a repair nothing is spilled.
+constexpr int kPostprocessThreads = 128, kPostprocessBlocks = 3;
 
 template <typename scalar_t, int kHeadDim>
 class Postprocess {
@@ -44,17 +46,17 @@ class Postprocess {
 
   CUTLASS_DEVICE void run() const {
     const int64_t warp = int64_t(blockIdx.x) * (kPostprocessThreads / 32) + threadIdx.x / 32;
-    constexpr int64_t kWarps = int64_t(kPostprocessBlocks) * (kPostprocessThreads / 32);
+    const int64_t num_warps = int64_t(gridDim.x) * (kPostprocessThreads / 32);
     const int64_t groups = (p_.Lk + kKeys - 1) / kKeys;
-    for (int64_t x = warp; x < p_.B * p_.N * groups; x += kWarps) {
+    for (int64_t x = warp; x < p_.B * p_.N * groups; x += num_warps) {
       const int64_t bn = x / groups, key0 = x % groups * kKeys, end = key0 + kKeys < p_.Lk ? key0 + kKeys : p_.Lk;
       repair_keys(bn, key0);
       __syncwarp();
       round(p_.rounded_dbias1, p_.dbias1, bn * p_.Lk + key0 + lane_, bn * p_.Lk + end, /*step=*/32);
     }
-    for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += kWarps) repair_dq(x / p_.Lq, x % p_.Lq);
+    for (int64_t x = warp; p_.dq && x < p_.B * p_.N * p_.Lq; x += num_warps) repair_dq(x / p_.Lq, x % p_.Lq);
     const bool has_dbias2 = p_.dbias2 != nullptr || p_.rounded_dbias2 != nullptr;
-    for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += kWarps) {
+    for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += num_warps) {
       repair_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
       __syncwarp();
       Dbias2Rows<scalar_t>(p_).finish(x);
@@ -64,10 +66,10 @@ class Postprocess {
   // Where there is nothing to repair: finishes all bias gradients.
   CUTLASS_DEVICE static void finish_all(const BwdParams& p) {
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
-    constexpr int64_t kThreads = int64_t(kPostprocessBlocks) * kPostprocessThreads;
+    const int64_t num_threads = int64_t(gridDim.x) * kPostprocessThreads;
     const Dbias2Rows<scalar_t> rows(p);
-    for (int64_t x = thread / 32; p.dbias2 && x < p.B * p.H * p.Lq; x += kThreads / 32) rows.finish(x);
-    round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, kThreads);
+    for (int64_t x = thread / 32; p.dbias2 && x < p.B * p.H * p.Lq; x += num_threads / 32) rows.finish(x);
+    round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, num_threads);
   }
 
  private:
@@ -268,7 +270,8 @@ class Postprocess {
 };
 
 template <typename scalar_t, int kHeadDim>
-__global__ void __launch_bounds__(kPostprocessThreads, 1) postprocess(const __grid_constant__ PostprocessArgs args) {
+__global__ void __launch_bounds__(kPostprocessThreads, kPostprocessBlocks)
+    postprocess(const __grid_constant__ PostprocessArgs args) {
   ptx::wait_for_kernel_before();
   using Kernel = Postprocess<scalar_t, kHeadDim>;
   args.flag.is_raised() ? Kernel(args).run() : Kernel::finish_all(args.p);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "common/device_facts.h"
 #include "common/key_mask_buffers.h"
 #include "common/postprocess.h"
 
@@ -17,6 +18,11 @@ inline PostprocessFlag new_postprocess_flag(uint32_t* word) {
 // Without a bias all queries of a row n see all of its keys, and there are several (deepspeed4science/prepared.py
 // handles Lk = 1).
 inline bool needs_postprocess(const BwdParams& p) { return p.bias1 != nullptr || p.bias2 != nullptr; }
+
+// One wave; results do not depend on the number.
+inline int64_t num_postprocess_blocks(const DeviceFacts& device) {
+  return int64_t(kPostprocessBlocks) * device.num_multiprocessors;
+}
 
 // key_mask: its offset in the workspace.
 inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {

@@ -54,13 +54,14 @@ class Sm80Backward : BackwardHost {
     if (cudaError_t status = query_device(device)) return status;
     const Sm80BackwardPlan plan = make_plan(p, device, kUnit);
     if (!fits_in_grid(p, plan) || (plan.workspace_bytes > 0 && !p.workspace)) return cudaErrorInvalidValue;
-    return Sm80Backward(p, plan, stream).run_kernels();
+    return Sm80Backward(p, plan, device, stream).run_kernels();
   }
 
  private:
-  Sm80Backward(const BwdParams& p, const Sm80BackwardPlan& plan, cudaStream_t stream)
+  Sm80Backward(const BwdParams& p, const Sm80BackwardPlan& plan, const DeviceFacts& device, cudaStream_t stream)
       : BackwardHost(p),
         plan_(plan),
+        device_(device),
         flag_(new_postprocess_flag(at<uint32_t>(plan.postprocess_flag))),
         args_(arguments()) {
     stream_ = stream;
@@ -156,7 +157,7 @@ class Sm80Backward : BackwardHost {
     PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
     if (Config::kExact)
       args.softmax = at<const float2>(plan_.softmax), args.negative_delta = at<const float2>(plan_.delta);
-    start(postprocess<scalar_t, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0, args);
+    start(postprocess<scalar_t, kHeadDim>, num_postprocess_blocks(device_), kPostprocessThreads, 0, args);
   }
 
   // dk, dv or both, and dbias1 if it is wanted.
@@ -235,6 +236,7 @@ class Sm80Backward : BackwardHost {
   }
 
   const Sm80BackwardPlan plan_;
+  const DeviceFacts device_;
   const PostprocessFlag flag_;
   const BackwardInputs args_;
 };

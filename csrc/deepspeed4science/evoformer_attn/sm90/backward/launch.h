@@ -63,8 +63,9 @@ class Sm90Backward {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
     }
     if (needs_postprocess(p_)) {  // repairs gradients, makes rows of dbias2 add up to 0, math.md (16a), and rounds
-      launches_.start_overlapping(postprocess<scalar_t, kHeadDim>, kPostprocessBlocks, kPostprocessThreads, 0,
-                                  /*cluster=*/1, fill_.postprocess());
+      const int64_t blocks = num_postprocess_blocks(device_);
+      launches_.start_overlapping(postprocess<scalar_t, kHeadDim>, blocks, kPostprocessThreads, 0, /*cluster=*/1,
+                                  fill_.postprocess());
     }
     return launches_.status();
   }
