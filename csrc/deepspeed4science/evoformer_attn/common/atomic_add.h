@@ -1,4 +1,4 @@
-// Atomic additions to an array that several blocks add to: without a return value or a workspace, in any order.
+// Atomic additions to an array that several blocks add to: without a workspace, in any order.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -33,6 +33,14 @@ CUTLASS_DEVICE void atomic_add(float* dst, const float* x) {
   }
   CUTLASS_PRAGMA_UNROLL
   for (int e = 0; e < kCount; ++e) atomicAdd(dst + e, x[e]);
+}
+
+// *dst += x. Returns what rounding takes from the sum, exactly (Knuth, The Art of Computer Programming, vol. 2, 4.2.2,
+// theorem B); 0 where the sum is infinite or NaN.
+CUTLASS_DEVICE float atomic_add_and_keep_rest(float* dst, float x) {
+  const float before = atomicAdd(dst, x), sum = before + x, added = sum - before;
+  const float rest = (before - (sum - added)) + (x - added);
+  return rest == rest ? rest : 0.f;
 }
 
 // 16-bit elements, in pairs where dst is aligned to 4 bytes. bfloat16 needs 8.0.

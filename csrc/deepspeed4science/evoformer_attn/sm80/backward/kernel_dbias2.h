@@ -1,7 +1,7 @@
 // dbias2, math.md (16): the sum over n of dS = P (dP - delta), math.md (11). A block owns kQueries x kKeys of one (b,
 // h), keeps that tile of bias2 and of dbias2 in registers and iterates over the rows n (or a slice of them). S, math.md
-// (1), and dP, math.md (10), are computed again, bias2 is read once for all n, and nothing is added to memory before
-// the end.
+// (1), and dP, math.md (10), are computed again, and bias2 is read once for all n. Nothing is added to memory before
+// the end, except in full precision: there each run of kRun rows n is summed by itself (add_run).
 //
 // Rows n that see none of the keys are skipped (visible_rows.h).
 //
@@ -29,7 +29,7 @@ struct ScoreStripeMap {
     static constexpr int kCluster = 0, kGroup = 0, kRow = Mma::kRowStep, kColumn = kWide ? 4 : Mma::kGroupStep;
   };
   // Element i of an access of a part.
-  CUTLASS_DEVICE static float at(const float (&stripe)[4][8], int part, int access, int i) {
+  CUTLASS_DEVICE static float& at(float (&stripe)[4][8], int part, int access, int i) {
     const int lane_row = access / Iterations::kColumn, column = access % Iterations::kColumn;
     const int group = kWide ? part : column, e = kWide ? 4 * column + i : i;
     return stripe[Mma::tile_of(group, e)][Mma::value_of(lane_row, e)];
@@ -46,6 +46,7 @@ struct KernelDbias2 {
   using Left = LeftOperand<Mma, typename Operands::QueryTile, scalar_t, Config::kResident>;
   using Exponent = typename Operands::Exponent;
   using QueryValue = typename Config::QueryValue;
+  using Map = ScoreStripeMap<Mma>;
   // In wide tiles 64-bit indices spill 16 bytes, 32-bit ones 228; in the others 64-bit ones 16, 32-bit ones none.
   using Index = typename cutlass::platform::conditional<Config::kIsWide, int64_t, int>::type;
 
@@ -53,6 +54,7 @@ struct KernelDbias2 {
   static constexpr int kQueryWarps = Config::kQueries / 32;
   static constexpr int kLaneRows = Mma::kLaneRows;
   static constexpr int kChunkTiles = Config::kChunkTiles;
+  static constexpr int kRun = 16;  // as PyTorch sums
   static constexpr int shared_bytes(int stages) { return stages * Operands::kStageBytes; }
 
   const int lane, warp_query, warp_key;  // the warp's first query and key in the tile
@@ -60,6 +62,11 @@ struct KernelDbias2 {
   Exponent probabilities;
   BiasFragment<Mma, scalar_t> bias2[kStripes];
   float dbias2[kStripes][4][8] = {};
+
+  // Whether blocks add to dbias2 or to their parts of it, which therefore begin with zeros.
+  CUTLASS_HOST_DEVICE static bool adds(const BackwardInputs& args) {
+    return (args.dbias2_slices > 1 && !args.dbias2_parts) || (Config::kExact && args.p.N > kRun);
+  }
 
   CUTLASS_DEVICE static void run(const BackwardInputs& args, int stages, char* shared) {
     const int thread = int(threadIdx.x);
@@ -94,7 +101,7 @@ struct KernelDbias2 {
   // Main loop: while one n is computed from one stage, the next one arrives in the other.
   CUTLASS_DEVICE void add_rows(Operands& operands, const BackwardInputs& args, const Position& at, int stages) {
     VisibleRows<Config::kKeys, Index> rows(args.mask, Index(at.b * args.p.N), at.key, at.n_begin, at.n_end);
-    int stage = 0, n = rows.next(at.n_begin);
+    int stage = 0, n = rows.next(at.n_begin), num_in_run = 0;
     if (n < at.n_end) {
       operands.advance(n - at.n_begin);
       operands.load(0);
@@ -112,6 +119,10 @@ struct KernelDbias2 {
       if (Config::kMaxStages == 2 && stages == 2 && more) operands.load(next_stage);
       if (more) next = operands.load_vectors(next_n);
 
+      if constexpr (Config::kExact) {
+        if (num_in_run == kRun) add_run(args), num_in_run = 0;
+        ++num_in_run;
+      }
       add_row(operands, stage);
 
       if (stages == 1 && more) {
@@ -174,24 +185,44 @@ struct KernelDbias2 {
     }
   }
 
-  // Epilogue. A single slice stores dbias2; several slices add to it atomically, or store a part each.
-  CUTLASS_DEVICE void store(const BackwardInputs& args, const Position& at) const {
+  // Adds the sums of a run of rows n to memory. What rounding takes from these additions begins the next run (Kahan),
+  // so that errors do not grow with the number of runs. In deterministic mode one lane alone adds to an element, in
+  // order.
+  CUTLASS_DEVICE void add_run(const BackwardInputs& args) {
+    for_each_vector(args, Position(args), [&](float* dst, int valid, auto value) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Map::kElementsPerAccess; ++i) {
+        if (i < valid) value(i) = atomic_add_and_keep_rest(dst + i, value(i));
+      }
+    });
+  }
+
+  // Epilogue. A single slice stores dbias2, several slices add to it atomically or store a part each; after runs, all
+  // add.
+  CUTLASS_DEVICE void store(const BackwardInputs& args, const Position& at) {
+    const bool adds_to_zeros = adds(args);
+    for_each_vector(args, at, [&](float* dst, int valid, auto value) {
+      float v[Map::kElementsPerAccess];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Map::kElementsPerAccess; ++i) v[i] = value(i);
+      put(dst, v, valid, args.p.Lk % 4 == 0, adds_to_zeros);
+    });
+  }
+
+  // Calls f(address, how many exist, reference to the sum of the i-th) for each four neighbours of a lane.
+  template <typename F>
+  CUTLASS_DEVICE void for_each_vector(const BackwardInputs& args, const Position& at, F&& f) {
     const BwdParams& p = args.p;
-    const bool adds = args.dbias2_slices > 1 && !args.dbias2_parts;
     const int query = at.query + lane_query, key = at.key + warp_key + Mma::first_column(lane);
     float* out = args.dbias2_parts ? args.dbias2_parts + at.slice * (p.B * p.H * p.Lq * p.Lk) : p.dbias2;
     out += ((at.b * p.H + at.h) * p.Lq + query) * p.Lk + key;
-    using Map = ScoreStripeMap<Mma>;
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < kStripes; ++stripe) {
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < Map::kParts; ++part) {
         for_each_access<Map>(0, 32 * stripe + part * Mma::kGroupStep, [&](int row, int col, int access) {
-          float v[Map::kElementsPerAccess];
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < Map::kElementsPerAccess; ++i) v[i] = Map::at(dbias2[stripe], part, access, i);
           const int valid = row < int(p.Lq) - query ? int(p.Lk) - key - col : 0;
-          put(out + row * p.Lk + col, v, valid, p.Lk % 4 == 0, adds);
+          f(out + row * p.Lk + col, valid, [&](int i) -> float& { return Map::at(dbias2[stripe], part, access, i); });
         });
       }
     }

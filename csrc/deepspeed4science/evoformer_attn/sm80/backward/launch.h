@@ -177,8 +177,10 @@ class Sm80Backward : BackwardHost {
   }
 
   void dbias2() {
-    int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
-    if (plan_.num_slices > 1 && plan_.dbias2_parts < 0) zero(p_.dbias2, size);
+    const int64_t size = p_.B * p_.H * p_.Lq * p_.Lk;
+    if (KernelDbias2<Dbias2>::adds(args_)) {
+      args_.dbias2_parts ? zero(args_.dbias2_parts, plan_.num_slices * size) : zero(p_.dbias2, size);
+    }
     int64_t tiles = ceil_div(p_.Lq, Dbias2::kQueries) * ceil_div(p_.Lk, Dbias2::kKeys) * p_.B * p_.H;
     start(backward_dbias2<Dbias2>, tiles * plan_.num_slices, Dbias2::kThreads,
           Kernel::dbias2_shared_bytes(plan_.dbias2_stages), args_, plan_.dbias2_stages);
