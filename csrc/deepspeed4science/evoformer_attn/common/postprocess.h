@@ -9,7 +9,7 @@
 //     again without these rows n.
 //
 // The kernels before it raise a flag where they find either. Without the flag nothing is repaired. With it, this kernel
-// is slow: it computes in float32, with a group of lanes for each score and sums in a fixed order.
+// is slow: it computes in float32, with a group of lanes for each score and sums in a fixed order (BiasSum).
 //
 // After the repair, rows of dbias2 are made to add up to 0 (common/dbias2_rows.h), and bias gradients that are wanted
 // in the type of q are rounded.
@@ -95,6 +95,8 @@ class Postprocess {
   static constexpr int kKeys = 32 / kLanes;                                      // keys of a warp
   static constexpr int kPerLane = kHeadDim / kLanes;
   static constexpr bool kExact = sizeof(scalar_t) == 4;
+  // One sum in float32 over hundreds of rows n or queries would round more than the error law allows in float32.
+  using BiasSum = typename cutlass::platform::conditional<kExact, double, float>::type;
 
   // This lane's channels of a query or key: sublane, sublane + kLanes, ...
   struct Channels {
@@ -192,7 +194,7 @@ class Postprocess {
     for (int64_t x = lane_; x < p_.H * p_.Lq; x += 32) hides |= is_hidden(bn, x / p_.Lq, x % p_.Lq);
     if (!ptx::any(hides)) return;
 
-    float sum = 0.f;
+    BiasSum sum = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t h = 0; h < p_.H; ++h) {
       Channels sum_dk, sum_dv;
@@ -205,7 +207,7 @@ class Postprocess {
       if (p_.dk && exists) store(dk(h), p_.D, sum_dk, p_.scale);
       if (p_.dv && exists) store(dv(h), p_.Dv, sum_dv, 1.f);
     }
-    if (dbias1 && exists && sublane_ == 0) *dbias1 = sum;
+    if (dbias1 && exists && sublane_ == 0) *dbias1 = float(sum);
   }
   CUTLASS_DEVICE static bool has_nan(const Channels& channels) {
     bool found = false;
@@ -249,7 +251,7 @@ class Postprocess {
       for (int first = 0; left != 0; first += kKeys, left >>= kKeys) {
         if (left % (1 << kKeys) == 0) continue;
         const int64_t mine = key0 + first + of_group_;
-        float sum = 0.f;
+        BiasSum sum = 0;
         CUTLASS_PRAGMA_NO_UNROLL
         for (int64_t n = 0; n < p_.N; ++n) {
           if (!is_hidden(b * p_.N + n, h, q)) sum += score(b, n, h, q, mine < p_.Lk ? mine : p_.Lk - 1).ds;
@@ -258,7 +260,7 @@ class Postprocess {
         if (rounded) {
           rounded[row + mine] = scalar_t(sum);
         } else {
-          p_.dbias2[row + mine] = sum;
+          p_.dbias2[row + mine] = float(sum);
         }
       }
     }
