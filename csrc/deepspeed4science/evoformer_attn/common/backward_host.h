@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/overlapping_launch.h"
 #include "common/postprocess_host.h"
 #include "common/preprocess.h"
 #include "common/workspace.h"
@@ -37,19 +38,9 @@ class BackwardHost {
     kernel<<<dim3(uint32_t(blocks)), dim3(uint32_t(threads)), size_t(shared), stream_>>>(args...);
     check(cudaGetLastError());
   }
-  // From compute capability 9.0 up, the kernel starts beside the last blocks of the previous one, and must itself wait
-  // for its end (ptx::wait_for_kernel_before).
   template <typename Kernel, typename... Args>
   void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
-    if (!allow_shared(kernel, shared)) return;
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(uint32_t(blocks)), config.blockDim = dim3(uint32_t(threads));
-    config.dynamicSmemBytes = size_t(shared), config.stream = stream_;
-    config.attrs = &overlap, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, args...));
+    if (allow_shared(kernel, shared)) check(launch_overlapping(kernel, blocks, threads, shared, stream_, args...));
   }
   void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
   // Parts that lie one after another in the workspace, in a fixed order.

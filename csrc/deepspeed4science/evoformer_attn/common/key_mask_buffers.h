@@ -5,6 +5,7 @@
 
 #include "common/key_mask.h"
 #include "common/key_mask_layout.h"
+#include "common/overlapping_launch.h"
 
 namespace ds4s {
 
@@ -55,9 +56,8 @@ class KeyMaskBuffers {
   cudaError_t fill(void* workspace, void* copy, cudaStream_t stream, PostprocessFlag flag = {}) const {
     if (!needed() || num_blocks() == 0) return cudaSuccess;
     if (workspace == nullptr) return cudaErrorInvalidValue;
-    find_visible_keys<scalar_t>
-        <<<unsigned(num_blocks()), kKeyMaskThreads, 0, stream>>>(arguments(workspace, copy, flag));
-    return cudaGetLastError();
+    return launch_overlapping(find_visible_keys<scalar_t>, num_blocks(), kKeyMaskThreads, /*shared=*/0, stream,
+                              arguments(workspace, copy, flag));
   }
 
  private:

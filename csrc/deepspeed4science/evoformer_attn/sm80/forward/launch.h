@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "common/key_mask_buffers.h"
+#include "common/overlapping_launch.h"
 #include "common/repack.h"
 #include "kernel_forward.h"
 #include "params.h"
@@ -120,17 +121,13 @@ struct Sm80Forward {
     set(p.o_stride, k.o_strideM, k.o_strideH, k.o_strideB, k.o_strideOuter);
   }
 
-  // Starts beside the last blocks of find_visible_keys, where the device can; the kernel itself waits for that one.
   static cudaError_t start(const typename Kernel::Params& k, unsigned blocks, cudaStream_t stream) {
-    cudaLaunchAttribute overlaps{};
-    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlaps.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(unsigned(Kernel::kNumThreads));
-    config.dynamicSmemBytes = size_t(Kernel::kSharedBytes), config.stream = stream;
-    config.attrs = &overlaps;
-    config.numAttrs = kSingleValueIteration && has_dependent_launch() && k.key_mask.range != nullptr;
-    return cudaLaunchKernelEx(&config, attention_forward<Kernel>, k);
+    if (kSingleValueIteration && k.key_mask.range != nullptr) {  // beside the last blocks of find_visible_keys
+      return launch_overlapping(attention_forward<Kernel>, blocks, Kernel::kNumThreads, Kernel::kSharedBytes, stream,
+                                k);
+    }
+    attention_forward<Kernel><<<blocks, unsigned(Kernel::kNumThreads), size_t(Kernel::kSharedBytes), stream>>>(k);
+    return cudaGetLastError();
   }
 
   // More than 48 KiB of dynamic shared memory must be requested, once on each device.
