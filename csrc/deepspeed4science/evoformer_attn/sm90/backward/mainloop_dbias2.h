@@ -142,7 +142,7 @@ struct Dbias2Mainloop {
   }
 
   CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
-                                   const ConsumerCoord& at) {
+                                   int num_slices, const ConsumerCoord& at) {
     if (args.waits_before_stores) ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
@@ -150,13 +150,14 @@ struct Dbias2Mainloop {
     bool odd = at.lane % 2 != 0;
     query += odd ? 8 : 0, key -= odd ? 2 : 0;
     float* out = args.dbias2 + (offset + query) * args.Lk + key;
+    const bool adds = args.adds_dbias2 && num_slices > 1;
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kKeys / 2; x += 4) {
       float value[4];
       four_of_a_row(value, dbias2 + x, odd);
       int valid = query < args.Lq ? args.Lk - (key + 2 * x) : 0;
       float* dst = out + 2 * x;
-      if (args.adds_dbias2) {
+      if (adds) {
         atomic_add_access<4>(dst, value, valid);
       } else {
         store_four(dst, value, valid, args.Lk % 4 == 0);
