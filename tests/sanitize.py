@@ -38,7 +38,8 @@ SM90_CALLS = (
     (3, 70, 300, 40, 64),  # dq by additions to accumulators in L2
     (2, 40, 301, 60, 128),
     (2, 60, 300, 60, 128),  # dbias2 by additions, too
-    (1, 130, 130, 50, 32),  # N = 1: blocks have several tiles of one row n
+    (1, 130, 130, 140, 32),  # N = 1: blocks have a second tile
+    (1, 130, 450, 80, 32),  # N = 1: two warpgroups divide the keys of a tile, and of a second one
 )
 # padded: -inf, as for padded pair maps. stairs: other keys in each row n, and row n 0 left out by
 # row_mask. queries: bias2 hides all keys of some queries, whose dO is NaN. one key: all but one.
@@ -48,7 +49,7 @@ MASKED_CALLS = (
     (9, 100, 450, 2, 128),
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (3, 70, 300, 40, 64),
-    (1, 130, 130, 50, 32),
+    (1, 130, 450, 80, 32),
 )
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -116,6 +116,55 @@ def test_more_tiles_than_blocks_and_fewer():
 
 
 @each_dtype
+@pytest.mark.parametrize(("bias1", "bias2"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("Lk", [33, 64, 100, 190, 256, 300, 700])
+def test_warpgroups_that_divide_the_keys_of_one_row(Lk, bias1, bias2, dtype, plans):
+    """By four and by two; some have no keys. In the second, blocks have one tile or two."""
+    few = {"fewest_tiles": (1, 3), "few_tiles": (11, 8)}
+    for kernel, (B, H) in few.items():
+        case = Case("divided", B=B, N=1, Lq=200, Lk=Lk, H=H, D=24, bias1=bias1, bias2=bias2)
+        check(case.inputs(dtype, "cuda"))
+        assert plans[-2]["kernel"] == kernel
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [-torch.inf, -1e9])
+@pytest.mark.parametrize(("B", "H"), [(3, 3), (11, 8)], ids=["by-four", "by-two"])
+def test_masks_where_warpgroups_divide_the_keys(B, H, value, dtype):
+    """Each b another: nothing seen, steps before, between and behind hidden ones, a single key."""
+    inputs = Case("masked", B=B, N=1, Lq=200, Lk=500, H=H, D=32).inputs(dtype, "cuda")
+    value = max(value, torch.finfo(dtype).min) if value > -torch.inf else value
+    inputs.bias1[0] = value
+    inputs.bias1[1, ..., :192] = value
+    inputs.bias1[1, ..., 256:384] = value
+    inputs.bias1[2, ..., 70:] = value
+    if B > 3:
+        inputs.bias1[3, ..., :320] = value
+        inputs.bias1[4, ..., 1:] = value
+        inputs.bias1[5, ..., 128:] = value
+    check(inputs)
+
+
+@each_dtype
+@pytest.mark.parametrize(("B", "H"), [(1, 3), (11, 8)], ids=["by-four", "by-two"])
+def test_references_that_differ_among_warpgroups(B, H, dtype):
+    """Scores that rise or fall along the keys; NaN and infinity that only one warpgroup sees."""
+
+    def draw(slope):
+        inputs = Case("slope", B=B, N=1, Lq=130, Lk=400, H=H).inputs(dtype, "cuda")
+        inputs.bias1 += slope * torch.arange(400, device="cuda")
+        return inputs
+
+    # In float16, with 8, one key has nearly all of the weight, so few elements decide about dbias1.
+    for slope in (-8.0, -0.25, 0.5, 8.0 if dtype == torch.bfloat16 else 2.0):
+        check_calls(partial(draw, slope), draws=16)
+    inputs = draw(0)
+    inputs.bias2[..., 5, 70] = torch.nan
+    inputs.bias2[..., 6, 200] = torch.inf
+    check(inputs)
+
+
+@each_dtype
 @pytest.mark.parametrize("L", [65, 389])
 def test_lse_is_the_natural_logarithm(L, dtype):
     """Backwards of any family rebuild P from it: an error of lse is a relative error of P, to be

@@ -20,9 +20,17 @@ def plan(tmp_path_factory):
     ("call", "expected"),
     [
         ((32, 384, 384, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
-        ((24, 1, 768, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 48 tiles
-        ((24, 1, 4096, 16, False, 132), "kernel=one_row workspace_bytes=0"),  # 256
-        ((24, 1, 4096, 16, False, 264), "kernel=few_tiles workspace_bytes=0"),
+        (
+            (24, 1, 512, 16, False, 132),
+            "kernel=fewest_tiles workspace_bytes=0",
+        ),  # 128 of 64 queries
+        ((24, 1, 512, 16, False, 128), "kernel=few_tiles workspace_bytes=0"),
+        ((24, 1, 768, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),
+        ((24, 1, 2048, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 256 of 128
+        ((24, 1, 2176, 16, False, 132), "kernel=one_row workspace_bytes=0"),
+        ((24, 1, 2176, 16, False, 137), "kernel=few_tiles workspace_bytes=0"),
+        ((64, 1, 4096, 8, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 512 of 64
+        ((64, 1, 4352, 8, False, 132), "kernel=one_row workspace_bytes=0"),
         ((32, 2, 100, 3, True, 132), "kernel=many_rows bias2=copied workspace_bytes=62464"),
         ((128, 8, 64, 2, False, 132), "kernel=many_rows workspace_bytes=0"),
         ((32, 1536, 1536, 4, False, 132), "kernel=many_rows workspace_bytes=0"),

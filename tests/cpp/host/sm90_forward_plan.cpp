@@ -15,7 +15,9 @@ int main(int, char** argv) {
   p.bias2_stride[0] = p.H * p.Lq * row, p.bias2_stride[1] = p.Lq * row, p.bias2_stride[2] = row, p.bias2_stride[3] = 1;
   ForwardFacts device;
   device.one_row_blocks = number(6);
-  const Sm90ForwardPlan plan = p.D <= 32 ? make_plan<32>(p, device) : make_plan<128>(p, device);
+  const Sm90ForwardPlan plan = p.D <= 32   ? make_plan<32>(p, device)
+                               : p.D <= 64 ? make_plan<64>(p, device)
+                                           : make_plan<128>(p, device);
   char text[256];
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out);

@@ -21,11 +21,15 @@ struct ForwardConfig {
   static constexpr int kRows = Tiles::kRows, kQueryTiles = Tiles::kQueryTiles;
   static constexpr int kStages = Tiles::kStages, kBlocksPerSm = Tiles::kBlocksPerSm;
   static constexpr bool kPipelined = Tiles::kPipelined;
+  static constexpr int kSplits = Tiles::kSplits;  // warpgroups of a tile: each computes every kSplits-th step
+  static_assert(kSplits == 1 || kPipelined, "attend() takes all steps");
+  static_assert(kStages >= 2 * kSplits, "a warpgroup reads V of a step until the end of its next one");
 
   static constexpr int kQueries = 64;  // rows of one wgmma
   static constexpr int kKeys = 64;     // keys a step
   static constexpr int kBlockQueries = kQueries * kQueryTiles;
-  static constexpr int kWarpgroups = kRows * kQueryTiles;      // consumers
+  static constexpr int kTiles = kRows * kQueryTiles;
+  static constexpr int kWarpgroups = kTiles * kSplits;         // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
   // float16 has few subnormals, and its largest bias is finite with any factor (args.h).
   static constexpr bool kScalesQ = cutlass::platform::is_same<scalar_t, cutlass::bfloat16_t>::value;
@@ -59,7 +63,8 @@ struct ForwardConfig {
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
-  static constexpr int kFirstWarps = 4 * kQueryTiles;  // warps that read a row n of the first tile (first_mask.h)
+  static constexpr int kFirstWarps =
+      4 * kQueryTiles * kSplits;  // warps that read a row n of the first tile (first_mask.h)
   // What the producer publishes to the consumers about a tile, together with its Q.
   struct Visible {
     int num_steps;   // loaded steps: those with a visible key, and num_unseen
@@ -67,8 +72,15 @@ struct ForwardConfig {
     int tail_units;  // 1 or 2: only the first 16 tail_units keys of the last step are visible
     uint32_t rows;   // a bit for each row n that sees a key
   };
+  // What a warpgroup has computed of a tile, [element][thread].
+  struct Partial {
+    float o[kHeadDim / 2][128];
+    float m[2][128], l[2][128];
+  };
+  struct NoPartials {};
+  using Partials = cute::conditional_t<(kSplits > 1), Partial[kTiles][kSplits > 1 ? kSplits - 1 : 1], NoPartials>;
   struct Shared {
-    alignas(1024) uint8_t q[2][kWarpgroups][QTile::kBytes];  // this tile's and the next one's; O leaves through it
+    alignas(1024) uint8_t q[2][kTiles][QTile::kBytes];  // this tile's and the next one's; O leaves through it
     KeyStage keys[kStages];
     ValueStage values[kStages];
     alignas(16) Bias1Stage bias1[kStages];
@@ -78,6 +90,7 @@ struct ForwardConfig {
     EmptyBarrier mask_full[2], mask_empty[2];
     FullBarrier q_full[2], k_full[kStages], v_full[kStages];
     EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
+    Partials partials;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes * kBlocksPerSm <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");

@@ -114,8 +114,10 @@ struct Sm90Forward {
         return Launch<typename Choice::ManyRows>::run(p, plan, bias2, stream);
       case ForwardKernel::kOneRow:
         return Launch<typename Choice::OneRow>::run(p, plan, bias2, stream);
-      default:
+      case ForwardKernel::kFewTiles:
         return Launch<typename Choice::FewTiles>::run(p, plan, bias2, stream);
+      default:
+        return Launch<typename Choice::FewestTiles>::run(p, plan, bias2, stream);
     }
   }
 

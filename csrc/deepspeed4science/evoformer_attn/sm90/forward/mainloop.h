@@ -8,6 +8,7 @@
 
 #include "sm90/forward/config.h"
 #include "sm90/forward/softmax.h"
+#include "sm90/forward/split_tile.h"
 
 namespace ds4s::sm90 {
 
@@ -26,7 +27,10 @@ struct ForwardMainloop {
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr int kQSteps = Config::kQSteps;
   static constexpr bool kHasBias1 = Config::kHasBias1, kHasBias2 = Config::kHasBias2;
+  static constexpr int kSplits = Config::kSplits;
   using Softmax = WarpgroupSoftmax<scalar_t>;
+  using Split = SplitTile<Config>;
+  using Keys = typename Split::Keys;
 
   // Multiplies Q by `factor` in place: Q'.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
@@ -145,7 +149,7 @@ struct ForwardMainloop {
 
   // Attends to all visible keys, one step after another; of a narrow last step only to its first 16 tail_units keys.
   // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups.
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
+  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, const Keys& keys,
                                     const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                     Softmax& softmax, const ConsumerCoord& at) {
     int last_stage = -1, key = 0;
@@ -170,8 +174,8 @@ struct ForwardMainloop {
     };
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
-    for (; key < end; key += kKeys, pipe.advance()) step(s, p);
-    const int tail_units = uniform(seen.tail_units);
+    for (; key < keys.end; key += kKeys, pipe.advance()) step(s, p);
+    const int tail_units = Split::tail_units(seen);
     if (tail_units == 1) last_step<16>(step, pipe);
     if (tail_units == 2) last_step<32>(step, pipe);
     wgmma_wait<0>();
@@ -187,10 +191,10 @@ struct ForwardMainloop {
     wgmma_wait<0>();  // p, the product's operand, ends here
   }
 
-  // As attend(), but O += P V of a step runs beside the exponentials of the next step.
-  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, int end,
-                                              const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
-                                              Softmax& softmax, const ConsumerCoord& at) {
+  // As attend(), but O += P V of a step runs beside the exponentials of the next step, which is kSplits steps later.
+  CUTLASS_DEVICE static void attend_pipelined(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q,
+                                              const Keys& keys, const Visible& seen, PendingStore& pending,
+                                              float (&o)[kHeadDim / 2], Softmax& softmax, const ConsumerCoord& at) {
     float factor[2];
     float s[kKeys / 2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
@@ -201,14 +205,14 @@ struct ForwardMainloop {
     fence_registers(s);
     shared.k_empty[pipe.index].arrive();
     pending.finish(shared.q_empty, at);
-    exponentiate</*kFirst=*/true>(even, factor, s, softmax, args.Lk, at);  // o is still 0
+    exponentiate</*kFirst=*/true>(even, factor, s, softmax, args.Lk - keys.begin, at);  // o is still 0
 
-    int key = kKeys;
+    int key = keys.begin + kSplits * kKeys;
     auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
       const Pipe values = pipe;
       const bool values_here =  // tested early, because the answer takes a while
           shared.v_full[values.index].test_wait(values.phase);
-      pipe.advance();
+      Split::advance_to_next(pipe);
       shared.k_full[pipe.index].wait(pipe.phase);
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
       if (!values_here) shared.v_full[values.index].wait(values.phase);
@@ -221,7 +225,7 @@ struct ForwardMainloop {
       fence_registers(o);
       if (moves) rescale(o, factor);
       shared.v_empty[values.index].arrive();
-      key += kKeys;
+      key += kSplits * kKeys;
     };
     auto last_product = [&](auto& p) {
       shared.v_full[pipe.index].wait(pipe.phase);
@@ -232,7 +236,7 @@ struct ForwardMainloop {
       pipe.advance();
     };
     auto finish = [&](uint32_t (&p)[kKeys / 4]) {
-      const int tail_units = uniform(seen.tail_units);
+      const int tail_units = Split::tail_units(seen);
       if (tail_units == 0) {
         last_product(p);
       } else if (tail_units == 1) {
@@ -246,9 +250,9 @@ struct ForwardMainloop {
       }
     };
     while (true) {
-      if (key >= end) return finish(even);
+      if (key >= keys.end) return finish(even);
       step(s, even, odd);
-      if (key >= end) return finish(odd);
+      if (key >= keys.end) return finish(odd);
       step(s, odd, even);
     }
   }
@@ -278,10 +282,11 @@ struct ForwardMainloop {
     store_tile<scalar_t, QTile>(map_o, tile, o, inverse, at, query, block.head, n, block.batch);
   }
 
-  // Releases the stages of steps that this warpgroup does not compute.
-  CUTLASS_DEVICE static void release(Shared& shared, Pipe& pipe, int num_steps) {
+  // Releases the stages of steps that nobody computes, each by the warpgroups that would.
+  CUTLASS_DEVICE static void release(Shared& shared, Pipe& pipe, int num_steps, const ConsumerCoord& at) {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+      if (step % kSplits != Split::index(at)) continue;
       shared.k_full[pipe.index].wait(pipe.phase);
       shared.k_empty[pipe.index].arrive();
       shared.v_full[pipe.index].wait(pipe.phase);
@@ -290,36 +295,47 @@ struct ForwardMainloop {
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
-    ConsumerCoord at = ConsumerCoord::of_thread<kQueryTiles>();
+    ConsumerCoord at = Split::coordinates();
     Pipe pipe;
     QPipe q_pipe;
     PendingStore pending;
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
       Coordinates block = Config::locate(args, tile);
-      uint8_t* q = shared.q[q_pipe.index][at.warpgroup];
+      uint8_t* q = shared.q[q_pipe.index][at.warpgroup / kSplits];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);
       const Visible& seen = shared.visible[q_pipe.index];
       const int num_unseen = uniform(seen.num_unseen);
       const int num_steps = uniform(seen.num_steps) - num_unseen;
-      const int end = (num_steps - (uniform(seen.tail_units) > 0)) * kKeys;
+      const Keys keys = Split::keys(num_steps, uniform(seen.tail_units), at);
       const uint32_t rows = seen.rows;
-      release(shared, pipe, num_unseen);
+      release(shared, pipe, num_unseen, at);
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
       if (exists && (rows >> at.row & 1) != 0) {
-        if constexpr (Config::kScalesQ) scale_q(q, args.q_factor, at);
+        if (Config::kScalesQ && Split::is_first(at)) scale_q(q, args.q_factor, at);
+        Split::sync(at);  // and the previous tile's partial results have been read
         const uint32_t q_low = QTile::descriptor_low(shared_address(q));
         float o[kHeadDim / 2] = {};
         Softmax softmax(args.c);
-        if constexpr (Config::kPipelined) {
-          attend_pipelined(shared, args, pipe, q_low, end, seen, pending, o, softmax, at);
+        if constexpr (kSplits > 1) {
+          if (keys.begin < keys.end) {
+            Pipe mine = pipe;
+            Split::advance(mine, Split::index(at));
+            attend_pipelined(shared, args, mine, q_low, keys, seen, pending, o, softmax, at);
+          } else {
+            pending.finish(shared.q_empty, at);
+          }
+          for (int step = 0; step < num_steps; ++step) pipe.advance();
+        } else if constexpr (Config::kPipelined) {
+          attend_pipelined(shared, args, pipe, q_low, keys, seen, pending, o, softmax, at);
         } else {
-          attend(shared, args, pipe, q_low, end, seen, pending, o, softmax, at);
+          attend(shared, args, pipe, q_low, keys, seen, pending, o, softmax, at);
         }
-        finish(q, args, map_o, block, o, softmax, at);
+        Split::join(shared, o, softmax, at);
+        if (Split::is_first(at)) finish(q, args, map_o, block, o, softmax, at);
       } else {  // nothing to compute, but the stages must be released
         pending.finish(shared.q_empty, at);
-        release(shared, pipe, num_steps);
-        if (exists) {  // a row n that sees no key
+        release(shared, pipe, num_steps, at);
+        if (exists && Split::is_first(at)) {  // a row n that sees no key
           float o[kHeadDim / 2] = {};
           Softmax softmax(args.c);
           finish(q, args, map_o, block, o, softmax, at);

@@ -12,8 +12,8 @@
 namespace ds4s::sm90 {
 
 // The instantiations of the forward kernel; ForwardChoice (tile_sizes.h) has their tiles.
-enum class ForwardKernel : int { kManyRows, kOneRow, kFewTiles };
-constexpr const char* kForwardKernelNames[] = {"many_rows", "one_row", "few_tiles"};
+enum class ForwardKernel : int { kManyRows, kOneRow, kFewTiles, kFewestTiles };
+constexpr const char* kForwardKernelNames[] = {"many_rows", "one_row", "few_tiles", "fewest_tiles"};
 
 struct ForwardFacts : DeviceFacts {
   int64_t one_row_blocks = 0;  // resident blocks of ForwardChoice::OneRow; queried only where N is 1
@@ -57,14 +57,17 @@ inline void plan_workspace(Sm90ForwardPlan& plan, const FwdParams& p) {
   plan.workspace_bytes = layout.bytes();
 }
 
-// With N = 1 no second row n shares bias2. Where tiles of 256 queries would leave multiprocessors idle, tiles of 64
-// run.
+// With N = 1 no second row n shares bias2. Where large tiles would leave multiprocessors idle, smaller ones run, whose
+// keys several warpgroups divide.
 template <int kHeadDim>
 Sm90ForwardPlan make_plan(const FwdParams& p, const ForwardFacts& device) {
   Sm90ForwardPlan plan;
   if (p.N == 1) {
-    const bool few = num_forward_tiles<typename ForwardChoice<kHeadDim>::OneRow>(p) < device.one_row_blocks;
-    plan.kernel = few ? ForwardKernel::kFewTiles : ForwardKernel::kOneRow;
+    using Choice = ForwardChoice<kHeadDim>;
+    const bool few = num_forward_tiles<typename Choice::FewTiles>(p) < Choice::kMostFewTiles * device.one_row_blocks;
+    const bool fewest =
+        num_forward_tiles<typename Choice::FewestTiles>(p) < Choice::kMostFewestTiles * device.one_row_blocks;
+    plan.kernel = fewest ? ForwardKernel::kFewestTiles : few ? ForwardKernel::kFewTiles : ForwardKernel::kOneRow;
   }
   plan_workspace(plan, p);
   return plan;

@@ -22,7 +22,7 @@ struct ForwardProducer {
   using BiasTile = typename Config::BiasTile;
   using Mask = typename Config::Mask;
   using Steps = TileSteps<Config::kRows>;
-  static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kWarpgroups = Config::kWarpgroups;
+  static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kTiles = Config::kTiles;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr bool kHasBias2 = Config::kHasBias2;
   static constexpr int kPartSteps = 8;  // of a part (sm90/pace.h)
@@ -115,11 +115,11 @@ struct ForwardProducer {
   // Q counts as full when all its bytes have arrived and shared.visible is written.
   CUTLASS_DEVICE static void load_q(Shared& shared, int buffer, const ForwardMaps& maps, const Coordinates& at) {
     FullBarrier& full = shared.q_full[buffer];
-    full.expect_transaction(kWarpgroups * QTile::kBytes);
+    full.expect_transaction(kTiles * QTile::kBytes);
     CUTLASS_PRAGMA_UNROLL
-    for (int w = 0; w < kWarpgroups; w += Config::kOneLoad ? kWarpgroups : 1) {
-      load_tile<QTile>(maps.q, full, shared.q[buffer][w], 0, at.query + w % kQueryTiles * kQueries, at.head,
-                       at.row + w / kQueryTiles, at.batch);
+    for (int t = 0; t < kTiles; t += Config::kOneLoad ? kTiles : 1) {
+      load_tile<QTile>(maps.q, full, shared.q[buffer][t], 0, at.query + t % kQueryTiles * kQueries, at.head,
+                       at.row + t / kQueryTiles, at.batch);
     }
   }
   CUTLASS_DEVICE static void load_keys(Shared& shared, int stage, const ForwardArgs& args, const ForwardMaps& maps,

@@ -56,12 +56,17 @@ struct WarpgroupSoftmax {
       l[0] = l_before[0], l[1] = l_before[1];
     }
     move(factor, s);
-    if (careful) {
-      exponentiate_careful(p, s);
-    } else {
-      exponentiate_common(p, s);
-    }
+    exponentiate_careful(p, s);
     return true;
+  }
+
+  // Adds the sum of row r over other keys, of reference `their_m`. Accumulators must then be multiplied by `factor`,
+  // and those of the other keys by `of_theirs`.
+  CUTLASS_DEVICE void join(int r, float their_m, float their_l, float& factor, float& of_theirs) {
+    const float larger = fmaxf(m[r], their_m), reference = larger == -infinity() ? 0.f : larger;
+    factor = ptx::exp2((m[r] - reference) * c), of_theirs = ptx::exp2((their_m - reference) * c);
+    l[r] = fmaf(their_l, of_theirs, l[r] * factor);
+    m[r] = larger;
   }
 
   // Called once, after the last keys: sums l over the four threads of each row.
