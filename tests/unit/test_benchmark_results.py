@@ -131,20 +131,25 @@ def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
         assert (b"exponentials" if "limits" in name else b"this op") in drawn
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (0.0195, 16)])
-def test_replays_are_measured_once_the_clocks_have_settled(monkeypatch, seconds, expected):
-    """Each replay takes a millisecond and tells its number: the median of the last seven."""
-    replays: list[float] = []
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (0.0025, 5.5)])
+def test_replays_are_measured_in_bursts_after_pauses(monkeypatch, seconds, expected):
+    """Each replay takes a millisecond and tells its number in its burst, times that of the burst:
+    without the first, the median of each, and of all seven.
+    """
+    replays, bursts = [], []
 
     def replay_ms(graph):
-        replays.append(float(len(replays)))
+        replays.append(len(replays) - bursts[-1] + 0.75 * len(bursts))
         return replays[-1]
 
-    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * len(replays))
+    clock = SimpleNamespace(
+        perf_counter=lambda: 1e-3 * len(replays), sleep=lambda _: bursts.append(len(replays))
+    )
     monkeypatch.setattr(replay, "time", clock)
-    monkeypatch.setattr(replay, "SETTLING_SECONDS", seconds)
+    monkeypatch.setattr(replay, "BURST_SECONDS", seconds)
     monkeypatch.setattr(replay, "_replay_ms", replay_ms)
-    assert replay._settled_ms(None) == expected
+    assert replay._steady_ms(None) == expected
+    assert len(bursts) == replay.NUM_BURSTS
 
 
 def test_replays_of_several_processes_join():
