@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from statistics import median
 
 import pytest
 import torch
@@ -145,19 +146,36 @@ def by_loops(x, direction, mask, w, eps=1e-5):
 
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_multiplication_is_algorithms_11_and_12(direction):
-    x, w = torch.randn(2, L, L, C), weights(torch.float32)
-    mask = (torch.rand(2, L, L) < 0.7).float()
-    wide = {name: tensor.double() for name, tensor in w.items()}
-    expected = by_loops(x.double(), direction, mask.double(), wide).float()
-    torch.testing.assert_close(triangle_multiplicative_update(x, direction, mask, **w), expected)
-    one = triangle_multiplicative_update(x[0], direction, mask[0].bool(), **w)
-    torch.testing.assert_close(one, expected[0])
-    rounded = triangle_multiplicative_update(x, direction, mask, **w, precision="bfloat16")
-    narrow = triangle_multiplicative_update(x.bfloat16(), direction, mask, **w)
-    assert rounded.dtype == narrow.dtype == torch.bfloat16
-    assert law.relative_error(rounded, expected) < 0.05 > law.relative_error(narrow, expected)
+    """Exactly so in float64. The second norm multiplies the roundings of a pair by up to 300 where
+    its channels are near each other, so other dtypes are judged by the median of several calls.
+    """
     other = "incoming" if direction == "outgoing" else "outgoing"
-    assert law.relative_error(triangle_multiplicative_update(x, other, mask, **w), expected) > 0.1
+    errors = {"single": [], "rounded": [], "narrow": [], "other": []}
+    for _ in range(9):
+        x, w = torch.randn(2, L, L, C), weights(torch.float32)
+        mask = (torch.rand(2, L, L) < 0.7).float()
+        wide = {name: tensor.double() for name, tensor in w.items()}
+        expected = by_loops(x.double(), direction, mask.double(), wide)
+        exact = triangle_multiplicative_update(x.double(), direction, mask.double(), **wide)
+        torch.testing.assert_close(exact, expected)
+        one = triangle_multiplicative_update(x[0].double(), direction, mask[0].bool(), **wide)
+        torch.testing.assert_close(one, expected[0])
+        results = (
+            triangle_multiplicative_update(x, direction, mask, **w),
+            triangle_multiplicative_update(x, direction, mask, **w, precision="bfloat16"),
+            triangle_multiplicative_update(x.bfloat16(), direction, mask, **w),
+            triangle_multiplicative_update(x, other, mask, **w),
+        )
+        assert [result.dtype for result in results[:3]] == [
+            torch.float32,
+            torch.bfloat16,
+            torch.bfloat16,
+        ]
+        for found, result in zip(errors.values(), results, strict=True):
+            found.append(law.relative_error(result, expected))
+    middle = {name: median(found) for name, found in errors.items()}
+    assert middle["single"] < 1e-6
+    assert middle["rounded"] < 0.05 > middle["narrow"] and middle["other"] > 0.1
 
 
 def test_multiplication_tells_what_is_wrong():

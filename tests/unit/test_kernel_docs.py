@@ -56,11 +56,14 @@ def test_tiles_of_the_cpu():
 def test_tiles_of_the_sm90_forward():
     page = (ROOT / "docs" / "kernels" / "sm90.md").read_text()
     code = (KERNELS / "sm90" / "forward" / "tile_sizes.h").read_text()
-    found = re.findall(r"ForwardTiles<(\d), (\d), (\d), (\d), /\*kPipelined=\*/([^>]+)>", code)
+    number = r"(\d), " * 4
+    found = re.findall(
+        rf"ForwardTiles<{number}/\*kPipelined=\*/([^>]+?)(?:, /\*kSplits=\*/(\d))?>", code
+    )
     pipelined = {"true": ["yes"], "false": ["no"], "kHeadDim <= 32": ["yes", "no"]}
     expected = [
-        [f"{rows} x {tiles}", stages, blocks, answer]
-        for rows, tiles, stages, blocks, word in found
+        [f"{rows} x {tiles}" + (f", keys divided by {splits}" if splits else ""), *numbers, answer]
+        for rows, tiles, *numbers, word, splits in found
         for answer in pipelined[word.strip()]
     ]
     table = page.partition("| tier | rows n x query tiles |")[2].partition("\n\n")[0]
