@@ -166,15 +166,13 @@ def test_multiplication_is_algorithms_11_and_12(direction):
             triangle_multiplicative_update(x.bfloat16(), direction, mask, **w),
             triangle_multiplicative_update(x, other, mask, **w),
         )
-        assert [result.dtype for result in results[:3]] == [
-            torch.float32,
-            torch.bfloat16,
-            torch.bfloat16,
-        ]
+        dtypes = [result.dtype for result in results]
+        assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
         for found, result in zip(errors.values(), results, strict=True):
             found.append(law.relative_error(result, expected))
     middle = {name: median(found) for name, found in errors.items()}
-    assert middle["single"] < 1e-6
+    assert middle["single"] < 1e-6 and max(errors["single"]) < 1e-5
+    assert max(*errors["rounded"], *errors["narrow"]) < 0.5
     assert middle["rounded"] < 0.05 > middle["narrow"] and middle["other"] > 0.1
 
 

@@ -20,10 +20,8 @@ def plan(tmp_path_factory):
     ("call", "expected"),
     [
         ((32, 384, 384, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
-        (
-            (24, 1, 512, 16, False, 132),
-            "kernel=fewest_tiles workspace_bytes=0",
-        ),  # 128 of 64 queries
+        # 128 tiles of 64 queries
+        ((24, 1, 512, 16, False, 132), "kernel=fewest_tiles workspace_bytes=0"),
         ((24, 1, 512, 16, False, 128), "kernel=few_tiles workspace_bytes=0"),
         ((24, 1, 768, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),
         ((24, 1, 2048, 16, False, 132), "kernel=few_tiles workspace_bytes=0"),  # 256 of 128

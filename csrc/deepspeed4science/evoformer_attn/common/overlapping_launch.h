@@ -9,7 +9,8 @@
 
 namespace ds4s {
 
-// The kernel itself must wait for the end of the previous one (ptx::wait_for_kernel_before).
+// The kernel itself must wait for the end of the previous one (ptx::wait_for_kernel_before) before it touches memory
+// that that one writes or reads, and before it ends, so that waiting for this kernel includes all earlier ones.
 template <typename Kernel, typename... Args>
 cudaError_t launch_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, cudaStream_t stream,
                                const Args&... args) {

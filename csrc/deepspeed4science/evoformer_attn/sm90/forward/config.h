@@ -63,8 +63,8 @@ struct ForwardConfig {
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
-  static constexpr int kFirstWarps =
-      4 * kQueryTiles * kSplits;  // warps that read a row n of the first tile (first_mask.h)
+  // Warps that read a row n of the first tile (first_mask.h).
+  static constexpr int kFirstWarps = 4 * kQueryTiles * kSplits;
   // What the producer publishes to the consumers about a tile, together with its Q.
   struct Visible {
     int num_steps;   // loaded steps: those with a visible key, and num_unseen
