@@ -13,7 +13,7 @@ struct Dbias2Config {
   using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kQueries = 64, kKeys = Tiles::kKeys;  // of a warpgroup
-  static constexpr int kScores = Tiles::kScores, kColumns = Tiles::kColumns, kStages = Tiles::kStages;
+  static constexpr int kColumns = Tiles::kColumns, kStages = Tiles::kStages;
   static constexpr int kQueryTiles = Tiles::kQueryTiles, kKeyTiles = Tiles::kKeyTiles;
   static constexpr bool kCutsEvenly = Tiles::kCutsEvenly;
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
@@ -54,6 +54,12 @@ struct Dbias2Config {
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Pipe = PipelineState<kStages>;
+  // The second of the two stages of a row n. With an even number of stages both are of one phase.
+  CUTLASS_DEVICE static Pipe second(Pipe pipe) {
+    if constexpr (kStages % 2 == 0) return {pipe.index + 1, pipe.phase};
+    pipe.advance();
+    return pipe;
+  }
 
   // One tile of a block: kBlockQueries queries, tile_keys keys (at most kBlockKeys), a slice of the rows n.
   struct Coordinates {

@@ -36,7 +36,7 @@ struct Dbias2Consumer {
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
       Coordinates block = Config::locate(args, kKeys * Config::kKeyTiles, tiles.tile);
       if (block.query + at.row * Config::kQueries < args.Lq && block.key + at.tile * kKeys < args.Lk) {
-        typename Mainloop::Biases bias2;
+        typename Mainloop::Sums bias2;
         typename Mainloop::Sums dbias2 = {};
         Mainloop::load_bias2(bias2, args, block, at);
         Mainloop::run_steps(shared, args, pipe, block, bias2, dbias2, at);

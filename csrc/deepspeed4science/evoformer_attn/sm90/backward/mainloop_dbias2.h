@@ -17,14 +17,9 @@ struct Dbias2Mainloop {
   using QueryTile = typename Config::QueryTile;
   using KeyTile = typename Config::KeyTile;
   static constexpr int kKeys = kKeys_;
-  static constexpr int kScores = kKeys < Config::kKeys ? kKeys : Config::kScores;
   static constexpr int kColumns = kKeys < Config::kKeys ? kKeys : Config::kColumns;
-  using Scores = float[kScores / 2];
-  using Products = float[kColumns / 2];
+  using Scores = float[kColumns / 2];
   using Sums = float[kKeys / 2];
-  // bias2, packed where it would take too many registers.
-  static constexpr bool kPacked = kScores > 64;
-  using Biases = cute::conditional_t<kPacked, uint32_t, float>[kKeys / (kPacked ? 4 : 2)];
 
   // The coordinates of a lane's first element.
   CUTLASS_DEVICE static int first_query(const Coordinates& block, const ConsumerCoord& at) {
@@ -35,7 +30,7 @@ struct Dbias2Mainloop {
   }
 
   // Loads log2(e) bias2 in the order of the accumulators; nothing is read past the ends of bias2.
-  CUTLASS_DEVICE static void load_bias2(Biases& bias2, const BackwardArgs& args, const Coordinates& block,
+  CUTLASS_DEVICE static void load_bias2(Sums& bias2, const BackwardArgs& args, const Coordinates& block,
                                         const ConsumerCoord& at) {
     int query = first_query(block, at), key = first_key(block, at);
     const scalar_t* ptr = static_cast<const scalar_t*>(args.bias2) + block.batch * args.bias2_stride[0] +
@@ -47,46 +42,30 @@ struct Dbias2Mainloop {
       const scalar_t* element = ptr + i * args.bias2_stride[2] + j;
       if (i < args.Lq && j + 1 < args.Lk) pair = *reinterpret_cast<const uint32_t*>(element);
       if (i < args.Lq && j + 1 == args.Lk) pair = ptx::load_bits(element);
-      if constexpr (kPacked) {
-        bias2[x / 2] = pair;
-      } else {
-        float2 value = ptx::unpack<scalar_t>(pair);
-        bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
-      }
+      float2 value = ptx::unpack<scalar_t>(pair);
+      bias2[x] = value.x * kLog2e, bias2[x + 1] = value.y * kLog2e;
     }
-    // Keeps the values unpacked: otherwise the compiler would unpack them again for every row n.
-    if constexpr (!kPacked) fence_registers(bias2);
+    fence_registers(bias2);  // otherwise the compiler would unpack them again for every row n
   }
   // s becomes P; bias2 from its element `part` on.
-  CUTLASS_DEVICE static void exponentiate(Scores& s, const Biases& bias2, int part, float c) {
+  CUTLASS_DEVICE static void exponentiate(Scores& s, const Sums& bias2, int part, float c) {
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kScores / 2; x += 2) {
-      float2 value;
-      if constexpr (kPacked) {
-        uint32_t pair = bias2[(part + x) / 2];
-        asm volatile("" : "+r"(pair));  // unpacked here and not earlier
-        value = ptx::unpack<scalar_t>(pair);
-        value.x *= kLog2e, value.y *= kLog2e;
-      } else {
-        value = make_float2(bias2[part + x], bias2[part + x + 1]);
-      }
-      s[x] = ptx::exp2(fmaf(s[x], c, value.x)), s[x + 1] = ptx::exp2(fmaf(s[x + 1], c, value.y));
-    }
+    for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], c, bias2[part + x]));
   }
 
   // x += queries keys^T
-  template <int kN>
-  CUTLASS_DEVICE static void start(float (&x)[kN / 2], uint32_t queries, uint32_t keys) {
+  CUTLASS_DEVICE static void start(Scores& x, uint32_t queries, uint32_t keys) {
+    const uint64_t first_query = QueryTile::descriptor(queries), first_key = KeyTile::descriptor(keys);
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < Config::kHeadSteps; ++step) {
-      wgmma<scalar_t, kN, Major::K>(x, QueryTile::descriptor(queries + QueryTile::columns_step(step)),
-                                    KeyTile::descriptor(keys + KeyTile::columns_step(step)));
+      wgmma<scalar_t, kColumns, Major::K>(x, first_query + QueryTile::columns_step(step),
+                                          first_key + KeyTile::columns_step(step));
     }
     wgmma_commit();
   }
 
   CUTLASS_DEVICE static void run_steps(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
-                                       const Coordinates& block, const Biases& bias2, Sums& dbias2,
+                                       const Coordinates& block, const Sums& bias2, Sums& dbias2,
                                        const ConsumerCoord& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     // Start addresses of this warpgroup's rows in the first stage, and of the terms of their rank-1 updates.
@@ -96,46 +75,39 @@ struct Dbias2Mainloop {
     const uint32_t first_query_terms = start_address(shared.stages[0].queries.terms) + Rank1Tile::rows_step(row);
     const uint32_t first_key_terms = start_address(shared.stages[0].keys.terms) + key * (Rank1Tile::rows_step(1) / 2);
     const uint32_t ones = start_address(shared.ones);
-    Scores s;
-    Products dp;
+    Scores s, dp;
     shared.full[pipe.index].wait(pipe.phase);
     int left = uniform(shared.num_rows[pipe.index]);
     CUTLASS_PRAGMA_NO_UNROLL
     do {
-      const typename Config::Pipe of_scores = pipe;
-      pipe.advance();
-      const typename Config::Pipe of_products = pipe;
+      const typename Config::Pipe of_scores = pipe, of_products = Config::second(pipe);
+      pipe = of_products;
       pipe.advance();
       shared.full[of_scores.index].wait(of_scores.phase);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < kKeys; part += kColumns) {
         const uint32_t keys = first_keys + KeyTile::rows_step(part / 16);
-        if (part % kScores == 0) {
-          uint32_t stage = of_scores.index * kNextStage;
-          wgmma_begin();
-          Rank1Terms::start_sum<kScores>(s, stage + first_query_terms,
-                                         stage + first_key_terms + Rank1Tile::rows_step(part / 16));
-          start<kScores>(s, stage + first_queries, stage + keys);
-        }
+        uint32_t stage = of_scores.index * kNextStage;
+        wgmma_begin();
+        Rank1Terms::start_sum<kColumns>(s, stage + first_query_terms,
+                                        stage + first_key_terms + Rank1Tile::rows_step(part / 16));
+        start(s, stage + first_queries, stage + keys);
         if (part == 0) shared.full[of_products.index].wait(of_products.phase);
-        uint32_t stage = of_products.index * kNextStage;
+        stage = of_products.index * kNextStage;
         wgmma_begin();
         Rank1Terms::start_rows<kColumns>(dp, stage + first_query_terms, ones);
-        start<kColumns>(dp, stage + first_queries, stage + keys);
-        if (part % kScores == 0) {
-          wgmma_wait<1>();
-          fence_registers(s);
-          if (part + kScores == kKeys) shared.empty[of_scores.index].arrive();
-          exponentiate(s, bias2, part / 2, args.c);
-          fence_registers(s);  // all of this before the next wait
-        }
+        start(dp, stage + first_queries, stage + keys);
+        wgmma_wait<1>();
+        fence_registers(s);
+        if (part + kColumns == kKeys) shared.empty[of_scores.index].arrive();
+        exponentiate(s, bias2, part / 2, args.c);
         wgmma_wait<0>();
         fence_registers(dp);
         if (part + kColumns == kKeys) shared.empty[of_products.index].arrive();
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kColumns / 2; ++x) {
           float& sum = dbias2[part / 2 + x];
-          sum = fmaf(s[part % kScores / 2 + x], dp[x], sum);
+          sum = fmaf(s[x], dp[x], sum);
         }
       }
     } while (--left != 0);

@@ -51,15 +51,14 @@ struct WithDqInGlobal : Tiles {
 template <int kQueryTiles_,  // warpgroups along the queries, 64 queries each; they share K and V
           int kKeyTiles_,    // warpgroups along the keys; they share Q and dO
           int kKeys_,        // keys of a warpgroup: 64 or 128
-          int kScores_,      // keys of one product Q K^T
-          int kColumns_,     // keys of one product dO V^T: 64, or 32 to save registers
+          int kColumns_,     // keys of one product: 64, or 32 to save registers
           int kStages_>      // pipeline stages; each row n takes two, one for each product
 struct Dbias2Tiles {
-  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kScores = kScores_;
-  static constexpr int kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kQueryTiles = kQueryTiles_, kKeyTiles = kKeyTiles_, kKeys = kKeys_, kColumns = kColumns_;
+  static constexpr int kStages = kStages_;
   static constexpr int kBlockQueries = 64 * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   // The kernel also has mainloops for 56 and 48 keys of a warpgroup.
-  static constexpr bool kCutsEvenly = kKeys == 64 && kScores == 64 && kColumns == 64;
+  static constexpr bool kCutsEvenly = kKeys == 64 && kColumns == 64;
 };
 
 // One of three types, by the tier of D.
@@ -108,11 +107,11 @@ struct BackwardTiles {
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.69, tiles of 64 keys 0.72; (1,48,768,16,48):
   // 0.35, with five stages 0.385. At D = 128 no more than three stages fit.
-  using Dbias2 = ForTier<kHeadDim, Dbias2Tiles<1, 3, 64, 64, 64, 8>, Dbias2Tiles<2, 1, 128, 128, 64, 4>,
-                         Dbias2Tiles<2, 1, 128, 128, 64, 3>>;
+  using Dbias2 =
+      ForTier<kHeadDim, Dbias2Tiles<1, 3, 64, 64, 8>, Dbias2Tiles<2, 1, 128, 64, 4>, Dbias2Tiles<2, 1, 128, 64, 3>>;
   // Where square tiles cover less beyond Lq and Lk: (1,256,256,4,32) 0.045 instead of 0.055. Where both cover the same,
   // Dbias2 is faster: (1,768,768,4,32) 0.83 instead of 0.90.
-  using SquareDbias2 = ForTier<kHeadDim, Dbias2Tiles<2, 2, 64, 32, 32, 8>, Dbias2, Dbias2>;
+  using SquareDbias2 = ForTier<kHeadDim, Dbias2Tiles<2, 2, 64, 32, 8>, Dbias2, Dbias2>;
 };
 
 }  // namespace ds4s::sm90
