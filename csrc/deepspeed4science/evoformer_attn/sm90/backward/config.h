@@ -74,7 +74,7 @@ struct DqDkdvConfig {
   };
   struct Dq {
     DqTile tiles[kQueries / kColumns];
-    EmptyBarrier full[kStages][kTiles];  // dS is stored
+    EmptyBarrier full[kStages];  // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];
     EmptyBarrier ready[3][kTiles];  // for clusters (cluster_reduce.h)
     FullBarrier received[2][kTiles];

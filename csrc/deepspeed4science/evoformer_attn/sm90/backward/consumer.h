@@ -27,6 +27,7 @@ struct DqDkdvConsumer {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     ConsumerCoord at = ConsumerCoord::of_thread<Config::kTiles>();
+    ptx::keep(at.lane);  // otherwise every step reads threadIdx again
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     PendingStore pending;

@@ -19,9 +19,7 @@ struct DqShared {
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
-    for (auto& stage : dq.full) {
-      for (auto& barrier : stage) barrier.init(128);
-    }
+    for (auto& barrier : dq.full) barrier.init(128 * kTiles);
     for (auto& barrier : dq.keys_read) barrier.init(128 * kTiles);
   }
 
@@ -45,10 +43,10 @@ struct DqShared {
       if (at.issues()) cute::tma_store_wait<0>();
       at.sync();
     }
-    float4* mine = reinterpret_cast<float4*>(tile.x[0][threadIdx.x % 128]);
+    float4* mine = reinterpret_cast<float4*>(tile.x[0][32 * at.warp + at.lane]);
     Sum sum = {};
     if (!first) load(sum, mine);
-    for (int t = 0; t < kTiles; ++t) shared.dq.full[pipe.index][t].wait(pipe.phase);
+    shared.dq.full[pipe.index].wait(pipe.phase);
     multiply(sum, start_address(shared.stages[pipe.index].bias2), start_address(shared.owned[state.owned_pipe.index]));
     shared.empty[pipe.index].arrive();
     if (!last) {

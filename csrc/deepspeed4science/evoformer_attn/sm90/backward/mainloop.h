@@ -44,7 +44,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumnSteps; ++g) stmatrix_trans(address + g * 16 * BiasTile::kRowBytes, ds + 4 * g);
     cutlass::arch::fence_view_async_shared();
-    shared.dq.full[stage][at.tile].arrive();
+    shared.dq.full[stage].arrive();
   }
   // Stores dS = 0 for hidden keys. For keys that do not exist, the tile holds zeros already: TMA has loaded bias2 as 0.
   CUTLASS_DEVICE static void store_zero_ds(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
@@ -53,7 +53,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
       for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
       cutlass::arch::fence_view_async_shared();
     }
-    shared.dq.full[stage][at.tile].arrive();
+    shared.dq.full[stage].arrive();
   }
 
   CUTLASS_DEVICE static void find_dbias2(Results& results, const BackwardArgs& args, const Coordinates& block,

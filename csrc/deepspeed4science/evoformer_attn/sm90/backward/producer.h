@@ -188,9 +188,9 @@ struct DqDkdvProducer {
     const Coordinates at = Config::locate(args, tiles.tile);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int query = 0; query < args.Lq; query += kColumns, pipe.advance()) {
+      shared.dq.full[pipe.index].wait(pipe.phase);
       CUTLASS_PRAGMA_UNROLL
       for (int t = 0; t < kTiles; ++t) {
-        shared.dq.full[pipe.index][t].wait(pipe.phase);
         const int key = at.owned + t * kOwned;
         if (key < args.Lk) {
           cute::SM90_TMA_STORE_5D::copy(&maps.dbias2, shared.stages[pipe.index].bias2[t], key, query, at.head, 0,
