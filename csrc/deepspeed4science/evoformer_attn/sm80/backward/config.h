@@ -70,6 +70,8 @@ struct OwnedTileConfig : Config {
   static constexpr bool kWantsDbias1 = kWantsDbias1_;
   static constexpr bool kFusesDq = false;
   static constexpr bool kKeepsAddresses = false;
+  static constexpr bool kKeepsThread = true;
+  static constexpr bool kTransposesGradients = false;
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
@@ -93,6 +95,10 @@ struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
   // A lane's offsets stay in registers. Wider heads have no registers left and compute the offsets for each tile.
   static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
+  // The loop keeps values that follow from threadIdx.x in registers. D = 64 has none left and computes them again.
+  static constexpr bool kKeepsThread = Config::kHeadDim < 64;
+  // dk and dv are computed transposed (transposed_gradient.h), except at D = 64, where the loop would spill more.
+  static constexpr bool kTransposesGradients = Config::kHeadDim < 64;
   // bias2 is transposed through shared memory. D = 64 has no shared memory left and reads a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;

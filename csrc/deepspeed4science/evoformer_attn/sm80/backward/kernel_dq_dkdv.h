@@ -152,7 +152,7 @@ struct KernelDqDkdv {
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
       const int channel = at.part * Config::kPartChannels;
       scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + channel;
-      if constexpr (Config::kFusesDq) {
+      if constexpr (Config::kTransposesGradients) {
         store_transposed(g, stride[2], acc, factor, owned_left, channels, loop.warp.lane);
       } else {
         store_rows<Mma, Config::kAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);

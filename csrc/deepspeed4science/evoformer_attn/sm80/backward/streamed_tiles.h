@@ -88,7 +88,7 @@ struct StreamedTiles {
       ptx::cp_async_commit();
       return;
     }
-    int t = thread - half * Config::kLoadThreads;
+    int t = Config::kKeepsThread ? thread - half * Config::kLoadThreads : ptx::thread_index() % Config::kLoadThreads;
     ptx::keep(t);  // the loaders need registers here only, not through the whole loop
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) {
@@ -170,32 +170,33 @@ struct QueryVectors {
   const float* ptr;  // of the next tile
   int64_t step;
   float unit;
-  int query, count;
+  int kept_query, count;
   bool is_delta;
 
   CUTLASS_DEVICE QueryVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)
       : bias1(args, at.b, at.n),
         unit(unit_),
-        query(int(threadIdx.x) % kStreamed),
+        kept_query(int(threadIdx.x) % kStreamed),
         count(at.num_streamed(args.p)),
         is_delta(uniform(uint32_t(threadIdx.x / kStreamed)) != 0) {
     static_assert(Config::kThreads == 2 * kStreamed, "a thread for each value");
     const DeltaInDq<scalar_t> delta(args.p, at.b, at.n, at.h);
     const int stride = is_delta ? delta.stride : 1;
-    ptr = (is_delta ? delta.ptr : NegativeLse<float>(args, at.b, at.n, at.h).ptr) + int64_t(query) * stride;
+    ptr = (is_delta ? delta.ptr : NegativeLse<float>(args, at.b, at.n, at.h).ptr) + int64_t(query()) * stride;
     step = int64_t(kStreamed) * stride;
   }
 
+  CUTLASS_DEVICE int query() const { return Config::kKeepsThread ? kept_query : ptx::thread_index() % kStreamed; }
   // first: of the tile; called for one tile after the other.
   CUTLASS_DEVICE Loaded load(int first) {
     float x = 0.f;
-    if (first + query < count) x = *ptr;
+    if (first + query() < count) x = *ptr;
     ptr += step;
     return x;
   }
   CUTLASS_DEVICE void store(float* s, float x, int first) const {
-    if (!is_delta) x = first + query < count ? NegativeLse<float>::value(x) * unit : -infinity();
-    store_column(s + (is_delta ? 2 * kStreamed : 0), query, x);
+    if (!is_delta) x = first + query() < count ? NegativeLse<float>::value(x) * unit : -infinity();
+    store_column(s + (is_delta ? 2 * kStreamed : 0), query(), x);
   }
 };
 
