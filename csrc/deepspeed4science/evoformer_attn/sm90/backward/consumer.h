@@ -27,7 +27,8 @@ struct DqDkdvConsumer {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     ConsumerCoord at = ConsumerCoord::of_thread<Config::kTiles>();
-    ptx::keep(at.lane);  // otherwise every step reads threadIdx again
+    // Otherwise every step reads threadIdx again. At D = 128 no register is left.
+    if constexpr (Config::kHeadDim <= 64) ptx::keep(at.lane);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     PendingStore pending;
