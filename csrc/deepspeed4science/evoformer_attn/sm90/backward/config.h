@@ -88,7 +88,7 @@ struct DqDkdvConfig {
     float4 sums[kSums][64 * 16 / 4];
   };
   struct DqGlobalBarriers {
-    EmptyBarrier full[DqGlobalTiles::kDsStages][kTiles], empty[DqGlobalTiles::kDsStages];
+    EmptyBarrier full[DqGlobalTiles::kDsStages], empty[DqGlobalTiles::kDsStages];  // dS of all tiles; its stage
     EmptyBarrier accumulator_free, added;
     int accumulator;  // index of the accumulator that accumulator_free announces
   };

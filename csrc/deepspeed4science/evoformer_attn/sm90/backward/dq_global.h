@@ -36,8 +36,7 @@ struct DqGlobal {
   using Sum = float[kQueries / 2];
 
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
-    for (auto& stage : barriers.full)
-      for (auto& barrier : stage) barrier.init(128);
+    for (auto& barrier : barriers.full) barrier.init(128 * kTiles);
     for (auto& barrier : barriers.empty) barrier.init(128 * kTiles);
     barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
   }
@@ -70,17 +69,19 @@ struct DqGlobal {
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kColumns / 16; ++g) stmatrix_trans(address + g * 16 * DsTile::kRowBytes, ds + 4 * g);
     cutlass::arch::fence_view_async_shared();
-    shared.dq_global_barriers.full[pipe.index][at.tile].arrive();
+    shared.dq_global_barriers.full[pipe.index].arrive();
     state.given.advance();
   }
 
-  // Waits for the dS stored last, of this warpgroup's keys; for dS of the next step for dq, of all keys.
-  CUTLASS_DEVICE static void wait_for_own(const ConsumerState& state, Shared& shared, const ConsumerCoord& at) {
-    typename ConsumerState::Pipe last = state.given.before();
-    shared.dq_global_barriers.full[last.index][at.tile].wait(last.phase);
+  // Waits for the dS stored last, of this warpgroup's keys. At D = 128 the barrier's number is computed again, since no
+  // register is left to keep it.
+  CUTLASS_DEVICE static void wait_for_own(const ConsumerCoord& at) {
+    const int warpgroup = Config::kHeadDim <= 64 ? at.warpgroup : int(threadIdx.x) / 128;
+    cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
   }
+  // Waits for dS of the next step for dq, of all keys.
   CUTLASS_DEVICE static void wait_for_all(const ConsumerState& state, Shared& shared) {
-    for (auto& barrier : shared.dq_global_barriers.full[state.taken.index]) barrier.wait(state.taken.phase);
+    shared.dq_global_barriers.full[state.taken.index].wait(state.taken.phase);
   }
 
   // dk += dS^T Q, math.md (14), of the step whose dS was stored last.

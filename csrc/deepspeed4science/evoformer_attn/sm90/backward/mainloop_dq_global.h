@@ -118,12 +118,12 @@ struct DqGlobalMainloop {
       Products::begin(state.s, shared, pipe.index, args.unit, at);
       wgmma_begin();
       start_scores(state, operands, pipe.index);
-      Dq::wait_for_own(dq, shared, at);
+      Dq::wait_for_own(at);
       if (state.adds) Dq::wait_for_all(dq, shared);
       wgmma_begin();
       start_results(state, results, dq, shared, operands, at);
     }
-    Dq::wait_for_own(dq, shared, at);
+    Dq::wait_for_own(at);
     if (state.adds) Dq::wait_for_all(dq, shared);
     wgmma_begin();
     start_results(state, results, dq, shared, operands, at);
