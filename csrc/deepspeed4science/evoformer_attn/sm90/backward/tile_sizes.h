@@ -105,8 +105,8 @@ struct BackwardTiles {
       std::conditional_t<kHeadDim <= 64, WithDqInGlobal<DqDkdvTiles<1, 2, 64, 3, 1>, /*kAddsDbias2=*/false>,
                          WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
 
-  // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.69, tiles of 64 keys 0.72; (1,48,768,16,48):
-  // 0.35, with five stages 0.385. At D = 128 no more than three stages fit.
+  // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.62, with products of 128 keys and packed bias2
+  // 0.68, tiles of 64 keys 0.72. At D = 128 no more than three stages fit.
   using Dbias2 =
       ForTier<kHeadDim, Dbias2Tiles<1, 3, 64, 64, 8>, Dbias2Tiles<2, 1, 128, 64, 4>, Dbias2Tiles<2, 1, 128, 64, 3>>;
   // Where square tiles cover less beyond Lq and Lk: (1,256,256,4,32) 0.045 instead of 0.055. Where both cover the same,
