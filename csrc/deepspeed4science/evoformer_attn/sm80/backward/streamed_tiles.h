@@ -170,7 +170,7 @@ struct QueryVectors {
   const float* ptr;  // of the next tile
   int64_t step;
   float unit;
-  int kept_query, count;
+  int kept_query, count;  // kept_query: used if kKeepsThread
   bool is_delta;
 
   CUTLASS_DEVICE QueryVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)

@@ -88,7 +88,8 @@ struct DqDkdvConfig {
     float4 sums[kSums][64 * 16 / 4];
   };
   struct DqGlobalBarriers {
-    EmptyBarrier full[DqGlobalTiles::kDsStages], empty[DqGlobalTiles::kDsStages];  // dS of all tiles; its stage
+    EmptyBarrier full[DqGlobalTiles::kDsStages];   // dS of all tiles is stored
+    EmptyBarrier empty[DqGlobalTiles::kDsStages];  // and has been read
     EmptyBarrier accumulator_free, added;
     int accumulator;  // index of the accumulator that accumulator_free announces
   };
