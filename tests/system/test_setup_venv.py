@@ -42,14 +42,15 @@ def clone(tmp_path):
     return folder
 
 
-def set_up(clone, purpose, during=":"):
+def set_up(clone, purpose, during=":", first_in_path=()):
     """Its outcome, and what pip was asked for in this run."""
     log = clone / "pip.log"
     log.unlink(missing_ok=True)
     fakes.program(clone / "bin" / "python3", PYTHON.format(log=log, during=during))
     done = subprocess.run(
         [str(clone / "scripts" / "setup-venv"), purpose],
-        env=dict(os.environ) | {"PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        env=dict(os.environ)
+        | {"PATH": os.pathsep.join(map(str, [*first_in_path, clone / "bin", os.environ["PATH"]]))},
         capture_output=True,
         text=True,
     )
@@ -83,6 +84,17 @@ def test_a_change_installs_again_what_it_concerns(clone):
     _, asked = set_up(clone, "demo")
     assert "requirements-demo.txt" in asked and "--editable" not in asked
     assert "--editable ." in set_up(clone, "test")[1]
+
+
+def test_an_activated_environment_is_made_anew_by_the_python_outside(clone):
+    set_up(clone, "demo")
+    activated = clone / ".venv" / "bin"
+    outside = f'case "$2" in *_base_executable*) echo {clone}/bin/python3 ;; esac'
+    fakes.program(activated / "python3", f"#!/bin/sh\n{outside}\n")
+    (clone / "requirements-demo.txt").write_text("torch==2.99.0\n")
+    done, asked = set_up(clone, "demo", first_in_path=[activated])
+    assert done.returncode == 0, done.stderr
+    assert "requirements-demo.txt" in asked and not (activated / "python3").exists()
 
 
 def test_a_failure_is_shown_and_not_taken_for_done(clone):
