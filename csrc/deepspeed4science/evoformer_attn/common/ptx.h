@@ -24,13 +24,6 @@ CUTLASS_DEVICE float uniform(float x) { return __uint_as_float(uniform(__float_a
 
 namespace ds4s::ptx {
 
-// threadIdx.x, read again at each call: otherwise the compiler keeps it, or what is computed from it, in a register.
-CUTLASS_DEVICE int thread_index() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
-}
-
 // 2^x, flushing subnormals: ex2.approx.ftz (9.7.3.21), two units in the last place; -inf gives 0.
 CUTLASS_DEVICE float exp2(float x) {
   float y;

@@ -88,7 +88,7 @@ struct StreamedTiles {
       ptx::cp_async_commit();
       return;
     }
-    int t = Config::kKeepsThread ? thread - half * Config::kLoadThreads : ptx::thread_index() % Config::kLoadThreads;
+    int t = Config::kKeepsThread ? thread - half * Config::kLoadThreads : int(ptx::thread_x()) % Config::kLoadThreads;
     ptx::keep(t);  // the loaders need registers here only, not through the whole loop
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) {
@@ -186,7 +186,7 @@ struct QueryVectors {
     step = int64_t(kStreamed) * stride;
   }
 
-  CUTLASS_DEVICE int query() const { return Config::kKeepsThread ? kept_query : ptx::thread_index() % kStreamed; }
+  CUTLASS_DEVICE int query() const { return Config::kKeepsThread ? kept_query : int(ptx::thread_x()) % kStreamed; }
   // first: of the tile; called for one tile after the other.
   CUTLASS_DEVICE Loaded load(int first) {
     float x = 0.f;

@@ -39,7 +39,7 @@ struct Dbias2Consumer {
         typename Mainloop::Sums bias2;
         typename Mainloop::Sums dbias2 = {};
         Mainloop::load_bias2(bias2, args, block, at);
-        Mainloop::run_steps(shared, args, pipe, block, bias2, dbias2, at);
+        Mainloop::run_steps(shared, args, pipe, bias2, dbias2, at);
         Mainloop::store(dbias2, args, block, shared.tile_queue.num_slices, at);
       } else {  // nothing to compute, but the stages must be released
         int left = 0;

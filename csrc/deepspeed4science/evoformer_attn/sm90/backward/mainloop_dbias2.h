@@ -65,8 +65,7 @@ struct Dbias2Mainloop {
   }
 
   CUTLASS_DEVICE static void run_steps(Shared& shared, const BackwardArgs& args, typename Config::Pipe& pipe,
-                                       const Coordinates& block, const Sums& bias2, Sums& dbias2,
-                                       const ConsumerCoord& at) {
+                                       const Sums& bias2, Sums& dbias2, const ConsumerCoord& at) {
     constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
     // Start addresses of this warpgroup's rows in the first stage, and of the terms of their rank-1 updates.
     const int row = at.row * (Config::kQueries / 16), key = at.tile * (kKeys / 8);  // row: in 16, key: in 8
