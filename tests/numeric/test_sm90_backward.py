@@ -63,6 +63,41 @@ def test_many_rows_for_few_tiles_of_dbias2(D, deterministic, dtype):
         check(Case("slices", N=131, Lq=100, Lk=70, H=1, D=D).inputs(dtype, "cuda"))
 
 
+DIVIDED = [
+    Case("columns-tails", N=300, Lq=384, H=4),
+    Case("whole-tiles", N=70, Lq=768, H=4),
+    Case("columns", N=130, Lq=384, H=1),
+    Case("two-batches", B=2, N=120, Lq=384, H=2),
+    Case("D64", N=90, Lq=768, H=3, D=64),
+    Case("no-bias1", N=200, Lq=384, H=4, bias1=False),
+]
+MASKS = {
+    "none": lambda bias1: None,
+    "last-half": lambda bias1: bias1[..., bias1.shape[-1] // 2 :].fill_(-torch.inf),
+    "ragged": lambda bias1: bias1[:, ::3, ..., 100:].fill_(-1e9),
+    "rows": lambda bias1: bias1[:, -40:].fill_(-torch.inf),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mask"),
+    [(case, mask) for case in DIVIDED for mask in MASKS if case.bias1 or mask == "none"],
+    ids=lambda one: getattr(one, "id", one),
+)
+def test_rows_divided_among_clusters(case, mask, plans):
+    """dbias2 is that of the fixed order, whose slices the host chooses, up to the order of sums."""
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    if case.bias1:
+        MASKS[mask](inputs.bias1)
+    inputs.bias2 = inputs.bias2.float()  # whose gradient is not rounded
+    inputs.do = torch.randn_like(inputs.q)
+    found = run(ours, inputs)[NAMES.index("dbias2")]
+    assert plans[-1]["equal_tiles"] == "partitioned"
+    with determinism(True):
+        wanted = run(ours, inputs)[NAMES.index("dbias2")]
+    assert relative_error(found, wanted) < 2e-6
+
+
 @both_variants
 @pytest.mark.parametrize(
     ("Lq", "D"),

@@ -147,6 +147,19 @@ def test_slices(plan):
     assert (wide["dkdv"], wide["most_slices"]) == ("dq_global", "16")
 
 
+def test_where_clusters_divide_rows_of_equal_tiles(plan):
+    """Neither of few tiles, nor of many, nor in a fixed order, nor of square tiles."""
+    assert plan(**square(384))["equal_tiles"] == "partitioned"
+    assert plan(**square(768, bias1=1))["equal_tiles"] == "partitioned"
+    for other in (
+        square(1536, bias1=1),
+        square(384, deterministic=1),
+        square(256, bias1=1),
+        square(2048, bias1=1),
+    ):
+        assert "equal_tiles" not in plan(**other), other
+
+
 def test_pieces_of_the_workspace_are_apart(plan):
     """Offsets on 256 bytes; each piece ends before the next one, the last one within the whole."""
     seed = random.randrange(2**31)

@@ -41,6 +41,7 @@ struct BackwardArgs {
   bool stores_first, stores_second;  // kernel_dq_dkdv: which results are wanted
   bool stores_dbias1;                // each head stores a part of its own
   bool adds_dbias2;                  // several slices add into one result
+  bool partitions_rows;              // kernel_dbias2 may divide the rows n by RowPartition
   bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv stores it; rounded where it splits keys
   bool waits;                        // at its beginning the kernel waits for the end of the previous one
   bool waits_before_stores;          // it waits before its stores: accumulators of dq may lie in dbias2

@@ -19,6 +19,8 @@ struct Dbias2Config {
   static constexpr int kBlockQueries = kQueries * kQueryTiles, kBlockKeys = kKeys * kKeyTiles;
   static constexpr int kWarpgroups = kQueryTiles * kKeyTiles;  // consumers
   static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  // Whether the rows n may be divided by RowPartition. Producers with 32 registers would spill more of them.
+  static constexpr bool kPartitionsRows = kWarpgroups <= 3;
   // Statistics take many; tiles of 128 keys leave 56, four consumers 32.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : kWarpgroups < 3 ? 56 : 32;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters>;
@@ -92,6 +94,12 @@ struct Dbias2Config {
       first = at.slice * count + min(at.slice, rest), count += at.slice < rest;
       list = lists.rows == nullptr || count == 0 ? nullptr : lists.list(at.batch, at.list) + first;
       if (count == 0) first = args.N, count = 1;
+    }
+    // `of_piece` rows n, from the from-th on.
+    CUTLASS_DEVICE Rows(const BackwardArgs& args, const Coordinates& at, int from, int of_piece)
+        : first(from), count(of_piece) {
+      const RowLists& lists = args.row_lists;
+      list = lists.rows == nullptr ? nullptr : lists.list(at.batch, at.list) + from;
     }
     CUTLASS_DEVICE bool exist(const BackwardArgs& args) const { return first < args.N; }
     // Starts the load of a row index and does not wait for it.

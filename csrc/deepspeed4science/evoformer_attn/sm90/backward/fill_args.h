@@ -78,7 +78,7 @@ class BackwardFill {
   BackwardArgs dbias2(const Dbias2ClusterTile& tile, bool waits) const {
     BackwardArgs args = common(waits);
     args.dbias2 = plan_.dbias2_parts < 0 ? p_.dbias2 : at<float>(plan_.dbias2_parts);
-    args.adds_dbias2 = plan_.adds_dbias2;
+    args.adds_dbias2 = plan_.adds_dbias2, args.partitions_rows = plan_.partitions_rows;
     args.waits_before_stores = bool(plan_.dq_global);
     args.row_lists = row_lists();
     args.next_dbias2_tile = key_mask_.counter(at<void>(plan_.key_mask));

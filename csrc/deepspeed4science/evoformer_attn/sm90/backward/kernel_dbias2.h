@@ -1,6 +1,6 @@
 // dbias2, math.md (16), on Hopper: a warpgroup owns 64 x 64 elements of one (b, h) and iterates over the rows n that
-// see its keys, with dbias2 += P (dP - delta), math.md (11), in its registers. Where that gives too few blocks, the
-// rows n are cut into slices.
+// see its keys, with dbias2 += P (dP - delta), math.md (11), in its registers. So that all blocks end at the same time,
+// the rows n of tiles are divided (row_partition.h), or cut into slices.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -40,7 +40,7 @@ struct Dbias2Consumer {
         typename Mainloop::Sums dbias2 = {};
         Mainloop::load_bias2(bias2, args, block, at);
         Mainloop::run_steps(shared, args, pipe, bias2, dbias2, at);
-        Mainloop::store(dbias2, args, block, shared.tile_queue.num_slices, at);
+        Mainloop::store(dbias2, args, block, tiles.adds(), at);
       } else {  // nothing to compute, but the stages must be released
         int left = 0;
         do {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
-  if (threadIdx.x < 32) shared.tile_queue.count_tiles(args, Config::kBlockKeys);
+  if (threadIdx.x < 32) shared.tile_queue.template count_tiles<Config::kPartitionsRows>(args, Config::kBlockKeys);
   ptx::let_next_kernel_start();
   cute::cluster_sync();
 

@@ -112,8 +112,8 @@ struct Dbias2Mainloop {
     } while (--left != 0);
   }
 
-  CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block,
-                                   int num_slices, const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void store(const Sums& dbias2, const BackwardArgs& args, const Coordinates& block, bool adds,
+                                   const ConsumerCoord& at) {
     if (args.waits_before_stores) ptx::wait_for_kernel_before();
     int query = first_query(block, at), key = first_key(block, at);
     int64_t offset = (int64_t(block.batch) * args.H + block.head) * args.Lq;
@@ -121,7 +121,6 @@ struct Dbias2Mainloop {
     bool odd = at.lane % 2 != 0;
     query += odd ? 8 : 0, key -= odd ? 2 : 0;
     float* out = args.dbias2 + (offset + query) * args.Lk + key;
-    const bool adds = args.adds_dbias2 && num_slices > 1;
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kKeys / 2; x += 4) {
       float value[4];

@@ -25,7 +25,7 @@ struct Dbias2Producer {
     for (ClusterTileScheduler<Config, /*kTakes=*/true> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, shared.tile_queue.tile_keys, tiles.tile);
-      const typename Config::Rows rows(args, shared.tile_queue.num_slices, at);
+      const typename Config::Rows rows = tiles.rows(at);
       shared.empty[pipe.index].wait(pipe.phase ^ 1);
       shared.num_rows[pipe.index] = rows.count;
       int n, next;
@@ -101,7 +101,7 @@ struct Dbias2Producer {
     for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {
       Coordinates at = Config::locate(args, shared.tile_queue.tile_keys, tiles.tile);
-      const typename Config::Rows rows(args, shared.tile_queue.num_slices, at);
+      const typename Config::Rows rows = tiles.rows(at);
       Statistics statistics;
       const int own = (warp - step + kWarps) % kWarps;  // index of this warp's first row n
       int next;
