@@ -62,6 +62,9 @@ struct KeySegments {
     return has_holes ? from(begin) : whole_stripes(begin, end);
   }
 
+  // The same without RowMask, which the loop does not keep.
+  CUTLASS_DEVICE KeySegment first() const { return visible == nullptr ? KeySegment{begin, end} : from(begin); }
+
   CUTLASS_DEVICE bool has_more(const KeySegment& segment) const { return segment.end < end; }
   // The first segment that begins at `key`, a multiple of 16, or later. One exists.
   CUTLASS_DEVICE KeySegment from(int key) const {

@@ -32,6 +32,7 @@ struct ForwardBlock : ForwardLoads<K> {
   using Base::p;
   using Base::sConstants;
   using Base::thread;
+  static constexpr int kSumSteps = K::kStripes > 1 ? 1 : 4;  // large sums are looked for every so many stages
 
   // mask: that of the block's row n.
   CUTLASS_DEVICE void run(const RowMask& mask) {
@@ -72,17 +73,21 @@ struct ForwardBlock : ForwardLoads<K> {
     // loop takes 5 % longer; so only rows n with hidden keys take it.
     KeySegment segment = K::kSkips ? segments.first(mask) : all;
     if (K::kHasWholeLoop && segment.begin == 0 && segment.end == p.num_keys) {
-      add_segment</*kWhole=*/true>(o, softmax, all, start, /*is_sent=*/K::kSendsEarly, /*is_first=*/true);
+      add_segment</*kWhole=*/true, K::kFixesReference>(o, softmax, all, start, /*is_sent=*/K::kSendsEarly,
+                                                       /*is_first=*/true);
     } else {
       bool is_first = true;
       CUTLASS_PRAGMA_NO_UNROLL
       do {
-        add_segment</*kWhole=*/false>(o, softmax, segment, start, is_sent && is_first, is_first);
+        add_segment</*kWhole=*/false, K::kFixesReference>(o, softmax, segment, start, is_sent && is_first, is_first);
         is_first = false;
       } while (next_segment(segment));
     }
 
     softmax.finish();
+    if constexpr (K::kFixesReference) {
+      if (__syncthreads_or(!softmax.fits(o))) repeat(o, softmax);
+    }
     __syncthreads();  // the last reads of K and V
     const ForwardEpilogue<K> epilogue{*this};
     epilogue.merge_warps(o, softmax);
@@ -91,8 +96,24 @@ struct ForwardBlock : ForwardLoads<K> {
   }
 
  protected:
+  // Computes O again, with references that move: where those of the first keys were not right for some query.
+  CUTLASS_DEVICE void repeat(float (&o)[K::kTilesO][8], Softmax& softmax) {
+    softmax = Softmax(this->softmax_scale());
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 8 * K::kTilesO; ++x) o[x / 8][x % 8] = 0.f;
+    KeySegment segment = sConstants()->segments.first();
+    SegmentStart start;
+    CUTLASS_PRAGMA_NO_UNROLL
+    do {
+      add_segment</*kWhole=*/false, /*kFixesReference=*/false>(o, softmax, segment, start, /*is_sent=*/false,
+                                                               /*is_first=*/false);
+    } while (next_segment(segment));
+    softmax.finish();
+  }
+
   // O += P V for the keys of a segment. kWhole: the segment is all keys. is_sent: the first loads have been issued.
-  template <bool kWhole>
+  // is_first: of a block's segments.
+  template <bool kWhole, bool kFixesReference>
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   SegmentStart& start, bool is_sent, bool is_first) {
     constexpr bool kInRegisters = kWhole && K::kKeepsLoaders;
@@ -125,6 +146,8 @@ struct ForwardBlock : ForwardLoads<K> {
         __syncthreads();
       }
 
+      if (kFixesReference && step % kSumSteps == kSumSteps - 1) softmax.lower(o);
+
       // Skips stripes without keys. The test, false for the first stripe, also keeps ptxas from reordering across it:
       // 1.25 instead of 1.38 ms at D = 64, 1.20 instead of 1.31 at D = 128.
       int keys_left = segment.end - first;
@@ -151,13 +174,17 @@ struct ForwardBlock : ForwardLoads<K> {
         }
 
         // Probabilities and O += P V, math.md (7).
-        Row largest[K::kInFlight];
-        bool moves = false;
-        CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < K::kInFlight; ++t) moves |= softmax.must_move(largest[t], s[t]);
-        if (moves) {
-          softmax.move(largest_of(largest));
-          softmax.rescale(o, softmax.m_prime);
+        if constexpr (kFixesReference) {
+          if (is_first && step + stripe == 0) softmax.begin(s[0]);
+        } else {
+          Row largest[K::kInFlight];
+          bool moves = false;
+          CUTLASS_PRAGMA_UNROLL
+          for (int t = 0; t < K::kInFlight; ++t) moves |= softmax.must_move(largest[t], s[t]);
+          if (moves) {
+            softmax.move(largest_of(largest));
+            softmax.rescale(o, softmax.m_prime);
+          }
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {

@@ -2,9 +2,11 @@
 //
 //   p = 2^(c s - c m),  l = sum p,  c = scale * log2(e)
 //
-// m is a reference, not the running maximum. It moves only when a score of the row would make p exceed 2^kSlack: any m
-// gives the same quotient (5), and 2^8 fits every type to which P is rounded. Usually lanes exchange and rescale
-// nothing.
+// m is a reference, not the running maximum: any m gives the same quotient (5) as long as p and its sums fit their
+// types. There are two ways to choose it:
+//   begin()       once, from a row's first 32 scores, for P of a float's range. lower() keeps sums small, now and then;
+//                 fits() tells at the end whether all was right.
+//   must_move()   in each step: m moves when a score would make p exceed 2^kSlack, which fits every type of P.
 #pragma once
 
 #include <cutlass/array.h>
@@ -19,7 +21,12 @@ struct RowSoftmax {
   static constexpr int kLaneRows = Mma::kLaneRows;
   static constexpr int kPerSlot = 8 / kLaneRows;  // values of one row in an accumulator tile
   static constexpr float kSlack = 8.0f;
-  static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
+  // For begin(), lower() and fits(). In units of c m, a reference lies so much above a row's first scores. The scores
+  // of a stage may be 70 above those before it, and p V is a normal float for V from 2^-106 on.
+  static constexpr float kAbove = 20.0f;
+  static constexpr float kLeastSum = 1.0f / (1 << 21), kUsualSum = 1 << 20, kLargestSum = 1.7e38f;
+  static constexpr float kLargestStep = 120.0f;  // of m: 2 to the minus this is a normal float
+  static constexpr float kHuge = 65536.0f;       // from this |c m| on, the rounding of c m makes c s - c m too coarse
   using Row = cutlass::Array<float, kLaneRows>;
 
   Row cm;       // c m; 0 where huge, and 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
@@ -35,18 +42,51 @@ struct RowSoftmax {
     l.fill(0.f);
   }
 
+  // The reference of all steps: kAbove above a row's largest first score. 0 where these are hidden, or huge.
+  CUTLASS_DEVICE void begin(const float (&s)[4][8]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      const float x = Mma::reduce_max(largest_of(s, lane_row)) * c;
+      cm[lane_row] = fabsf(x) < kHuge ? x + kAbove : 0.f;
+    }
+  }
+  // Where a sum has become large: divides l and the accumulators by its size, and m rises by as much. A sum p V that is
+  // not finite makes l infinite, so that fits() returns false.
+  template <int kTiles>
+  CUTLASS_DEVICE void lower(float (&o)[kTiles][8]) {
+    float largest = l[0];
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 1; lane_row < kLaneRows; ++lane_row) largest = fmaxf(largest, l[lane_row]);
+    if (!ptx::any(largest > kUsualSum)) return;
+    const bool is_finite = all_finite(o);
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      const float sum = Mma::reduce_max(l[lane_row]), before = cm[lane_row];
+      if (sum > kUsualSum && sum <= kLargestSum) cm[lane_row] += fminf(ptx::log2(sum) + kAbove, kLargestStep);
+      m_prime[lane_row] = ptx::exp2(before - cm[lane_row]);
+      l[lane_row] = is_finite ? l[lane_row] * m_prime[lane_row] : infinity();
+    }
+    rescale(o, m_prime);
+  }
+  // After finish(): whether the references were right for the rows of this lane, so that no p was too large and none
+  // that matters too small. o: the lane's part of sum p V, which may exceed a float's range where p is large.
+  template <int kTiles>
+  CUTLASS_DEVICE bool fits(const float (&o)[kTiles][8]) const {
+    bool fits = true, is_large = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
+      fits &= l[lane_row] >= kLeastSum && l[lane_row] <= kLargestSum, is_large |= l[lane_row] > kUsualSum;
+    }
+    return fits && (!is_large || all_finite(o));
+  }
+
   // Sets `largest` to the lane's largest score of each row. Returns whether some row of the warp must move its
   // reference.
   CUTLASS_DEVICE bool must_move(Row& largest, const float (&s)[4][8]) const {
     bool above = false;
     CUTLASS_PRAGMA_UNROLL
     for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
-      largest[lane_row] = s[0][first_of(lane_row)];
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < 32; ++x) {
-        if (Mma::lane_row_of(x % 8) == lane_row && x != first_of(lane_row))
-          largest[lane_row] = fmaxf(largest[lane_row], s[x / 8][x % 8]);
-      }
+      largest[lane_row] = largest_of(s, lane_row);
       above |= largest[lane_row] > limit[lane_row];
     }
     return ptx::any(above);
@@ -173,6 +213,21 @@ struct RowSoftmax {
   }
 
  private:
+  template <int kTiles>
+  CUTLASS_DEVICE static bool all_finite(const float (&o)[kTiles][8]) {
+    bool finite = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 8 * kTiles; ++x) finite &= fabsf(o[x / 8][x % 8]) < infinity();
+    return finite;
+  }
+  CUTLASS_DEVICE static float largest_of(const float (&s)[4][8], int lane_row) {
+    float largest = s[0][first_of(lane_row)];
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 32; ++x) {
+      if (Mma::lane_row_of(x % 8) == lane_row && x != first_of(lane_row)) largest = fmaxf(largest, s[x / 8][x % 8]);
+    }
+    return largest;
+  }
   // Without kKeepsHuge also true before the first visible key.
   CUTLASS_DEVICE bool some_are_huge() const {
     if constexpr (kKeepsHuge) return huge;
