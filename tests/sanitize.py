@@ -27,6 +27,7 @@ SM90_CALLS = (
     (18, 40, 72, 1, 32),  # stages of rows n are used again, in two slices that both add to dbias2
     (9, 100, 72, 1, 32),  # clusters of two blocks load K and V for each other
     (5, 200, 130, 1, 128),  # the same, with an odd number of stages
+    (300, 120, 200, 2, 32),  # clusters divide the rows n of dbias2
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
