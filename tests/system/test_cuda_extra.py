@@ -7,6 +7,7 @@ contents are not. pip resolves as it always does and installs nothing.
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def resolved(tree: Path, index: Path, *more: str) -> dict[str, str]:
         *("install", "--dry-run", "--ignore-installed", "--no-build-isolation", "--no-index"),
         *("--find-links", str(index), "--report", str(report), f"{tree}[cuda]", *more),
         home=index,
+        PIP_CONFIG_FILE=os.devnull,  # a machine's own limits of versions do not count here
+        PIP_CONSTRAINT="",
         PIP_FIND_LINKS="",
         PIP_EXTRA_INDEX_URL="",
     )
