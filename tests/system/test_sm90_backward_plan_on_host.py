@@ -148,7 +148,7 @@ def test_slices(plan):
 
 
 def test_where_clusters_divide_rows_of_equal_tiles(plan):
-    """Neither of few tiles, nor of many, nor in a fixed order, nor of square tiles."""
+    """Not of many tiles, nor in a fixed order, nor of square tiles, nor in clusters of four."""
     assert plan(**square(384))["equal_tiles"] == "partitioned"
     assert plan(**square(768, bias1=1))["equal_tiles"] == "partitioned"
     for other in (

@@ -3,9 +3,8 @@
 // read few different rows n.
 //
 //   rounds    tiles with all of their rows n, one for each cluster, as long as there are as many tiles as clusters
-//   columns   of each other tile one cluster computes the first `column_rows` rows n, another one the next as many,
-//   ..., as
-//             long as there are as many clusters as tiles
+//   columns   of each other tile one cluster computes the first `column_rows` rows n, another one the next as many, and
+//             so on, as long as there are as many clusters as tiles
 //   tails     the rows n that are left are divided in the same way among the clusters that are left
 //
 // With 24 tiles of 384 rows n and 66 clusters: two columns of 143 rows n. 18 clusters are left for 24 tails of 98 rows
