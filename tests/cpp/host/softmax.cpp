@@ -73,6 +73,7 @@ double worst_error(const Kind& kind, float unit, std::mt19937& random, int& unfi
         softmax.move(largest);
         for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) sums[part][lane_row] *= softmax.m_prime[lane_row];
       }
+      softmax.to_exponents(s);
       softmax.exponentiate(s);
       for (int x = 0; x < kKeys; ++x) {
         sums[part][x / 2 % kLaneRows] += s[x / 8][x % 8] * value(x);

@@ -94,16 +94,24 @@ struct ForwardLoads : ForwardWarp<K> {
     }
   }
 
+  // A loader whose address was kept. Multiples of its stride, and unless kKeepsPlaces its place in a tile, would be
+  // kept in registers too.
+  template <typename TileLoader>
+  CUTLASS_DEVICE static TileLoader again(TileLoader loader, int64_t stride, int cols) {
+    ptx::keep(stride);
+    if constexpr (!K::kKeepsPlaces) return TileLoader::at(loader.g, stride, cols, int(ptx::thread_x()));
+    loader.stride = stride;
+    return loader;
+  }
+
   template <bool kInRegisters>
   CUTLASS_DEVICE void load_keys(SegmentStart& start, const KeySegment& segment, int first, int stage) {
     int left = segment.end - first;
     if constexpr (kInRegisters) {
-      // Multiples of the strides would be kept in registers too.
-      start.k.stride = p.k_strideM, start.v.stride = p.v_strideM;
-      ptx::keep(start.k.stride);
+      start.k = again(start.k, p.k_strideM, p.head_dim);
       start.k.load(this->sK(stage), left);
       start.k.advance();
-      ptx::keep(start.v.stride);
+      start.v = again(start.v, p.v_strideM, p.head_dim_value);
       start.v.load(this->sV(stage), left);
       start.v.advance();
     } else {
@@ -138,7 +146,8 @@ struct ForwardLoads : ForwardWarp<K> {
       const uint32_t thread_x = ptx::thread_x();
       if (first + int(thread_x % kKeys) >= segment.end) raw = -infinity();
       if (thread_x < kKeys) {
-        float* s = reinterpret_cast<float*>(this->sRowBias(stage) + thread_x / 2) + thread_x % 2;
+        const int place = K::Mma::place_of_pair(int(thread_x) / 2);
+        float* s = reinterpret_cast<float*>(this->sRowBias(stage) + place) + thread_x % 2;
         s[0] = raw;
         s[2] = raw;
       }

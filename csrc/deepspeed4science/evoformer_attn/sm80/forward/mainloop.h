@@ -167,6 +167,15 @@ struct ForwardBlock : ForwardLoads<K> {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
+          // Exponents are kept before the branches of load_matrices(). Otherwise ptxas computes each of them just
+          // before its ex2, all in one register, so that it waits for the ex2 before it: (1,384,384,4,32) 198 instead
+          // of 193 us.
+          if constexpr (kFixesReference) {
+            if (t == 0 && is_first && step + stripe == 0) softmax.begin(s[0]);
+            softmax.to_exponents(s[t]);
+            CUTLASS_PRAGMA_UNROLL
+            for (int x = 0; x < 32; ++x) ptx::keep(s[t][x / 8][x % 8]);
+          }
           if constexpr (!K::kStagesBias2) {
             this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
           }
@@ -174,9 +183,7 @@ struct ForwardBlock : ForwardLoads<K> {
         }
 
         // Probabilities and O += P V, math.md (7).
-        if constexpr (kFixesReference) {
-          if (is_first && step + stripe == 0) softmax.begin(s[0]);
-        } else {
+        if constexpr (!kFixesReference) {
           Row largest[K::kInFlight];
           bool moves = false;
           CUTLASS_PRAGMA_UNROLL
@@ -185,6 +192,8 @@ struct ForwardBlock : ForwardLoads<K> {
             softmax.move(largest_of(largest));
             softmax.rescale(o, softmax.m_prime);
           }
+          CUTLASS_PRAGMA_UNROLL
+          for (int t = 0; t < K::kInFlight; ++t) softmax.to_exponents(s[t]);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {

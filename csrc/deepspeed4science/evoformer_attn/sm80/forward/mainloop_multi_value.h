@@ -71,6 +71,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
         softmax.move(largest);
         softmax.rescale(o, softmax.m_prime);
       }
+      softmax.to_exponents(s);
       softmax.exponentiate(s);
       add_pv(o, s, block, column);
     }
@@ -99,6 +100,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
       softmax.must_move(largest, s);
       share_max(largest);
       softmax.move(largest);
+      softmax.to_exponents(s);
       softmax.exponentiate(s);
 
       bool first = block == first_block, last = !keys.has(next);

@@ -114,8 +114,8 @@ struct RowSoftmax {
     if constexpr (kKeepsHuge) huge = ptx::any(any_huge);
   }
 
-  // Replaces s by p and adds p to l.
-  CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
+  // Replaces s by the exponents c s - c m.
+  CUTLASS_DEVICE void to_exponents(float (&s)[4][8]) const {
     if (some_are_huge()) {
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) {
@@ -128,9 +128,12 @@ struct RowSoftmax {
       }
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < 32; ++x) {
-      s[x / 8][x % 8] = ptx::exp2(fmaf(s[x / 8][x % 8], c, -cm[Mma::lane_row_of(x % 8)]));
-    }
+    for (int x = 0; x < 32; ++x) s[x / 8][x % 8] = fmaf(s[x / 8][x % 8], c, -cm[Mma::lane_row_of(x % 8)]);
+  }
+  // Replaces exponents by p and adds p to l.
+  CUTLASS_DEVICE void exponentiate(float (&s)[4][8]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < 32; ++x) s[x / 8][x % 8] = ptx::exp2(s[x / 8][x % 8]);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < 32; ++x) l[Mma::lane_row_of(x % 8)] += s[x / 8][x % 8];
   }

@@ -39,7 +39,7 @@ struct ForwardWarp {
         lane_q(Mma::template lane_a<QTile>(lane) + QTile::offset(warp_m * 32)),
         lane_k(Mma::template lane_b_nk<KTile>(lane) + KTile::offset(warp_n * 32)),
         lane_v(Mma::template lane_b_kn<VTile>(lane) + VTile::offset(warp_n * 32)),
-        lane_pair((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2) {
+        lane_pair(Mma::place_of_pair((warp_n * 32 + Mma::Permuted::at(0, Mma::column_of(lane, 0))) / 2)) {
     ptx::keep(lane_q), ptx::keep(lane_k), ptx::keep(lane_v), ptx::keep(lane_pair);
   }
 
@@ -148,8 +148,8 @@ struct ForwardWarp {
     }
   }
   CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
-    int pair = lane_pair + stripe * K::kKeysPerBlock / 2 + Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
-    return sRowBias(stage)[pair];
+    int pair = Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+    return sRowBias(stage)[lane_pair + stripe * K::kKeysPerBlock / 2 + Mma::place_of_pair(pair)];
   }
 
   CUTLASS_DEVICE void load_q(FragA& a, int step) const {

@@ -65,6 +65,11 @@ struct QuadLayout {
       return tile / (kVec / 2) * (4 * kVec) + (c >> 1) * kVec + 2 * (tile % (kVec / 2)) + (c & 1);
     }
   };
+  // Where the terms of a pair of columns lie in shared memory, so that the four lanes of a row read neighbours. Bits
+  // are exchanged, so the place of a sum of numbers without common bits is the sum of their places.
+  CUTLASS_HOST_DEVICE static constexpr int place_of_pair(int pair) {
+    return kVec == 8 ? (pair & ~15) | (pair & 3) << 2 | (pair >> 2 & 3) : pair;
+  }
 
   // A lane's vectors of a score stripe: kGroups of them in a row, the first at first_column(lane).
   static constexpr int kGroups = 32 / (4 * kVec);

@@ -26,6 +26,7 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
       return 16 * (tile >> 1) + 8 * ((c >> 1) & 1) + 4 * (tile & 1) + 2 * (c >> 2) + (c & 1);
     }
   };
+  CUTLASS_HOST_DEVICE static constexpr int place_of_pair(int pair) { return pair; }
   static constexpr int kGroups = 2;
   static constexpr int kGroupStep = 16;
   CUTLASS_DEVICE static int first_column(int lane) { return 8 * ((lane >> 1) & 1); }

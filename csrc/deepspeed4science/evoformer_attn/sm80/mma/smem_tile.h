@@ -57,6 +57,12 @@ struct TileLoader {
     g = gMatrix + int64_t(row) * stride + col;
     s = TileT::offset(row, col);
   }
+  // The loader of a thread that has kept its address alone; the rest is computed again.
+  CUTLASS_DEVICE static TileLoader at(const T* g, int64_t stride, int cols, int thread) {
+    TileLoader loader(nullptr, 0, cols, thread);
+    loader.g = g, loader.stride = stride;
+    return loader;
+  }
 
   // Copies the next tile; rows: how many of its rows exist.
   CUTLASS_DEVICE void load(T* sTile, int rows) const {
