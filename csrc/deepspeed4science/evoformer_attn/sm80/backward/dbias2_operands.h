@@ -150,7 +150,7 @@ struct Dbias2Operands {
   CUTLASS_DEVICE void store_vectors(int stage, const Vectors& x) const {
     if (thread < Config::kKeys) {
       const float bias1 = Bias1Row<scalar_t>::value(x.bias1, x.shift) * column_unit;
-      store_column(key_vector(stage), thread, has_key ? bias1 : -infinity());
+      store_column<typename Config::Mma>(key_vector(stage), thread, has_key ? bias1 : -infinity());
     }
     if (thread >= Config::kQueries) return;
     QueryValue exponent = x.lse;

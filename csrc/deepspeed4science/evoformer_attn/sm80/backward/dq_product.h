@@ -83,33 +83,29 @@ class DqProduct {
   using FragDs = uint32_t[4];  // queries q, q + 8 of keys 0, 1 (mod 4), then of keys 2, 3
 
  public:
-  CUTLASS_DEVICE explicit DqProduct(int thread)
-      : lane_(thread & 31),
-        part_(kParts == 1 ? 0 : uniform(thread / 32) % kParts),
-        first_row_(thread / 32 / kParts * kQueryTiles * Layout::kRows) {
-    const int lane = lane_, chunk = first_row_ / 8 + ((lane >> 3) & 1);
-    ds_ = Ds::offset(Ds::key_at(lane >> 4, lane & 7), chunk);
-    k_ = KTile::offset(Ds::key_at((lane >> 3) & 1, lane & 7), 8 * (lane >> 4) + 8 * kTiles * part_);
-    if constexpr (Config::kKeepsAddresses) ptx::keep(ds_), ptx::keep(k_);
-  }
-
   // tile_q: the tile's first query.
-  CUTLASS_DEVICE void run(const scalar_t* sDs, const scalar_t* sK, const DqOutputs& where, int tile_q) const {
+  CUTLASS_DEVICE static void run(const scalar_t* sDs, const scalar_t* sK, const DqOutputs& where, int tile_q) {
     const DqOutputs outputs = where;
-    const int first_row = tile_q + first_row_, q = first_row + (lane_ >> 2);
-    const bool odd = lane_ & 4;
+    // Computed for each tile: kept through the loop, they would be in local memory, whose loads wait for the additions.
+    const int thread = int(ptx::thread_x()), lane = thread & 31;
+    const int of_part = kParts == 1 ? 0 : uniform(thread / 32) % kParts;
+    const int warp_row = thread / 32 / kParts * kQueryTiles * Layout::kRows, chunk = warp_row / 8 + ((lane >> 3) & 1);
+    const int lane_ds = Ds::offset(Ds::key_at(lane >> 4, lane & 7), chunk);
+    const int lane_k = KTile::offset(Ds::key_at((lane >> 3) & 1, lane & 7), 8 * (lane >> 4) + 8 * kTiles * of_part);
+    const int first_row = tile_q + warp_row, q = first_row + (lane >> 2);
+    const bool odd = lane & 4;
     // Rows q & ~1 and (q & ~1) + 8 of dbias2; computed even if dbias2 is null, but then not used.
     char* rows[kQueryTiles][2];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2 * kQueryTiles; ++half) {
       rows[half / 2][half % 2] = reinterpret_cast<char*>(outputs.dbias2) +
                                  int64_t((q & ~1) + 8 * half) * outputs.dbias2_row_bytes +
-                                 (part_ * kPartKeys + 4 * (lane_ & 3) + (odd ? 16 : 0)) * sizeof(float);
+                                 (of_part * kPartKeys + 4 * (lane & 3) + (odd ? 16 : 0)) * sizeof(float);
     }
     float acc[kQueryTiles][kTiles][4] = {};
     CUTLASS_PRAGMA_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      const int part_key = kParts == 1 ? 0 : (part_ ^ part) * kPartKeys;  // first those keys whose dbias2 it adds
+      const int part_key = kParts == 1 ? 0 : (of_part ^ part) * kPartKeys;  // first those keys whose dbias2 it adds
       CUTLASS_PRAGMA_UNROLL
       for (int first = 0; first < kSteps; first += kChunkSteps) {
         FragDs a[kQueryTiles][kChunkSteps];
@@ -117,8 +113,8 @@ class DqProduct {
         for (int step = 0; step < kChunkSteps; ++step) {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kQueryTiles; ++i) {
-            // Two chunks of queries on; first_row_ has no such bit.
-            const int ds = (ds_ ^ Layout::kRows * i) + part_key * Ds::kQueries;
+            // Two chunks of queries on; warp_row has no such bit.
+            const int ds = (lane_ds ^ Layout::kRows * i) + part_key * Ds::kQueries;
             ptx::ldmatrix_trans(a[i][step], sDs + ds + 16 * (first + step) * Ds::kQueries);
           }
         }
@@ -127,7 +123,8 @@ class DqProduct {
           CUTLASS_PRAGMA_UNROLL
           for (int tile = 0; tile < kTiles; tile += 2) {
             uint32_t b[4];
-            ptx::ldmatrix_trans(b, sK + k_ + KTile::offset(part_key) + KTile::offset(16 * (first + step), 8 * tile));
+            ptx::ldmatrix_trans(b,
+                                sK + lane_k + KTile::offset(part_key) + KTile::offset(16 * (first + step), 8 * tile));
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kQueryTiles; ++i) {
               ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile], a[i][step], b);
@@ -135,15 +132,15 @@ class DqProduct {
             }
           }
         }
-        if (part > 0 || part_ * kPartKeys + 16 * first >= outputs.dbias2_keys) continue;
+        if (part > 0 || of_part * kPartKeys + 16 * first >= outputs.dbias2_keys) continue;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kQueryTiles; ++i) {
-          add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], 16 * first);
+          add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], 16 * first, odd);
         }
       }
     }
-    float* dq = outputs.accumulator + first_row * Config::kHeadDim + Layout::lane_offset(lane_) +
-                Layout::tile_offset(kTiles * part_);
+    float* dq = outputs.accumulator + first_row * Config::kHeadDim + Layout::lane_offset(lane) +
+                Layout::tile_offset(kTiles * of_part);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kQueryTiles; ++i) {
       CUTLASS_PRAGMA_UNROLL
@@ -156,8 +153,8 @@ class DqProduct {
  private:
   // Lanes of queries q and q ^ 1 exchange every second step: then a warp adds to 128 neighbouring bytes of four rows at
   // a time instead of 64 of eight (4.20 instead of 4.51 ms for the whole backward at (1,768,768,4,32)).
-  CUTLASS_DEVICE void add_dbias2(char* const (&rows)[2], int row_bytes, const FragDs (&a)[kChunkSteps], int key) const {
-    const bool odd = lane_ & 4;
+  CUTLASS_DEVICE static void add_dbias2(char* const (&rows)[2], int row_bytes, const FragDs (&a)[kChunkSteps], int key,
+                                        bool odd) {
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kChunkSteps; step += 2) {
       CUTLASS_PRAGMA_UNROLL
@@ -178,10 +175,6 @@ class DqProduct {
       }
     }
   }
-
-  const int lane_, part_;
-  const int first_row_;  // of the warp's queries, in the tile
-  int ds_, k_;           // this lane's part of the offsets that it passes to ldmatrix
 };
 
 }  // namespace ds4s

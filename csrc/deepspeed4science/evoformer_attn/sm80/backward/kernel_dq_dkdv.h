@@ -67,9 +67,9 @@ struct KernelDqDkdv {
   CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
                                   const Position& at, const TileOperands<Config>& operands, int owned_left) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
+    bool hidden = false;  // all keys of this warp
     if constexpr (Loop::kSkipsWarps) {
-      const uint32_t units = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit);
-      loop.skips = uniform(uint32_t(units == 0)) != 0;
+      hidden = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit) == 0;
     }
     const int tile = loop.streamed.seek(0);
 
@@ -105,7 +105,7 @@ struct KernelDqDkdv {
     }
 
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
-    set_exponents(loop, owned, owned_left);
+    set_exponents(loop, owned, hidden ? 0 : owned_left);
     if constexpr (!Config::kOwnsKeys && !Config::kExact) loop.warp.dp_begin.set(loop.warp.negative_delta);
     loop.vectors.store(loop.streamed.vectors(0), first, tile * Config::kStreamed);
     if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) loop.bias2.load(tile * Config::kStreamed);
@@ -118,7 +118,8 @@ struct KernelDqDkdv {
     }
     return tile;
   }
-  CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kLaneRows], int owned_left) {
+  // num_visible: of the warp's rows, those before this one take part.
+  CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kLaneRows], int num_visible) {
     CUTLASS_PRAGMA_UNROLL
     for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
       typename Exponent::Row& exponent = loop.warp.exponent[lane_row];
@@ -128,8 +129,8 @@ struct KernelDqDkdv {
         exponent = loop.vectors.negative_lse.value(owned[lane_row]);
       }
       if constexpr (!Config::kExact) exponent *= Exponent::row_unit;
-      const bool exists = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep < owned_left;
-      if (!exists || loop.skips) exponent = one_part<typename Exponent::Row>(-infinity());
+      const bool exists = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep < num_visible;
+      if (!exists) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
   CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardInputs& args,

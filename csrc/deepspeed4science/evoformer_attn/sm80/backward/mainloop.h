@@ -38,10 +38,6 @@ struct SharedLayout {
   }
 };
 
-struct Nothing {
-  CUTLASS_DEVICE explicit Nothing(int) {}
-};
-
 template <typename Config>
 struct Mainloop {
   using scalar_t = typename Config::scalar_t;
@@ -61,8 +57,6 @@ struct Mainloop {
   char* shared;
   const int thread;
   OrderedDqAdd<Config> dq_add;
-  typename cutlass::platform::conditional<Config::kFusesDq, DqProduct<Config>, Nothing>::type dq_product;
-  bool skips = false;  // this warp's keys are hidden
   Streamed streamed;
   Warp warp;
   Vectors vectors;
@@ -75,7 +69,6 @@ struct Mainloop {
         shared(shared_),
         thread(thread_),
         dq_add{pool, at.pair},
-        dq_product(thread_),
         streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
         warp(args.p.scale, thread_, at.part),
         vectors(args, at, warp.probabilities.column_unit()),
@@ -134,6 +127,8 @@ struct Mainloop {
       stripes = min(stripes, Streamed::Keys::groups_in_use(streamed.keys.units_of(tile)));
     }
     constexpr int kUnrolledStripes = Config::kUnrolledStripes;
+    bool skips = false;
+    if constexpr (kSkipsWarps) skips = warp.sees_nothing();
 #pragma unroll(kUnrolledStripes)
     for (int stripe = skips ? stripes : 0; stripe < stripes; ++stripe) {
       int next_first = tile * kStreamed + 32 * (stripe + 1);
@@ -151,7 +146,7 @@ struct Mainloop {
   // kept through the whole loop.
   CUTLASS_DEVICE void add_dq(int tile) const {
     if constexpr (Config::kFusesDq) {
-      dq_product.run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
+      DqProduct<Config>::run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {

@@ -81,13 +81,15 @@ CUTLASS_DEVICE T one_part(float x) {
 // Stores one value for each column in shared memory. Every pair of columns is stored twice, (x, y, x, y): this is the
 // matrix instruction's initial accumulator, for two rows at once.
 constexpr int kColumnBytes = 8;
+template <typename Mma>
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float x) {
-  float* pair = sColumns + column / 2 * 4 + column % 2;
+  float* pair = sColumns + 4 * Mma::place_of_pair(column / 2) + column % 2;
   pair[0] = x, pair[2] = x;
 }
 // The same for values of two parts: the first parts of two neighbouring columns, then their second parts.
+template <typename Mma>
 CUTLASS_DEVICE void store_column(float* sColumns, int column, float2 x) {
-  float* pair = sColumns + column / 2 * 4 + column % 2;
+  float* pair = sColumns + 4 * Mma::place_of_pair(column / 2) + column % 2;
   pair[0] = x.x, pair[2] = x.y;
 }
 CUTLASS_DEVICE float2 column_of_pair(const float4& columns, int i) {
@@ -96,8 +98,9 @@ CUTLASS_DEVICE float2 column_of_pair(const float4& columns, int i) {
 // The initial values of a lane's elements 4 half .. 4 half + 3 of tile j.
 template <typename Mma>
 CUTLASS_DEVICE float4 columns_of(const float* sColumns, int j, int half, int lane) {
-  return *reinterpret_cast<const float4*>(sColumns + 2 * Mma::Permuted::at(0, Mma::column_of(lane, 0)) +
-                                          2 * Mma::Permuted::at(j, Mma::column_of(0, 4 * half)));
+  const int lane_pair = Mma::Permuted::at(0, Mma::column_of(lane, 0)) / 2;
+  const int pair = Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
+  return reinterpret_cast<const float4*>(sColumns)[Mma::place_of_pair(lane_pair) + Mma::place_of_pair(pair)];
 }
 // The initial values of an accumulator.
 template <typename Mma>

@@ -95,7 +95,7 @@ struct RowStatistics {
       k_loader.load(sK, keys_left), k_loader.advance();
       v_loader.load(sV, keys_left), v_loader.advance();
       if (thread < kKeys) {
-        store_column(sBias1, thread, thread < keys_left ? bias1.at(key0 + thread) : -infinity());
+        store_column<typename Config::Mma>(sBias1, thread, thread < keys_left ? bias1.at(key0 + thread) : -infinity());
       }
       if constexpr (Config::kAsync) ptx::cp_async_commit(), ptx::cp_async_wait<0>();
       __syncthreads();

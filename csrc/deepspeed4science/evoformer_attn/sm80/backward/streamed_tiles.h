@@ -31,9 +31,7 @@ struct StreamedTiles {
   int64_t qk_stride, dov_stride;
   int qk_channels, dov_channels;
   int num, thread, half;
-  const scalar_t* g[kSources];
-  int64_t step = 0;  // kKeepsLoader: elements between a thread's rows; below, its first row and its offset in a tile
-  int first_row = 0, lane_offset = 0;
+  const scalar_t* g[kSources];  // kKeepsLoader: this thread's chunk of the next tile
   char* shared;
 
   CUTLASS_DEVICE StreamedTiles(const TileOperands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
@@ -50,15 +48,13 @@ struct StreamedTiles {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g[x] = is_dov(x) ? operands.streamed_dov.g : operands.streamed_qk.g;
     if constexpr (kKeepsLoader) {
-      const Loader loader(g[0], is_dov(0) ? dov_stride : qk_stride, is_dov(0) ? dov_channels : qk_channels,
-                          thread - half * Config::kLoadThreads);
-      g[0] = loader.g, step = Loader::kRowsPerPass * loader.stride;
-      first_row = loader.first, lane_offset = loader.s + half * kElements;
-      ptx::keep(step), ptx::keep(first_row), ptx::keep(lane_offset);
+      g[0] = Loader(g[0], stride_of(0), channels_of(0), thread - half * Config::kLoadThreads).g;
     }
   }
 
   CUTLASS_DEVICE bool is_dov(int source) const { return source + half == 1; }
+  CUTLASS_DEVICE int64_t stride_of(int source) const { return is_dov(source) ? dov_stride : qk_stride; }
+  CUTLASS_DEVICE int channels_of(int source) const { return is_dov(source) ? dov_channels : qk_channels; }
   CUTLASS_DEVICE const scalar_t* qk(int stage) const {
     return reinterpret_cast<const scalar_t*>(shared + stage * kStageBytes);
   }
@@ -78,13 +74,13 @@ struct StreamedTiles {
   CUTLASS_DEVICE void load(int tile, int stage) {
     scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
     if constexpr (kKeepsLoader) {
-      int row = first_row;
-      ptx::keep(row);  // otherwise sums with it would be kept, too
-      CUTLASS_PRAGMA_UNROLL
-      for (int pass = 0; pass < Loader::kPasses; ++pass, g[0] += step) {
-        ptx::cp_async_16(s + lane_offset + TileT::offset(pass * Loader::kRowsPerPass), g[0],
-                         row + pass * Loader::kRowsPerPass < num - tile * Config::kStreamed);
-      }
+      // Its offset and stride are found again for each tile. Kept through the loop, they would be in local memory,
+      // whose loads wait for the additions to dq.
+      int64_t stride = stride_of(0);
+      ptx::keep(stride);
+      const int t = int(ptx::thread_x()) % Config::kLoadThreads;
+      Loader::at(g[0], stride, channels_of(0), t).load(s + half * kElements, num - tile * Config::kStreamed);
+      g[0] += Config::kStreamed * stride;
       ptx::cp_async_commit();
       return;
     }
@@ -92,11 +88,9 @@ struct StreamedTiles {
     ptx::keep(t);  // the loaders need registers here only, not through the whole loop
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) {
-      const bool second = is_dov(x);
-      const int64_t stride = second ? dov_stride : qk_stride;
-      Loader(g[x], stride, second ? dov_channels : qk_channels, t)
-          .load(s + (second ? kElements : 0), num - tile * Config::kStreamed);
-      g[x] += Config::kStreamed * stride;
+      Loader(g[x], stride_of(x), channels_of(x), t)
+          .load(s + (is_dov(x) ? kElements : 0), num - tile * Config::kStreamed);
+      g[x] += Config::kStreamed * stride_of(x);
     }
     if constexpr (Config::kAsync) ptx::cp_async_commit();
   }
@@ -154,8 +148,9 @@ struct StreamedVectors {
     }
     if constexpr (!Config::kExact) score *= unit;
     if (first + int(threadIdx.x) >= count) score = one_part<Score>(-infinity());
-    store_column(s, int(threadIdx.x), score);
-    if constexpr (kOwnsKeys && Config::kWantsDs) store_column(s + 2 * Config::kStreamed, int(threadIdx.x), x.dp);
+    store_column<typename Config::Mma>(s, int(threadIdx.x), score);
+    if constexpr (kOwnsKeys && Config::kWantsDs)
+      store_column<typename Config::Mma>(s + 2 * Config::kStreamed, int(threadIdx.x), x.dp);
   }
 };
 
@@ -196,7 +191,7 @@ struct QueryVectors {
   }
   CUTLASS_DEVICE void store(float* s, float x, int first) const {
     if (!is_delta) x = first + query() < count ? NegativeLse<float>::value(x) * unit : -infinity();
-    store_column(s + (is_delta ? 2 * kStreamed : 0), query(), x);
+    store_column<typename Config::Mma>(s + (is_delta ? 2 * kStreamed : 0), query(), x);
   }
 };
 

@@ -46,6 +46,14 @@ struct WarpGradients {
     }
   }
 
+  // Where the warp owns keys: whether all of them are hidden.
+  CUTLASS_DEVICE bool sees_nothing() const {
+    bool sees = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) sees |= exponent[lane_row] != -infinity();
+    return !ptx::any(sees);
+  }
+
   // Computes 32 x 32 scores and adds their gradients. qk, dov, vectors: of the 32 streamed queries or keys; sDs: the
   // address for dS in shared memory; next_first: the first of the next 32 streamed queries or keys.
   CUTLASS_DEVICE void add_stripe(const scalar_t* qk, const scalar_t* dov, const float* vectors, Bias2& bias2,
