@@ -75,7 +75,7 @@ BACKWARD_SPILL_BYTES = 256
 CONSTANTS_SPILL_BYTES = 32
 # Stores of wider heads, nearly all in the loop of the repetition, which rarely runs and has too few
 # registers for O, the scores and a moving reference. Of 64 channels the loops before it read one
-# spilled constant for each 64 keys.
+# spilled constant for each 32 keys.
 REPETITION_SPILL_BYTES = {48: 16, 64: 152}
 UNITS = (
     unit("sm75", "fwd", "fp16", 32, "both", "7.5", CONSTANTS_SPILL_BYTES),
@@ -303,7 +303,9 @@ def test_exponentials_do_not_wait(unit, compilations):
 
 
 @pytest.mark.parametrize(
-    "unit", [unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES)]
+    "unit",
+    [unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES)],
+    ids=lambda unit: unit.id,
 )
 def test_one_kernel_for_all_gradients_spills_nothing(unit, compilations):
     """Loads of spilled values would wait for the additions to dq and dbias2 that are under way."""

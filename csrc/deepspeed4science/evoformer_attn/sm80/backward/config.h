@@ -93,9 +93,10 @@ struct OwnedTileConfig : Config {
 template <typename Config, bool kWantsDbias1_>
 struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kFusesDq = true;
-  // A lane's offsets stay in registers. Wider heads have no registers left and compute the offsets for each tile.
+  // A lane's offsets in the loop over stripes, and the address of its next copy, stay in registers. Wider heads have
+  // none left and compute them for each tile, as all heads compute the offsets of the product for dq.
   static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
-  // The loop keeps values that follow from threadIdx.x in registers. D = 64 has none left and computes them again.
+  // The thread's number, and its query of a tile, stay in registers. D = 64 has none left and reads threadIdx.x again.
   static constexpr bool kKeepsThread = Config::kHeadDim < 64;
   // dk and dv are computed transposed (transposed_gradient.h), except at D = 64, where the loop would spill more.
   static constexpr bool kTransposesGradients = Config::kHeadDim < 64;

@@ -129,8 +129,8 @@ struct KernelDqDkdv {
         exponent = loop.vectors.negative_lse.value(owned[lane_row]);
       }
       if constexpr (!Config::kExact) exponent *= Exponent::row_unit;
-      const bool exists = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep < num_visible;
-      if (!exists) exponent = one_part<typename Exponent::Row>(-infinity());
+      const int row = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep;
+      if (row >= num_visible) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
   CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardInputs& args,

@@ -24,14 +24,14 @@ struct StreamedTiles {
   // Each half of the threads loads one of the two tiles; in a small block all threads load both.
   static constexpr int kSources = 2 * Config::kLoadThreads / Config::kThreads;
 
-  static constexpr bool kKeepsLoader =
+  static constexpr bool kKeepsAddress =
       Config::kKeepsAddresses && kSources == 1 && Loader::kEven && Loader::kRowsPerPass % 8 == 0;
 
   Keys keys;
   int64_t qk_stride, dov_stride;
   int qk_channels, dov_channels;
   int num, thread, half;
-  const scalar_t* g[kSources];  // kKeepsLoader: this thread's chunk of the next tile
+  const scalar_t* g[kSources];  // kKeepsAddress: this thread's chunk of the next tile
   char* shared;
 
   CUTLASS_DEVICE StreamedTiles(const TileOperands<Config>& operands, const KeyMask& mask, int64_t bn, int num_,
@@ -47,7 +47,7 @@ struct StreamedTiles {
         shared(shared_) {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kSources; ++x) g[x] = is_dov(x) ? operands.streamed_dov.g : operands.streamed_qk.g;
-    if constexpr (kKeepsLoader) {
+    if constexpr (kKeepsAddress) {
       g[0] = Loader(g[0], stride_of(0), channels_of(0), thread - half * Config::kLoadThreads).g;
     }
   }
@@ -73,7 +73,7 @@ struct StreamedTiles {
   // Called once for each tile that is not skipped, in order.
   CUTLASS_DEVICE void load(int tile, int stage) {
     scalar_t* s = reinterpret_cast<scalar_t*>(shared + stage * kStageBytes);
-    if constexpr (kKeepsLoader) {
+    if constexpr (kKeepsAddress) {
       // Its offset and stride are found again for each tile. Kept through the loop, they would be in local memory,
       // whose loads wait for the additions to dq.
       int64_t stride = stride_of(0);

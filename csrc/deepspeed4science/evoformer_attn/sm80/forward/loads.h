@@ -96,10 +96,10 @@ struct ForwardLoads : ForwardWarp<K> {
 
   // A loader whose address was kept. Multiples of its stride, and unless kKeepsPlaces its place in a tile, would be
   // kept in registers too.
-  template <typename TileLoader>
-  CUTLASS_DEVICE static TileLoader again(TileLoader loader, int64_t stride, int cols) {
+  template <typename LoaderT>
+  CUTLASS_DEVICE static LoaderT again(LoaderT loader, int64_t stride, int cols) {
     ptx::keep(stride);
-    if constexpr (!K::kKeepsPlaces) return TileLoader::at(loader.g, stride, cols, int(ptx::thread_x()));
+    if constexpr (!K::kKeepsPlaces) return LoaderT::at(loader.g, stride, cols, int(ptx::thread_x()));
     loader.stride = stride;
     return loader;
   }
