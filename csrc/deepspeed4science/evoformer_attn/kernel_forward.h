@@ -131,21 +131,25 @@ struct AttentionKernel {
   // time, with bias2 alone 1.03; (1,64,1024,8,128), where O takes 128 registers: 1.09.
   static constexpr bool kFixesReference = cutlass::platform::is_same<scalar_t, cutlass::bfloat16_t>::value &&
                                           kSingleValueIteration && kHasRowBias && kHeadDimValue < 128;
+  // The next elements of a matrix bias are loaded after the exponents, where that spills no registers.
+  static constexpr bool kLoadsLate =
+      sizeof(scalar_t) == 2 && kSingleValueIteration && kHasRowBias && kHeadDimValue < 128;
   static constexpr bool kStagesBias2 = kStagesBias2_;
   static constexpr int kBias2Bytes =
       kStagesBias2 ? kStripes * kNumThreads * int(sizeof(typename Bias2::Matrix::Fragment)) : 0;
   static constexpr bool kSkips = Bias1::kIsRow;  // without bias1 a row n sees all of its keys or none
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
-  using KTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDim>;
-  using VTile = ds4s::Tile<scalar_t, kKeysPerStage, kHeadDimValue>;
+  static constexpr bool kCanCopy = Traits::kHasCpAsync && kAligned;
+  using KTile = ds4s::PermutedTile<scalar_t, kKeysPerStage, kHeadDim, kCanCopy>;
+  using VTile = ds4s::PermutedTile<scalar_t, kKeysPerStage, kHeadDimValue, kCanCopy>;
   using OTile = ds4s::Tile<output_t, kQueriesPerBlock, kHeadDimValue>;
   static constexpr int kRowBiasBytes = kHasRowBias && kSingleValueIteration ? kKeysPerStage / 2 * 16 : 0;
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes + kRowBiasBytes;
   static constexpr int kConstantsBytes = kSingleValueIteration ? ds4s::kForwardConstantsBytes : 0;
   static constexpr int kMaxShared = ds4s::max_shared_bytes<ArchTag>();
   static constexpr bool kFitsTwice = QTile::kBytes + 2 * kStageBytes + kBias2Bytes + kConstantsBytes <= kMaxShared;
-  static constexpr bool kAsync = Traits::kHasCpAsync && kAligned && (kFitsTwice || !kSingleValueIteration);
+  static constexpr bool kAsync = kCanCopy && (kFitsTwice || !kSingleValueIteration);
   // The addresses of the first keys are computed while the mask is being loaded; their loads are issued as soon as the
   // mask says that these keys are seen.
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;

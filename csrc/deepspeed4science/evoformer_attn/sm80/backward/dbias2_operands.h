@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm80/backward/score_tile.h"
+#include "sm80/mma/tile_loader.h"
 
 namespace ds4s {
 
@@ -34,7 +35,7 @@ struct Dbias2Operands {
   using scalar_t = typename Config::scalar_t;
   using QueryValue = typename Config::QueryValue;
   using QueryTile = Tile<scalar_t, Config::kQueries, Config::kHeadDim>;
-  using KeyTile = Tile<scalar_t, Config::kKeys, Config::kHeadDim>;
+  using KeyTile = PermutedTile<scalar_t, Config::kKeys, Config::kHeadDim, Config::kAsync>;
   using Exponent = Probabilities<Config, KeyTile, Config::kChunkTiles, /*kLseInColumns=*/false>;
   template <typename TileT>
   using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kAligned, Config::kAsync>;

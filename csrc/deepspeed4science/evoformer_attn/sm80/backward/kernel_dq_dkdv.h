@@ -20,6 +20,7 @@
 #pragma once
 
 #include "sm80/backward/mainloop.h"
+#include "sm80/mma/tile_loader.h"
 
 namespace ds4s {
 

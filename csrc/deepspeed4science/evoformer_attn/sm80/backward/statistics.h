@@ -15,6 +15,7 @@
 
 #include "common/preprocess.h"
 #include "sm80/backward/score_tile.h"
+#include "sm80/mma/tile_loader.h"
 
 namespace ds4s {
 

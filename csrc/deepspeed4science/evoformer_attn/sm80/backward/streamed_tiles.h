@@ -7,6 +7,7 @@
 
 #include "sm80/backward/score_tile.h"
 #include "sm80/backward/tile_position.h"
+#include "sm80/mma/tile_loader.h"
 #include "sm80/visible_keys.h"
 
 namespace ds4s {
@@ -14,7 +15,7 @@ namespace ds4s {
 template <typename Config>
 struct StreamedTiles {
   using scalar_t = typename Config::scalar_t;
-  using TileT = Tile<scalar_t, Config::kStreamed, Config::kHeadDim>;
+  using TileT = PermutedTile<scalar_t, Config::kStreamed, Config::kHeadDim, Config::kAsync>;
   using Loader = TileLoader<scalar_t, TileT, Config::kLoadThreads, Config::kAligned, Config::kAsync>;
   using Keys = VisibleKeys<Config::kStreamed, 32, /*kSkips=*/!Config::kOwnsKeys>;
 

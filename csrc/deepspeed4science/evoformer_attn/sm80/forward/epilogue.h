@@ -2,6 +2,7 @@
 // (6). K below is the AttentionKernel.
 #pragma once
 
+#include "../mma/tile_loader.h"
 #include "softmax.h"
 #include "warp_tile.h"
 

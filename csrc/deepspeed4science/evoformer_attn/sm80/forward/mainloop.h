@@ -117,6 +117,7 @@ struct ForwardBlock : ForwardLoads<K> {
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   SegmentStart& start, bool is_sent, bool is_first) {
     constexpr bool kInRegisters = kWhole && K::kKeepsLoaders;
+    constexpr bool kLoadsLate = K::kLoadsLate && kFixesReference == K::kFixesReference;
     Frag1(&bias1)[K::kInFlight] = start.bias1;
     Frag2(&bias2)[K::kInFlight] = start.bias2;
     if (!is_sent) {
@@ -156,7 +157,11 @@ struct ForwardBlock : ForwardLoads<K> {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
         // Scores, math.md (1) and (1a): the shift of a row bias is already subtracted.
         float s[K::kInFlight][4][8];
-        int key = first + stripe * K::kKeysPerBlock;
+        const int key = first + stripe * K::kKeysPerBlock;
+        auto load_next_matrices = [&](int t) {
+          if constexpr (K::kStagesBias2) return;
+          this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
+        };
         if constexpr (K::kStagesBias2) this->fetch_bias2(bias2[0], stripe);
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
@@ -167,23 +172,16 @@ struct ForwardBlock : ForwardLoads<K> {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           add_matrices(s[t], bias1[t], bias2[t]);
-          // Exponents are kept before the branches of load_matrices(). Otherwise ptxas computes each of them just
-          // before its ex2, all in one register, so that it waits for the ex2 before it: (1,384,384,4,32) 198 instead
-          // of 193 us.
-          if constexpr (kFixesReference) {
-            if (t == 0 && is_first && step + stripe == 0) softmax.begin(s[0]);
-            softmax.to_exponents(s[t]);
-            CUTLASS_PRAGMA_UNROLL
-            for (int x = 0; x < 32; ++x) ptx::keep(s[t][x / 8][x % 8]);
+          if constexpr (!kLoadsLate) {
+            load_next_matrices(t);
+            if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
           }
-          if constexpr (!K::kStagesBias2) {
-            this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
-          }
-          if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
         }
 
         // Probabilities and O += P V, math.md (7).
-        if constexpr (!kFixesReference) {
+        if constexpr (kFixesReference) {
+          if (is_first && step + stripe == 0) softmax.begin(s[0]);
+        } else {
           Row largest[K::kInFlight];
           bool moves = false;
           CUTLASS_PRAGMA_UNROLL
@@ -192,8 +190,18 @@ struct ForwardBlock : ForwardLoads<K> {
             softmax.move(largest_of(largest));
             softmax.rescale(o, softmax.m_prime);
           }
-          CUTLASS_PRAGMA_UNROLL
-          for (int t = 0; t < K::kInFlight; ++t) softmax.to_exponents(s[t]);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int t = 0; t < K::kInFlight; ++t) {
+          softmax.to_exponents(s[t]);
+          if constexpr (kLoadsLate) {
+            // Exponents are kept before the branches of these loads. Otherwise ptxas computes each of them just before
+            // its ex2, all in one register, so that it waits for the ex2 before it: (1,384,384,4,32) 198 instead of 193
+            // us.
+            CUTLASS_PRAGMA_UNROLL
+            for (int x = 0; x < 32; ++x) ptx::keep(s[t][x / 8][x % 8]);
+            load_next_matrices(t);
+          }
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {

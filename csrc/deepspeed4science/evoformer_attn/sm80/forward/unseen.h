@@ -1,7 +1,7 @@
 // A block of queries of a row n that sees no key: O = 0, lse = -inf, nothing is read.
 #pragma once
 
-#include "../mma/smem_tile.h"
+#include "../mma/tile_loader.h"
 
 namespace ds4s {
 

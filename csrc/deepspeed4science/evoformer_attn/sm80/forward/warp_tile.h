@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../mma/mma.h"
-#include "../mma/smem_tile.h"
+#include "../mma/tile_loader.h"
 
 namespace ds4s {
 

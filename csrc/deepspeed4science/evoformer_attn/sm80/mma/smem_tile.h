@@ -1,17 +1,20 @@
-// A tile of rows in shared memory, and the loader by which a block fills it from global memory.
+// Tiles of rows in shared memory (tile_loader.h fills them).
 //
-// A row consists of 16-byte chunks, padded to an odd number; every eighth row starts two chunks later. So the eight
-// rows of an ldmatrix phase lie in different banks, both for eight neighbours and for the rows {0, 1, 8, 9, 16, 17, 24,
-// 25} + 2j of a permuted score tile (sm80/mma/mma.h). Unlike an XOR swizzle, this works for rows of any length (48 and
-// 96 channels too), and an address is a lane's constant plus a compile-time constant.
+//   Tile         for reads of eight neighbouring rows, and of the rows {0, 1, 8, 9, 16, 17, 24, 25} + 2j of a permuted
+//                score tile (sm80/mma/mma.h)
+//   SectorTile   for reads of permuted rows only; cheaper to fill by cp.async
+//
+// A row consists of 16-byte chunks. Both tiles place rows so that the eight rows of an ldmatrix phase lie in different
+// banks. Unlike an XOR swizzle, this works for rows of any length (48 and 96 channels too), and an address is a lane's
+// constant plus a compile-time constant.
 #pragma once
 
-#include <cutlass/array.h>
-
-#include "../../common/ptx.h"
+#include <cutlass/cutlass.h>
+#include <cutlass/platform/platform.h>
 
 namespace ds4s {
 
+// Rows are padded to an odd number of chunks; every eighth row starts two chunks later.
 template <typename T, int kRows_, int kCols_>
 struct Tile {
   static constexpr int kRows = kRows_;
@@ -27,112 +30,46 @@ struct Tile {
   CUTLASS_HOST_DEVICE static constexpr int offset(int row, int col = 0) {
     return (row * kPitch + (row >> 3) * 2) * kVec + col;
   }
+  // The place of a chunk `by` rows after the one at `place`, which is in row `row`; 0 stands for any row that has no
+  // common bits with `by`.
+  CUTLASS_HOST_DEVICE static constexpr int after(int place, int row, int by) {
+    return place + offset(row + by) - offset(row);
+  }
 };
 
-// Copies the rows of a matrix in global memory into tiles, kRows at a time, with zeros outside the matrix. Each thread
-// keeps one column chunk and iterates over the rows.
-template <typename T, typename TileT, int kThreads, bool kAligned, bool kAsync>
-struct TileLoader {
-  static constexpr int kVec = TileT::kVec;
-  static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
-  static constexpr int kPasses = (TileT::kRows + kRowsPerPass - 1) / kRowsPerPass;
-  static constexpr bool kEven = TileT::kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
-  static_assert(kRowsPerPass > 0, "a block has at least one thread for each chunk of a row");
+// Rows begin at multiples of 32 bytes, so that every aligned 32 bytes of global memory, a sector, stay together: a warp's
+// cp.async takes 10 cycles of shared memory then, and 15 where every second row begins between two sectors. Where rows 16
+// apart would meet in a bank, the two chunks of each sector are exchanged.
+template <typename T, int kRows_, int kCols_>
+struct SectorTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kCols = kCols_;
+  static constexpr int kVec = 16 / int(sizeof(T));
+  static constexpr int kChunks = kCols / kVec;
+  // The rows {0, 1, 8, 9} begin at four different multiples of two chunks, modulo the eight chunks of all banks.
+  static constexpr bool kSeparates = kChunks % 8 == 0;
+  static constexpr int kSkew = kChunks % 8 == 4 ? 2 : 4;  // chunks, for every eighth row
+  static constexpr int kBytes = (kRows * (kChunks + kSeparates) + kRows / 8 * kSkew) * 16;
+  static_assert(kCols % (2 * kVec) == 0, "a row is a whole number of sectors");
+  static_assert(kRows % 8 == 0, "the skew counts groups of eight rows");
 
-  const T* g;      // this thread's chunk of the next tile's first pass
-  int64_t stride;  // elements between rows
-  int row;         // of the first pass; past the tile for surplus threads
-  int valid;       // elements of the chunk that exist: none when <= 0
-  int first;       // the first pass reads if this row exists; never where the chunk does not exist
-  int s;           // offset in the tile
-
-  TileLoader() = default;
-  // gMatrix: element (0, 0); cols: columns that exist.
-  CUTLASS_DEVICE TileLoader(const T* gMatrix, int64_t stride_, int cols, int thread) : stride(stride_) {
-    row = thread / TileT::kChunks;
-    int col = (thread - row * TileT::kChunks) * kVec;
-    valid = cols - col;
-    if (row >= kRowsPerPass) row = TileT::kRows;
-    first = valid > 0 ? row : 1 << 30;
-    g = gMatrix + int64_t(row) * stride + col;
-    s = TileT::offset(row, col);
+  // Offset in elements. offset(a | b) = offset(a) + offset(b) if a and b have no common bits and b is neither in an odd
+  // chunk nor in an odd group of 16 rows.
+  CUTLASS_HOST_DEVICE static constexpr int offset(int row, int col = 0) { return begin(row) + (col ^ exchange(row)); }
+  CUTLASS_HOST_DEVICE static constexpr int after(int place, int row, int by) {
+    return (place ^ exchange(row + by) ^ exchange(row)) + begin(row + by) - begin(row);
   }
-  // The loader of a thread that has kept its address alone; the rest is computed again.
-  CUTLASS_DEVICE static TileLoader at(const T* g, int64_t stride, int cols, int thread) {
-    TileLoader loader(nullptr, 0, cols, thread);
-    loader.g = g, loader.stride = stride;
-    return loader;
-  }
-
-  // Copies the next tile; rows: how many of its rows exist.
-  CUTLASS_DEVICE void load(T* sTile, int rows) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      int r = row + pass * kRowsPerPass;
-      if (kEven || r < TileT::kRows) {
-        int skew = kRowsPerPass % 8 == 0 ? TileT::offset(pass * kRowsPerPass) : TileT::offset(r) - TileT::offset(row);
-        copy_chunk(sTile + s + skew, g + pass * kRowsPerPass * stride, first + pass * kRowsPerPass < rows);
-      }
-    }
-  }
-  CUTLASS_DEVICE void advance() { g += TileT::kRows * stride; }
 
  private:
-  CUTLASS_DEVICE void copy_chunk(T* dst, const T* src, bool exists) const {
-    if constexpr (kAligned && kAsync) {
-      ptx::cp_async_16(dst, src, exists);
-    } else if constexpr (kAligned) {
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (exists) x = *reinterpret_cast<const uint4*>(src);
-      *reinterpret_cast<uint4*>(dst) = x;
-    } else {
-      cutlass::AlignedArray<T, kVec> x;
-      CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < kVec; ++e) x[e] = exists && e < valid ? src[e] : T(0);
-      *reinterpret_cast<cutlass::AlignedArray<T, kVec>*>(dst) = x;
-    }
+  CUTLASS_HOST_DEVICE static constexpr int begin(int row) {
+    return (row * (kChunks + kSeparates) + (row & kSeparates) + (row >> 3) * kSkew) * kVec;
   }
+  CUTLASS_HOST_DEVICE static constexpr int exchange(int row) { return (row >> 4 & 1) * kVec; }
 };
 
-// Writes rows [0, rows) x columns [0, cols) of a tile to a matrix in global memory, 16 bytes a thread.
-template <typename T, typename TileT, int kThreads, bool kAligned>
-struct TileStorer {
-  CUTLASS_DEVICE static void store(T* gTile, int64_t stride, const T* sTile, int thread, int rows, int cols) {
-    constexpr int kChunks = TileT::kRows * TileT::kChunks;
-    CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < kChunks; first += kThreads) {
-      int chunk = first + thread;
-      int row = chunk / TileT::kChunks;
-      int col = (chunk - row * TileT::kChunks) * TileT::kVec;
-      if (row >= TileT::kRows || row >= rows || col >= cols) continue;
-      const T* src = sTile + TileT::offset(row, col);
-      T* dst = gTile + int64_t(row) * stride + col;
-      if constexpr (kAligned) {
-        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < TileT::kVec; ++e) {
-          if (col + e < cols) dst[e] = src[e];
-        }
-      }
-    }
-  }
-};
-
-// Zeros in rows [0, rows) x columns [0, cols) of a matrix in global memory.
-template <typename T, int kThreads, bool kAligned>
-CUTLASS_DEVICE void store_zeros(T* g, int64_t stride, int thread, int rows, int cols) {
-  constexpr int kVec = kAligned ? 16 / int(sizeof(T)) : 1;
-  int chunks = (cols + kVec - 1) / kVec;
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = thread; i < rows * chunks; i += kThreads) {
-    int row = i / chunks, col = (i - row * chunks) * kVec;
-    if constexpr (kAligned) {
-      *reinterpret_cast<uint4*>(g + row * stride + col) = make_uint4(0, 0, 0, 0);
-    } else {
-      g[row * stride + col] = T(0);
-    }
-  }
-}
+// The tile for rows that are read in permuted order. kCopies: it is filled by cp.async.
+template <typename T, int kRows, int kCols, bool kCopies>
+using PermutedTile = typename cutlass::platform::conditional<kCopies && sizeof(T) == 2, SectorTile<T, kRows, kCols>,
+                                                             Tile<T, kRows, kCols>>::type;
 
 }  // namespace ds4s
