@@ -56,12 +56,18 @@ struct OrderedDqAdd {
     __syncthreads();
   }
 
-  // Called after the last addition: the last block of a pair writes dq and leaves zeros. num_blocks: blocks that add.
-  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared,
+  // Called after the block's last addition: counts the block. Returns, in thread 0, how many blocks have counted before.
+  // Only that thread waits for the additions, while the other warps store dk and dv.
+  CUTLASS_DEVICE int count() const {
+    __syncthreads();
+    return threadIdx.x == 0 ? ptx::add_release(pool.progress + pair, 1) : 0;
+  }
+  // Called after count(): the last block of a pair writes dq and leaves zeros. num_before: count()'s result; num_blocks:
+  // blocks that add.
+  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared, int num_before,
                              int num_blocks) const {
-    if (!is_last(shared, num_blocks)) return;
+    if (!is_last(shared, num_before, num_blocks)) return;
     write_dq(accumulator, p.scale, gDq, p.dq_stride[2], int(p.Lq), int(p.D));
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kDone);
   }
@@ -80,15 +86,14 @@ struct OrderedDqAdd {
       if (state == DqAccumulatorPool::kSeesNothing) other = pool.before(uint32_t(other));
     }
   }
-  CUTLASS_DEVICE bool is_last(char* shared, int num_blocks) const {
+  CUTLASS_DEVICE static bool is_last(char* shared, int num_before, int num_blocks) {
     int32_t* sIsLast = reinterpret_cast<int32_t*>(shared);
-    __threadfence();
+    if (threadIdx.x == 0) {
+      *sIsLast = num_before == num_blocks - 1;
+      if (num_before == num_blocks - 1) ptx::fence_acq_rel();
+    }
     __syncthreads();
-    if (threadIdx.x == 0) *sIsLast = atomicAdd(pool.progress + pair, 1) == num_blocks - 1;
-    __syncthreads();
-    bool last = *sIsLast != 0;
-    if (last) __threadfence();
-    return last;
+    return *sIsLast != 0;
   }
   // Converts an accumulator to dq and leaves zeros. A warp takes two tiles of 16 queries x 8 channels at a time, from
   // neighbouring addresses. Not inlined: inlined it changes the register allocation of the mainloop, 52 instructions

@@ -161,7 +161,11 @@ struct KernelDqDkdv {
       }
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
-    if constexpr (Config::kFusesDq) loop.dq_add.wait_for_hosted();
+    int num_before = 0;
+    if constexpr (Config::kFusesDq) {
+      num_before = loop.dq_add.count();
+      loop.dq_add.wait_for_hosted();
+    }
     if constexpr (Config::kWantsDs) {
       if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
       if constexpr (Config::kWantsDbias1) {
@@ -173,7 +177,7 @@ struct KernelDqDkdv {
     }
     if constexpr (Config::kFusesDq) {
       loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
-                         loop.shared, loop.outputs()->num_blocks);
+                         loop.shared, num_before, loop.outputs()->num_blocks);
     }
   }
   // dbias1 is also summed over heads: each head stores its part, or adds atomically.

@@ -53,7 +53,7 @@ struct ForwardEpilogue {
     }
   }
 
-  // Stores O / l through shared memory, so that rows are written in 16-byte chunks, and lse.
+  // Stores O / l and lse.
   struct Output {
     output_t* ptr;
     float* logsumexp;  // or null
@@ -61,40 +61,56 @@ struct ForwardEpilogue {
     int num_queries, num_columns;
   };
   CUTLASS_DEVICE void store(const Output& out, float (&o)[K::kTilesO][8], Softmax& softmax) const {
-    using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
-                                                        /*isFirst=*/true, /*isLast=*/true, Row>;
-    output_t* sO = reinterpret_cast<output_t*>(warp.shared);
-    if (warp.warp_n == 0) {
-      int row = warp.warp_m * 32 + Mma::row_of_lane(warp.lane);
-      Row sums;
+    if (K::kWarpsN > 1 && warp.warp_n != 0) return;
+    // Computed again: kept through the loop, they would be spilled at D = 128.
+    const int thread = int(ptx::thread_x()), lane = thread & 31, first = thread / 32 % K::kWarpsM * 32;
+    store_logsumexp(out, first + Mma::row_of_lane(lane), Mma::leads_row(lane), softmax);
+    Row sums;
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      sums[lane_row] = softmax.l[lane_row] == 0.f ? 1.f : softmax.l[lane_row];  // nothing visible: 0 / 1
+    }
+    softmax.clear_unseen(o);
+
+    // Through shared memory, so that rows are written in 16-byte chunks. A warp's rows are its own.
+    output_t* const s = reinterpret_cast<output_t*>(warp.shared) + OTile::offset(first);
+    stage(s, lane, o, {sums, softmax.m_prime});
+    __syncwarp();
+    TileStorer<output_t, OTile, /*kRows=*/32, /*kThreads=*/32, K::kAligned>::store(
+        out.ptr + first * out.stride, out.stride, s, lane, out.num_queries - first, out.num_columns);
+  }
+
+ private:
+  using Normalize = MemoryEfficientAttentionNormalize<output_t, float, Softmax::kPerSlot, float, float,
+                                                      /*isFirst=*/true, /*isLast=*/true, Row>;
+
+  // row: of the lane.
+  CUTLASS_DEVICE static void store_logsumexp(const Output& out, int row, bool leads, const Softmax& softmax) {
+    if (!out.logsumexp || !leads) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      const int r = row + lane_row * Mma::kRowStep;
+      const float lse = softmax.logsumexp(lane_row);
+      if (r < out.num_queries) out.logsumexp[r] = lse;
+    }
+  }
+  // s: the warp's first row.
+  CUTLASS_DEVICE static void stage(output_t* s, int lane, const float (&o)[K::kTilesO][8], const Normalize& normalize) {
+    s += OTile::offset(Mma::row_of_lane(lane));
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < K::kTilesO; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-        int r = row + lane_row * Mma::kRowStep;
-        if (out.logsumexp && Mma::leads_row(warp.lane) && r < out.num_queries) {
-          out.logsumexp[r] = softmax.logsumexp(lane_row);
-        }
-        sums[lane_row] = softmax.l[lane_row] == 0.f ? 1.f : softmax.l[lane_row];  // nothing visible: 0 / 1
-      }
-      softmax.clear_unseen(o);
-      Normalize normalize(sums, softmax.m_prime);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < K::kTilesO; ++j) {
+        auto x = normalize(lane_row, Softmax::get(o[j], lane_row));
         CUTLASS_PRAGMA_UNROLL
-        for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-          auto x = normalize(lane_row, Softmax::get(o[j], lane_row));
-          CUTLASS_PRAGMA_UNROLL
-          for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
-            int column = 8 * j + Mma::column_of(warp.lane, 4 * pair);
-            output_t* dst = sO + OTile::offset(row) + OTile::offset(lane_row * Mma::kRowStep, column);
-            dst[0] = x[2 * pair];
-            dst[1] = x[2 * pair + 1];
-          }
+        for (int pair = 0; pair < Softmax::kPerSlot / 2; ++pair) {
+          const int column = 8 * j + Mma::column_of(lane, 4 * pair);
+          output_t* dst = s + OTile::offset(lane_row * Mma::kRowStep, column);
+          dst[0] = x[2 * pair];
+          dst[1] = x[2 * pair + 1];
         }
       }
     }
-    __syncthreads();
-    TileStorer<output_t, OTile, K::kNumThreads, K::kAligned>::store(out.ptr, out.stride, sO, warp.thread,
-                                                                    out.num_queries, out.num_columns);
   }
 };
 

@@ -84,11 +84,16 @@ struct ForwardBlock : ForwardLoads<K> {
       } while (next_segment(segment));
     }
 
+    // A barrier: the last reads of K and V.
     softmax.finish();
     if constexpr (K::kFixesReference) {
-      if (__syncthreads_or(!softmax.fits(o))) repeat(o, softmax);
+      if (__syncthreads_or(!softmax.fits(o))) {
+        repeat(o, softmax);
+        __syncthreads();
+      }
+    } else {
+      __syncthreads();
     }
-    __syncthreads();  // the last reads of K and V
     const ForwardEpilogue<K> epilogue{*this};
     epilogue.merge_warps(o, softmax);
     const Constants& block = *sConstants();

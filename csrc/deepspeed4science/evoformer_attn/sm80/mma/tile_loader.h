@@ -74,26 +74,37 @@ struct TileLoader {
   }
 };
 
-// Writes rows [0, rows) x columns [0, cols) of a tile to a matrix in global memory, 16 bytes a thread.
-template <typename T, typename TileT, int kThreads, bool kAligned>
+// Writes the first kRows rows of a tile, as far as they are below `rows`, and columns below `cols` to a matrix in global
+// memory, 16 bytes a thread at a time. Each thread keeps one column chunk and iterates over the rows.
+template <typename T, typename TileT, int kRows, int kThreads, bool kAligned>
 struct TileStorer {
-  CUTLASS_DEVICE static void store(T* gTile, int64_t stride, const T* sTile, int thread, int rows, int cols) {
-    constexpr int kChunks = TileT::kRows * TileT::kChunks;
+  static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
+  static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
+  static constexpr bool kEven = kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
+  static constexpr bool kSharesBits = (kRowsPerPass & (kRowsPerPass - 1)) != 0;
+  static_assert(kRowsPerPass > 0, "at least one thread for each chunk of a row");
+
+  CUTLASS_DEVICE static void store(T* g, int64_t stride, const T* sTile, int thread, int rows, int cols) {
+    const int row = thread / TileT::kChunks, col = (thread - row * TileT::kChunks) * TileT::kVec;
+    if ((!kEven && row >= kRowsPerPass) || col >= cols) return;
+    const int s = TileT::offset(row, col);
+    g += row * stride + col;
     CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < kChunks; first += kThreads) {
-      int chunk = first + thread;
-      int row = chunk / TileT::kChunks;
-      int col = (chunk - row * TileT::kChunks) * TileT::kVec;
-      if (row >= TileT::kRows || row >= rows || col >= cols) continue;
-      const T* src = sTile + TileT::offset(row, col);
-      T* dst = gTile + int64_t(row) * stride + col;
-      if constexpr (kAligned) {
-        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < TileT::kVec; ++e) {
-          if (col + e < cols) dst[e] = src[e];
-        }
+    for (int pass = 0; pass < kPasses; ++pass, g += kRowsPerPass * stride) {
+      const int r = row + pass * kRowsPerPass;
+      if ((!kEven && r >= kRows) || r >= rows) break;
+      store_chunk(g, sTile + TileT::after(s, kSharesBits ? row : 0, pass * kRowsPerPass), cols - col);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static void store_chunk(T* dst, const T* src, int valid) {
+    if constexpr (kAligned) {
+      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < TileT::kVec; ++e) {
+        if (e < valid) dst[e] = src[e];
       }
     }
   }
