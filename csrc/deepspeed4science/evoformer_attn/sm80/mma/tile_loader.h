@@ -29,10 +29,10 @@ struct TileLoader {
   TileLoader() = default;
   // gMatrix: element (0, 0); cols: columns that exist.
   CUTLASS_DEVICE TileLoader(const T* gMatrix, int64_t stride_, int cols, int thread) : stride(stride_) {
-    row = thread / TileT::kChunks;
-    int col = (thread - row * TileT::kChunks) * kVec;
+    row = int(uint32_t(thread) / TileT::kChunks);
+    const int col = int(uint32_t(thread) % TileT::kChunks) * kVec;
     valid = cols - col;
-    if (row >= kRowsPerPass) row = TileT::kRows;
+    if (kThreads % TileT::kChunks != 0 && row >= kRowsPerPass) row = TileT::kRows;
     first = valid > 0 ? row : 1 << 30;
     g = gMatrix + int64_t(row) * stride + col;
     s = TileT::offset(row, col);
@@ -51,7 +51,7 @@ struct TileLoader {
       int r = row + pass * kRowsPerPass;
       if (kEven || r < TileT::kRows) {
         const int place = TileT::after(s, kSharesBits ? row : 0, pass * kRowsPerPass);
-        copy_chunk(sTile + place, g + pass * kRowsPerPass * stride, first + pass * kRowsPerPass < rows);
+        copy_chunk(sTile + place, g + pass * kRowsPerPass * stride, rows - first > pass * kRowsPerPass);
       }
     }
   }
@@ -85,7 +85,7 @@ struct TileStorer {
   static_assert(kRowsPerPass > 0, "at least one thread for each chunk of a row");
 
   CUTLASS_DEVICE static void store(T* g, int64_t stride, const T* sTile, int thread, int rows, int cols) {
-    const int row = thread / TileT::kChunks, col = (thread - row * TileT::kChunks) * TileT::kVec;
+    const int row = int(uint32_t(thread) / TileT::kChunks), col = int(uint32_t(thread) % TileT::kChunks) * TileT::kVec;
     if ((!kEven && row >= kRowsPerPass) || col >= cols) return;
     const int s = TileT::offset(row, col);
     g += row * stride + col;
