@@ -51,6 +51,11 @@ struct DsTile {
   CUTLASS_DEVICE static int lane_offset(int warp_row, int lane) {
     return offset(warp_row + Mma::row_of_lane(lane), lane & 3);
   }
+  // lane % 4, from lane_offset().
+  CUTLASS_DEVICE static int quad_lane(int lane_offset) {
+    static_assert(kQueries == 64 && swizzle(4) == 1 && swizzle(8) == 2, "bits of a key's row and of its chunk");
+    return (lane_offset ^ lane_offset >> 5) >> 3 & 3;
+  }
   // Stores 32 keys x 32 queries. The swizzle of the eighth key from here on differs by 2, that of stripes by 4.
   CUTLASS_DEVICE static void store(scalar_t* sDs, int lane_offset, const ScoreWords& words, int stripe) {
     static_assert(Mma::kRowStep == 8 && swizzle(8) == 2 && swizzle(16) == 0 && kQueries == 64, "swizzled offsets");

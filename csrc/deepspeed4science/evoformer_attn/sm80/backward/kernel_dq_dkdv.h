@@ -57,9 +57,14 @@ struct KernelDqDkdv {
     Loop loop(args, pool, at, operands, bias2, stages, shared, int(threadIdx.x));
     const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;  // of this warp
     loop.run(begin(loop, args, pool, at, operands, owned_left));
-    int again = int(number);
-    ptx::keep(again);
-    end(loop, args, Position(args.p, uint32_t(again)));
+    // The position is not kept in registers through the loop.
+    if constexpr (Config::kFusesDq) {
+      end(loop, args, *loop.position());
+    } else {
+      int again = int(number);
+      ptx::keep(again);
+      end(loop, args, Position(args.p, uint32_t(again)));
+    }
   }
 
  private:
@@ -102,7 +107,7 @@ struct KernelDqDkdv {
       for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
     }
     if constexpr (Config::kFusesDq) {
-      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at);
+      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at), *loop.position() = at;
     }
 
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
@@ -151,50 +156,71 @@ struct KernelDqDkdv {
   CUTLASS_DEVICE static void end(const Loop& loop, const BackwardInputs& args, const Position& at) {
     const BwdParams& p = args.p;
     const int first = at.first + loop.warp.first, owned_left = at.num_owned(p) - first;
+    auto rows_of = [&](void* ptr, const int64_t (&stride)[4]) {
+      return element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + at.part * Config::kPartChannels;
+    };
     auto store = [&](void* ptr, const int64_t (&stride)[4], const auto& acc, float factor, int channels) {
-      const int channel = at.part * Config::kPartChannels;
-      scalar_t* g = element<scalar_t>(ptr, stride, at.b, at.n, first, at.h) + channel;
-      if constexpr (Config::kTransposesGradients) {
-        store_transposed(g, stride[2], acc, factor, owned_left, channels, loop.warp.lane);
-      } else {
-        store_rows<Mma, Config::kAligned>(g, stride[2], acc, factor, owned_left, channels - channel, loop.warp.lane);
-      }
+      store_rows<Mma, Config::kAligned>(rows_of(ptr, stride), stride[2], acc, factor, owned_left,
+                                        channels - at.part * Config::kPartChannels, loop.warp.lane);
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
     int num_before = 0;
-    if constexpr (Config::kFusesDq) {
+    if constexpr (Config::kTransposesGradients) {  // converted while the last additions are under way
+      const GradientRows<scalar_t, Loop::Warp::kTiles> dk(loop.warp.dqk, p.scale), dv(loop.warp.dv, 1.f);
+      const Dbias1Sums sums(loop.warp.dbias1);
       num_before = loop.dq_add.count();
       loop.dq_add.wait_for_hosted();
-    }
-    if constexpr (Config::kWantsDs) {
-      if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
-      if constexpr (Config::kWantsDbias1) {
-        if (at.part == 0) store_dbias1(loop, args, at, first, owned_left);
+      dk.store(rows_of(p.dk, p.dk_stride), p.dk_stride[2], owned_left, int(p.D), loop.warp.lane);
+      dv.store(rows_of(p.dv, p.dv_stride), p.dv_stride[2], owned_left, int(p.Dv), loop.warp.lane);
+      if constexpr (Config::kWantsDbias1) sums.store(args, at, first, owned_left, loop.warp.lane);
+    } else {
+      if constexpr (Config::kFusesDq) {
+        num_before = loop.dq_add.count();
+        loop.dq_add.wait_for_hosted();
       }
-    }
-    if constexpr (Config::kWantsDv) {
-      if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));
+      if constexpr (Config::kWantsDs) {
+        if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
+        if constexpr (Config::kWantsDbias1) {
+          if (at.part == 0) Dbias1Sums(loop.warp.dbias1).store(args, at, first, owned_left, loop.warp.lane);
+        }
+      }
+      if constexpr (Config::kWantsDv) {
+        if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));
+      }
     }
     if constexpr (Config::kFusesDq) {
       loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
                          loop.shared, num_before, loop.outputs()->num_blocks);
     }
   }
-  // dbias1 is also summed over heads: each head stores its part, or adds atomically.
-  CUTLASS_DEVICE static void store_dbias1(const Loop& loop, const BackwardInputs& args, const Position& at, int first,
-                                          int owned_left) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-      const float sum = Mma::reduce_sum(loop.warp.dbias1[lane_row]);
-      const int mine = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep;
-      if (!Mma::leads_row(loop.warp.lane) || mine >= owned_left) continue;
-      if (args.dbias1_parts) {
-        args.dbias1_parts[(at.bn * args.p.H + at.h) * args.p.Lk + first + mine] = sum;
-      } else {
-        atomicAdd(args.p.dbias1 + at.bn * args.p.Lk + first + mine, sum);
+  // dbias1 of a warp's keys. It is also summed over heads: each head stores its part, or adds atomically.
+  struct Dbias1Sums {
+    float values[Mma::kLaneRows];
+
+    CUTLASS_DEVICE explicit Dbias1Sums(const float (&of_lane)[Mma::kLaneRows]) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
+        values[lane_row] = Config::kWantsDbias1 ? Mma::reduce_sum(of_lane[lane_row]) : 0.f;
+    }
+    CUTLASS_DEVICE void store(const BackwardInputs& args, const Position& at, int first, int owned_left,
+                              int lane) const {
+      if (!Mma::leads_row(lane)) return;
+      const bool has_parts = args.dbias1_parts != nullptr;
+      float* dst = has_parts ? args.dbias1_parts + (at.bn * args.p.H + at.h) * args.p.Lk
+                             : args.p.dbias1 + at.bn * args.p.Lk;
+      dst += first + Mma::row_of_lane(lane);
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        const int below = lane_row * Mma::kRowStep;
+        if (Mma::row_of_lane(lane) + below >= owned_left) continue;
+        if (has_parts) {
+          dst[below] = values[lane_row];
+        } else {
+          atomicAdd(dst + below, values[lane_row]);
+        }
       }
     }
-  }
+  };
 
   CUTLASS_DEVICE static void store_hidden(const BackwardInputs& args, const Position& at,
                                           const DqAccumulatorPool& pool) {

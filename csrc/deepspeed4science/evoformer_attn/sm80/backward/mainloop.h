@@ -31,8 +31,12 @@ struct SharedLayout {
   CUTLASS_HOST_DEVICE static constexpr int outputs(int stages) {
     return bias2(stages) + (Config::kTransposesBias2 ? TransposedBias2<Config>::kBytes : 0);
   }
+  CUTLASS_HOST_DEVICE static constexpr int position(int stages) {
+    static_assert(sizeof(DqOutputs) % alignof(TilePosition<Config>) == 0, "the position is aligned");
+    return outputs(stages) + int(sizeof(DqOutputs));
+  }
   static constexpr int bytes(int stages) {
-    if constexpr (Config::kFusesDq) return outputs(stages) + int(sizeof(DqOutputs));
+    if constexpr (Config::kFusesDq) return position(stages) + int(sizeof(TilePosition<Config>));
     const bool in_second_stage = stages == 2 && Config::kResident && kStageBytes > kOwnedBytes;
     return owned(stages) + (in_second_stage ? kStageBytes : kOwnedBytes);
   }
@@ -78,6 +82,9 @@ struct Mainloop {
 
   CUTLASS_DEVICE scalar_t* owned_tile() const { return reinterpret_cast<scalar_t*>(shared + Shared::owned(stages)); }
   CUTLASS_DEVICE DqOutputs* outputs() const { return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages)); }
+  CUTLASS_DEVICE TilePosition<Config>* position() const {
+    return reinterpret_cast<TilePosition<Config>*>(shared + Shared::position(stages));
+  }
 
   // tile: the first one.
   CUTLASS_DEVICE void run(int tile) {
@@ -87,7 +94,7 @@ struct Mainloop {
     while (tile < num_tiles) {
       // Waits for this tile and starts the loads of the next one.
       const int next_tile = streamed.seek(tile + 1);
-      if (Config::kFusesDq && tile == 1 && thread == 0) dq_add.wait(outputs()->before);
+      if (Config::kFusesDq && tile == 1) wait_for_accumulator();
       arrive();
       const bool more = next_tile < num_tiles;
       const int next_stage = stages == 2 ? stage ^ 1 : 0;
@@ -104,7 +111,7 @@ struct Mainloop {
       tile = next_tile, stage = next_stage;
     }
     if constexpr (Config::kFusesDq) {
-      if (num_tiles == 1 && thread == 0) dq_add.wait(outputs()->before);
+      if (num_tiles == 1) wait_for_accumulator();
       __syncthreads();
       add_dq(num_tiles - 1);
     }
@@ -142,6 +149,9 @@ struct Mainloop {
     }
   }
 
+  CUTLASS_DEVICE void wait_for_accumulator() const {
+    if (warp.is_thread_0()) dq_add.wait(outputs()->before);
+  }
   // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
   // kept through the whole loop.
   CUTLASS_DEVICE void add_dq(int tile) const {

@@ -17,6 +17,7 @@ struct TilePosition {
 
   static constexpr int kRows = Config::kFusesDq ? fused_side_by_side(Config::kHeadDim) : kSideBySide;
 
+  TilePosition() = default;
   CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
     if constexpr (Config::kParts > 1) part = int(number % Config::kParts), number /= Config::kParts;
     uint32_t tiles = uint32_t(num_owned(p) + Config::kOwned - 1) / Config::kOwned;

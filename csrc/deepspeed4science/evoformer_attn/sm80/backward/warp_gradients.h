@@ -46,6 +46,14 @@ struct WarpGradients {
     }
   }
 
+  // Where lane_ds is kept: whether this is thread 0, and a lane with the same columns as this one. To read threadIdx.x
+  // in the loop is to wait for the additions that are in its queue.
+  CUTLASS_DEVICE bool is_thread_0() const { return Config::kKeepsAddresses ? lane_ds == 0 : ptx::thread_x() == 0; }
+  CUTLASS_DEVICE int column_lane() const {
+    if constexpr (Config::kKeepsAddresses) return DsTile<Config>::quad_lane(lane_ds);
+    return lane;
+  }
+
   // Where the warp owns keys: whether all of them are hidden.
   CUTLASS_DEVICE bool sees_nothing() const {
     bool sees = false;
@@ -63,7 +71,7 @@ struct WarpGradients {
     for (int chunk = 0; chunk < 4; chunk += kChunkTiles) {
       if (chunk > 0) __syncwarp();  // keeps the chunks apart: interleaved, they need more registers than there are
       if constexpr (Config::kTransposesBias2) bias2.fetch(stripe);
-      probabilities(s, chunk, left_qk, qk + lane_nk, vectors, exponent, bias2.fragment, lane);
+      probabilities(s, chunk, left_qk, qk + lane_nk, vectors, exponent, bias2.fragment, column_lane());
       if constexpr (Config::kTransposesBias2) {
         __syncwarp();
         if (more) bias2.load(stripe);
@@ -92,7 +100,7 @@ struct WarpGradients {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 8; ++i) dp[j][i] = 0.f;
       } else if constexpr (kOwnsKeys) {
-        begin_with_columns<Mma>(dp[j], j, streamed_delta, lane);
+        begin_with_columns<Mma>(dp[j], j, streamed_delta, column_lane());
       } else {
         dp_begin.begin(dp[j]);
       }
