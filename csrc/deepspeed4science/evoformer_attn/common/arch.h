@@ -14,18 +14,23 @@ struct ArchTraits {
   static constexpr bool kHasCpAsync = kCapability >= 80;  // global -> shared without registers
 };
 
-// Whether every GPU that this unit is compiled for has 228 KiB of shared memory on a multiprocessor: 9.0 to 10.3. The
-// others have 164 (8.0), 100 (8.6, 8.9, 12.0), 96 (7.0) or 64 (7.5). The host must know it too: it sizes the launch.
-CUTLASS_HOST_DEVICE constexpr bool has_large_shared_memory() {
+// Shared memory of a multiprocessor in KiB, the least among the GPUs that this unit is compiled for. The host must know
+// it too: it sizes the launch.
+CUTLASS_HOST_DEVICE constexpr int shared_kib_of_multiprocessor() {
+  int least = 64;  // also of a runtime compiler, which sees no host side
 #ifdef __CUDA_ARCH_LIST__
   constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+  least = 228;
   for (int arch : kArchs) {
-    if (arch < 900 || arch >= 1100) return false;
+    int kib = 64;  // 7.5
+    if (arch == 700) kib = 96;
+    if (arch == 800 || arch == 870) kib = 164;
+    if (arch == 860 || arch == 890 || arch >= 1100) kib = 100;  // 12.0; of 11.0 not known
+    if (arch >= 900 && arch < 1100) kib = 228;
+    least = kib < least ? kib : least;
   }
-  return true;
-#else
-  return false;  // a runtime compiler, which sees no host side
 #endif
+  return least;
 }
 
 // Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up.

@@ -16,6 +16,16 @@ struct ForwardTileSizes {
 // Up to this head dimension a block holds Q, K, V and O whole; beyond it kSingleValueIteration is false.
 constexpr int kLargestTier = 128;
 
+// Whether a multiprocessor has shared memory for three blocks, each with two stages of kKeys keys and a row bias. Every
+// block also takes 1 KiB for itself.
+template <typename scalar_t, int kQueries, int kKeys, int kHeadDim, int kHeadDimValue>
+constexpr bool three_blocks_fit() {
+  constexpr int kStage = PermutedTile<scalar_t, kKeys, kHeadDim, true>::kBytes +
+                         PermutedTile<scalar_t, kKeys, kHeadDimValue, true>::kBytes + kKeys * 8;
+  constexpr int kBlock = Tile<scalar_t, kQueries, kHeadDim>::kBytes + 2 * kStage + kForwardConstantsBytes + 1024;
+  return 3 * kBlock <= shared_kib_of_multiprocessor() * 1024;
+}
+
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias1,
           bool kHasBias2>
 constexpr ForwardTileSizes forward_tiles() {
@@ -27,11 +37,15 @@ constexpr ForwardTileSizes forward_tiles() {
   if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
   constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
-  constexpr bool kStaged = kRoomy && has_large_shared_memory();
+  constexpr bool kStaged = kRoomy && shared_kib_of_multiprocessor() >= 228;
   if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps, D, Dv};
-  // (1,768,768,4,32): 1.44 ms; with one stripe 1.58, with two 1.57, with 16 warps 1.73, with two stripes in flight
-  // 1.69. Without biases 1.09 with one stripe and 1.14 with four: the loop then waits for K and V only.
-  if (kLargest <= 32) return {128, 32, kStaged && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
+  // With two, one, five and six stripes instead of four: (1,768,768,4,32) 1.09, 1.13, 1.02 and 1.01 of the time; with
+  // 16 warps 1.20, with two stripes in flight 1.17. Without biases 1.09 ms with one stripe and 1.14 with four: the loop
+  // then waits for K and V only.
+  if (kLargest <= 32) {
+    constexpr bool kFits = kRoomy && three_blocks_fit<scalar_t, 128, 128, D, Dv>();
+    return {128, 32, kFits && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
+  }
   // Loading bias2 through shared memory takes no registers: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
   // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no shared memory left; at
   // D <= 32 it is slower.
