@@ -73,17 +73,17 @@ BACKWARD_SPILL_BYTES = 256
 # Where the scores, O and two biases fill the registers, or before 9.0 with its fewer uniform ones,
 # some constants of the loop move to local memory (docs/history/sm80-forward-design.md, Spills).
 CONSTANTS_SPILL_BYTES = 32
-# Stores of wider heads, nearly all in the loop of the repetition, which rarely runs and has too few
-# registers for O, the scores and a moving reference. Of 64 channels the loops before it read one
-# spilled constant for each 32 keys.
-REPETITION_SPILL_BYTES = {48: 16, 64: 152}
+# Stores of 64 channels, nearly all in the loop of the repetition, which rarely runs and has too few
+# registers for O, the scores and a moving reference. The loops before it read one spilled constant
+# for each 32 keys.
+REPETITION_SPILL_BYTES = 152
 UNITS = (
     unit("sm75", "fwd", "fp16", 32, "both", "7.5", CONSTANTS_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 32, "both", "8.0", CONSTANTS_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 64, "both", "8.0"),
     unit("sm80", "fwd", "bf16", 32, "both", "9.0"),
-    unit("sm80", "fwd", "bf16", 48, "both", "9.0", REPETITION_SPILL_BYTES[48]),
-    unit("sm80", "fwd", "bf16", 64, "both", "9.0", REPETITION_SPILL_BYTES[64]),
+    unit("sm80", "fwd", "bf16", 48, "both", "9.0"),
+    unit("sm80", "fwd", "bf16", 64, "both", "9.0", REPETITION_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 128, "both", "9.0", CONSTANTS_SPILL_BYTES),
     unit("sm80", "fwd", "bf16", 256, "both", "9.0"),
     unit("sm80", "fwd", "fp16", 64, "bias1", "9.0"),
@@ -282,6 +282,8 @@ def test_unit(unit, nvcc, compilations):
     [
         unit("sm80", "fwd", "bf16", 32, "both", "8.0", CONSTANTS_SPILL_BYTES),
         unit("sm80", "fwd", "bf16", 32, "both", "9.0"),
+        unit("sm80", "fwd", "fp16", 32, "both", "8.0"),
+        unit("sm80", "fwd", "fp16", 32, "both", "9.0"),
     ],
     ids=lambda unit: unit.id,
 )
@@ -314,6 +316,31 @@ def test_one_kernel_for_all_gradients_spills_nothing(unit, compilations):
         r"properties for \S*backward_fused\S*\s.*?(\d+) bytes spill stores", log, re.DOTALL
     )
     assert len(spills) == 2 and set(spills) == {"0"}, log
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
+        unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES),
+    ],
+    ids=lambda unit: unit.id,
+)
+def test_gradients_fill_sectors(unit, compilations):
+    """dq, dk and dv are stored 16 bytes a lane. Stores of 4 bytes are those of dbias1: of a lane's
+    four keys, and of hidden ones.
+    """
+    folder, log = compilations[unit]
+    log.result()
+    if not (tool := disassembler()):
+        pytest.skip("no nvdisasm")
+    [cubin] = folder.glob("*.cubin")
+    _, *kernels = re.split(r"^\.text\.", compiled([tool, "-c", cubin]), flags=re.MULTILINE)
+    kernels = [code for code in kernels if re.match(r"\S*backward_(fused|dq_dkdv)", code)]
+    assert len(kernels) >= 3
+    for code in kernels:
+        assert len(re.findall(r"\bSTG\.E\.128\b", code)) >= 4
+        assert len(re.findall(r"\bSTG\.E\s", code)) <= 5
 
 
 SM70 = """\

@@ -1,13 +1,13 @@
-// Tiles in shared memory: each chunk has a place of its own, an address is a sum, and neither eight rows of ldmatrix nor
-// a copy of aligned 32 bytes meet in a bank more often than they must. Prints the number of places that were checked;
-// stops at the first wrong one.
-#include <cstdio>
-#include <cstdlib>
-#include <set>
+// Tiles in shared memory: each chunk has a place of its own, an address is a sum, and neither eight rows of ldmatrix
+// nor a copy of aligned 32 bytes meet in a bank more often than they must. Prints the number of places that were
+// checked; stops at the first wrong one.
+#include "sm80/mma/smem_tile.h"
 
 #include <cutlass/half.h>
 
-#include "sm80/mma/smem_tile.h"
+#include <cstdio>
+#include <cstdlib>
+#include <set>
 
 namespace {
 

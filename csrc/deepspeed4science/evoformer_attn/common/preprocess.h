@@ -124,8 +124,7 @@ struct PrepareRows {
     if (negative_delta) {
       negative_delta[(bn * args.p.H + row.h) * args.p.Lq + row.q] = -delta;
     } else {
-      DeltaInDq<scalar_t> in_dq(args.p, b, n, row.h);
-      in_dq.ptr[int64_t(row.q) * in_dq.stride] = -delta;
+      *DeltaInDq<scalar_t>(args.p, b, n, row.h).at(row.q) = -delta;
     }
   }
 };

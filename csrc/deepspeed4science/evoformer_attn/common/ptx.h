@@ -166,8 +166,8 @@ CUTLASS_DEVICE int load_acquire(const int* flag) {
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
-// atom.release (9.7.13.5): this thread's earlier writes, and those of threads that it has met at a barrier, are visible to
-// whoever acquires the sum.
+// atom.release (9.7.13.5): this thread's earlier writes, and those of threads that it has met at a barrier, are visible
+// to whoever acquires the sum.
 CUTLASS_DEVICE int add_release(int* counter, int value) {
   int before;
   asm volatile("atom.release.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");

@@ -13,20 +13,10 @@
 #pragma once
 
 #include "sm80/backward/dq_accumulator_pool.h"
+#include "sm80/backward/gradient_rows.h"
 #include "sm80/backward/score_tile.h"
 
 namespace ds4s {
-
-// Transposes four words of each of four neighbouring lanes: lane `index` of the four gets word `index` of each lane.
-CUTLASS_DEVICE uint4 transpose_4x4(const uint32_t (&w)[4], int index) {
-  const bool high = index & 2, odd = index & 1;
-  const uint32_t mine0 = high ? w[2] : w[0], mine1 = high ? w[3] : w[1];
-  const uint32_t theirs0 = ptx::shfl_xor(high ? w[0] : w[2], 2), theirs1 = ptx::shfl_xor(high ? w[1] : w[3], 2);
-  const uint32_t a = odd ? mine1 : mine0, b = odd ? theirs1 : theirs0;  // of this lane, and the second from it
-  const uint32_t c = ptx::shfl_xor(odd ? mine0 : mine1, 1), d = ptx::shfl_xor(odd ? theirs0 : theirs1, 1);
-  const uint2 near = odd ? make_uint2(c, a) : make_uint2(a, c), far = odd ? make_uint2(d, b) : make_uint2(b, d);
-  return high ? make_uint4(far.x, far.y, near.x, near.y) : make_uint4(near.x, near.y, far.x, far.y);
-}
 
 template <typename Config>
 struct OrderedDqAdd {
@@ -56,14 +46,14 @@ struct OrderedDqAdd {
     __syncthreads();
   }
 
-  // Called after the block's last addition: counts the block. Returns, in thread 0, how many blocks have counted before.
-  // Only that thread waits for the additions, while the other warps store dk and dv.
+  // Called after the block's last addition: counts the block. Returns, in thread 0, how many blocks have counted
+  // before. Only that thread waits for the additions, while the other warps store dk and dv.
   CUTLASS_DEVICE int count() const {
     __syncthreads();
     return threadIdx.x == 0 ? ptx::add_release(pool.progress + pair, 1) : 0;
   }
-  // Called after count(): the last block of a pair writes dq and leaves zeros. num_before: count()'s result; num_blocks:
-  // blocks that add.
+  // Called after count(): the last block of a pair writes dq and leaves zeros. num_before: count()'s result;
+  // num_blocks: blocks that add.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared, int num_before,
                              int num_blocks) const {
     if (!is_last(shared, num_before, num_blocks)) return;

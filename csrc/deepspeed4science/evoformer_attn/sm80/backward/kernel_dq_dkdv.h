@@ -166,7 +166,8 @@ struct KernelDqDkdv {
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
     int num_before = 0;
     if constexpr (Config::kTransposesGradients) {  // converted while the last additions are under way
-      const GradientRows<scalar_t, Loop::Warp::kTiles> dk(loop.warp.dqk, p.scale), dv(loop.warp.dv, 1.f);
+      const auto dk = rows_of_transposed<scalar_t>(loop.warp.dqk, p.scale);
+      const auto dv = rows_of_transposed<scalar_t>(loop.warp.dv, 1.f);
       const Dbias1Sums sums(loop.warp.dbias1);
       num_before = loop.dq_add.count();
       loop.dq_add.wait_for_hosted();
@@ -206,8 +207,8 @@ struct KernelDqDkdv {
                               int lane) const {
       if (!Mma::leads_row(lane)) return;
       const bool has_parts = args.dbias1_parts != nullptr;
-      float* dst = has_parts ? args.dbias1_parts + (at.bn * args.p.H + at.h) * args.p.Lk
-                             : args.p.dbias1 + at.bn * args.p.Lk;
+      float* dst =
+          has_parts ? args.dbias1_parts + (at.bn * args.p.H + at.h) * args.p.Lk : args.p.dbias1 + at.bn * args.p.Lk;
       dst += first + Mma::row_of_lane(lane);
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm80/backward/config.h"
+#include "sm80/backward/gradient_rows.h"
 
 namespace ds4s {
 
@@ -255,6 +256,16 @@ CUTLASS_DEVICE float subtract_delta(float dp, float2 delta) { return (dp + delta
 template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
                                int cols, int lane) {
+  if constexpr (kAligned && sizeof(scalar_t) == 2 && Mma::kLaneRows == 4) {
+    GradientRows<scalar_t, kTiles> words;
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; i += 2)
+        words.w[tile][Mma::lane_row_of(i)] = ptx::pack<scalar_t>(factor * acc[tile][i], factor * acc[tile][i + 1]);
+    }
+    return words.store(g, stride, rows, cols, lane);
+  }
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kTiles; ++tile) {
     CUTLASS_PRAGMA_UNROLL

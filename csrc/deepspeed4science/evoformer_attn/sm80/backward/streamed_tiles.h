@@ -177,9 +177,8 @@ struct QueryVectors {
         is_delta(uniform(uint32_t(threadIdx.x / kStreamed)) != 0) {
     static_assert(Config::kThreads == 2 * kStreamed, "a thread for each value");
     const DeltaInDq<scalar_t> delta(args.p, at.b, at.n, at.h);
-    const int stride = is_delta ? delta.stride : 1;
-    ptr = (is_delta ? delta.ptr : NegativeLse<float>(args, at.b, at.n, at.h).ptr) + int64_t(query()) * stride;
-    step = int64_t(kStreamed) * stride;
+    ptr = is_delta ? delta.at(query()) : NegativeLse<float>(args, at.b, at.n, at.h).ptr + query();
+    step = int64_t(kStreamed) * (is_delta ? delta.stride : 1);
   }
 
   CUTLASS_DEVICE int query() const { return Config::kKeepsThread ? kept_query : int(ptx::thread_x()) % kStreamed; }

@@ -6,7 +6,7 @@
 // 8 lane_row + 2 (lane % 4) and + 1: first at channel lane / 4 of the 16, then at the channel 8 above it.
 #pragma once
 
-#include "common/ptx.h"
+#include "sm80/backward/gradient_rows.h"
 
 namespace ds4s {
 
@@ -46,32 +46,19 @@ CUTLASS_DEVICE void multiply_transposed(float (&gradient)[kTiles][8], const Scor
   }
 }
 
-// factor * gradient in 16 bits, as rows of keys.
+// factor * gradient, as rows of keys.
 template <typename scalar_t, int kTiles>
-struct GradientRows {
-  uint32_t w[kTiles][4];  // [tile][lane_row]: two channels of key lane / 4 + 8 lane_row
-
-  CUTLASS_DEVICE GradientRows(const float (&gradient)[kTiles][8], float factor) {
+CUTLASS_DEVICE GradientRows<scalar_t, kTiles> rows_of_transposed(const float (&gradient)[kTiles][8], float factor) {
+  GradientRows<scalar_t, kTiles> rows;
+  CUTLASS_PRAGMA_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
     CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int lane_row = 0; lane_row < 4; ++lane_row) {
-        const float* pair = gradient[tile / 2 * 2 + lane_row / 2] + 4 * (lane_row % 2) + 2 * (tile % 2);
-        w[tile][lane_row] = ptx::transpose_8x8(ptx::pack<scalar_t>(factor * pair[0], factor * pair[1]));
-      }
+    for (int lane_row = 0; lane_row < 4; ++lane_row) {
+      const float* pair = gradient[tile / 2 * 2 + lane_row / 2] + 4 * (lane_row % 2) + 2 * (tile % 2);
+      rows.w[tile][lane_row] = ptx::transpose_8x8(ptx::pack<scalar_t>(factor * pair[0], factor * pair[1]));
     }
   }
-  // g: the warp's first key in global memory; rows, cols: how many exist.
-  CUTLASS_DEVICE void store(scalar_t* g, int64_t stride, int rows, int cols, int lane) const {
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int lane_row = 0; lane_row < 4; ++lane_row) {
-        const int row = 8 * lane_row + (lane >> 2), col = 8 * tile + 2 * (lane & 3);
-        if (row < rows && col < cols) *reinterpret_cast<uint32_t*>(g + row * stride + col) = w[tile][lane_row];
-      }
-    }
-  }
-};
+  return rows;
+}
 
 }  // namespace ds4s

@@ -37,9 +37,9 @@ struct Tile {
   }
 };
 
-// Rows begin at multiples of 32 bytes, so that every aligned 32 bytes of global memory, a sector, stay together: a warp's
-// cp.async takes 10 cycles of shared memory then, and 15 where every second row begins between two sectors. Where rows 16
-// apart would meet in a bank, the two chunks of each sector are exchanged.
+// Rows begin at multiples of 32 bytes, so that every aligned 32 bytes of global memory, a sector, stay together: a
+// warp's cp.async takes 10 cycles of shared memory then, and 15 where every second row begins between two sectors.
+// Where rows 16 apart would meet in a bank, the two chunks of each sector are exchanged.
 template <typename T, int kRows_, int kCols_>
 struct SectorTile {
   static constexpr int kRows = kRows_;

@@ -74,8 +74,8 @@ struct TileLoader {
   }
 };
 
-// Writes the first kRows rows of a tile, as far as they are below `rows`, and columns below `cols` to a matrix in global
-// memory, 16 bytes a thread at a time. Each thread keeps one column chunk and iterates over the rows.
+// Writes the first kRows rows of a tile, as far as they are below `rows`, and columns below `cols` to a matrix in
+// global memory, 16 bytes a thread at a time. Each thread keeps one column chunk and iterates over the rows.
 template <typename T, typename TileT, int kRows, int kThreads, bool kAligned>
 struct TileStorer {
   static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
