@@ -16,7 +16,8 @@ struct TileLoader {
   static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
   static constexpr int kPasses = (TileT::kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr bool kEven = TileT::kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
-  static constexpr bool kSharesBits = (kRowsPerPass & (kRowsPerPass - 1)) != 0;  // a thread's row with those of a pass
+  // Whether a thread's row has common bits with a pass's first row (TileT::after).
+  static constexpr bool kSharesBits = (kRowsPerPass & (kRowsPerPass - 1)) != 0;
   static_assert(kRowsPerPass > 0, "a block has at least one thread for each chunk of a row");
 
   const T* g;      // this thread's chunk of the next tile's first pass
