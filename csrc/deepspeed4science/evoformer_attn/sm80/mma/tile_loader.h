@@ -76,20 +76,30 @@ struct TileLoader {
 };
 
 // Writes the first kRows rows of a tile, as far as they are below `rows`, and columns below `cols` to a matrix in
-// global memory, 16 bytes a thread at a time. Each thread keeps one column chunk and iterates over the rows.
+// global memory, 16 bytes a thread at a time. Each thread keeps a column chunk and iterates over the rows.
 template <typename T, typename TileT, int kRows, int kThreads, bool kAligned>
 struct TileStorer {
-  static constexpr int kRowsPerPass = kThreads / TileT::kChunks;
+  static constexpr int kThreadsPerRow = TileT::kChunks < kThreads ? TileT::kChunks : kThreads;
+  static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
-  static constexpr bool kEven = kRows % kRowsPerPass == 0 && kThreads % TileT::kChunks == 0;
+  static constexpr bool kEven = kRows % kRowsPerPass == 0 && kThreads % kThreadsPerRow == 0;
   static constexpr bool kSharesBits = (kRowsPerPass & (kRowsPerPass - 1)) != 0;
-  static_assert(kRowsPerPass > 0, "at least one thread for each chunk of a row");
 
   CUTLASS_DEVICE static void store(T* g, int64_t stride, const T* sTile, int thread, int rows, int cols) {
-    const int row = int(uint32_t(thread) / TileT::kChunks), col = int(uint32_t(thread) % TileT::kChunks) * TileT::kVec;
-    if ((!kEven && row >= kRowsPerPass) || col >= cols) return;
+    const int row = int(uint32_t(thread) / kThreadsPerRow);
+    if (!kEven && row >= kRowsPerPass) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int chunk = 0; chunk < TileT::kChunks; chunk += kThreadsPerRow) {
+      const int col = (chunk + int(uint32_t(thread) % kThreadsPerRow)) * TileT::kVec;
+      if (col >= cols) return;
+      store_column(g + row * stride + col, stride, sTile, row, col, rows, cols);
+    }
+  }
+
+ private:
+  // g: of the row and column.
+  CUTLASS_DEVICE static void store_column(T* g, int64_t stride, const T* sTile, int row, int col, int rows, int cols) {
     const int s = TileT::offset(row, col);
-    g += row * stride + col;
     CUTLASS_PRAGMA_UNROLL
     for (int pass = 0; pass < kPasses; ++pass, g += kRowsPerPass * stride) {
       const int r = row + pass * kRowsPerPass;
@@ -97,8 +107,6 @@ struct TileStorer {
       store_chunk(g, sTile + TileT::after(s, kSharesBits ? row : 0, pass * kRowsPerPass), cols - col);
     }
   }
-
- private:
   CUTLASS_DEVICE static void store_chunk(T* dst, const T* src, int valid) {
     if constexpr (kAligned) {
       *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);

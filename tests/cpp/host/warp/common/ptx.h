@@ -112,6 +112,13 @@ uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
   const float2 a = unpack<T>(x), b = unpack<T>(y);
   return pack<T>(max_nan(a.x, b.x), max_nan(a.y, b.y));
 }
+inline void cp_async_16(void* to, const void* from, bool exists) {
+  if (exists) {
+    std::memcpy(to, from, 16);
+  } else {
+    std::memset(to, 0, 16);
+  }
+}
 template <typename T>
 uint32_t load_bits(const T* x) {
   return x->raw();
