@@ -70,6 +70,8 @@ class Far:
     # The dtypes in which a reference fixed by the first keys gives wrong results.
     breaks: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    # Calls in float32 that are judged together.
+    draws: int = 1
 
     @property
     def id(self):
@@ -84,15 +86,16 @@ class Far:
         return inputs
 
 
-def check_o(inputs, function=ours):
+def check_o(*calls, function=ours):
     """The law; in float32 twice as much, since half an ulp of a score of hundreds, which the order
     of its sum decides about, is more than all other errors (docs/math.md, "Where the law depends on
-    chance").
+    chance"). Several calls, in float32 only, are judged by their errors together.
     """
-    if inputs.q.dtype != torch.float32:
+    if calls[0].q.dtype != torch.float32:
+        (inputs,) = calls
         return check(inputs, function)
     o, eager, reference = (
-        run(one, inputs, dtype)[0]
+        torch.stack([run(one, inputs, dtype)[0] for inputs in calls])
         for one, dtype in (
             (function, None),
             (evoformer_attention, torch.float32),
@@ -107,7 +110,9 @@ WIDE_RANGE = ("fp32", "bf16")
 CASES = [
     Far(rise, 200, breaks=("fp32", "bf16", "fp16")),
     Far(rise, -200),
-    Far(rise, 2000, breaks=("fp32", "bf16", "fp16")),
+    # Two keys of a few queries decide about the error: of 560 single calls on a CPU, 13 had up to
+    # 2.6 times that of eager; of 20 times eight calls, none more than 1.4 times.
+    Far(rise, 2000, breaks=("fp32", "bf16", "fp16"), draws=8),
     Far(step, 12, breaks=("fp16",)),
     Far(step, 40, breaks=("fp16",)),
     Far(one_late_key, 20, breaks=("fp16",)),
@@ -133,7 +138,8 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @on_each_device
 @pytest.mark.parametrize("D", [32, 48, 64, 128])
 def test_references_far_from_later_scores(D, device, dtype, case):
-    check_o(case.inputs(dtype, device, D))
+    draws = case.draws if dtype == "fp32" else 1
+    check_o(*(case.inputs(dtype, device, D) for _ in range(draws)))
 
 
 @each_dtype
@@ -215,6 +221,6 @@ def test_the_cases_need_a_reference_that_follows(dtype, case):
     inputs = case.inputs(dtype, "cpu")
     if dtype in case.breaks:
         with pytest.raises(AssertionError):
-            check_o(inputs, with_a_fixed_reference)
+            check_o(inputs, function=with_a_fixed_reference)
     else:
-        check_o(inputs, with_a_fixed_reference)
+        check_o(inputs, function=with_a_fixed_reference)

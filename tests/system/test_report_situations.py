@@ -401,9 +401,11 @@ def test_a_gpu_that_only_the_driver_sees(tmp_path: Path) -> None:
 
 
 def test_a_forced_instruction_set_that_cannot_be_had(tmp_path: Path) -> None:
-    seen = report(
-        Machine(tmp_path, variables={"DS4S_CPU_ISA": "amx"})
-    )  # its torch-free CPU is bare
+    cpuinfo = fakes.file(tmp_path / "cpuinfo", "flags : fma f16c avx2 avx512f\n")
+    older = (
+        f"from op_builder.toolchain import cpu_isa\ncpu_isa.PROC_CPUINFO = Path({str(cpuinfo)!r})\n"
+    )
+    seen = report(Machine(tmp_path, variables={"DS4S_CPU_ISA": "amx"}, prelude=older))
     assert (seen.code, seen.op()["state"]) == (1, "not")
     assert "DS4S_CPU_ISA=amx" in seen.op()["reason"]
     assert "unset it" in seen.op()["reason"]

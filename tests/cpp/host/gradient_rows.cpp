@@ -27,7 +27,7 @@ void check(int rows, int cols, int stride) {
   for (int lane = 0; lane < 32; ++lane) {
     lanes.emplace_back([=] {
       threadIdx.x = lane;
-      GradientRows<Element, kTiles> words;
+      WarpGradientRows<Element, kTiles> words;
       for (int tile = 0; tile < kTiles; ++tile) {
         for (int lane_row = 0; lane_row < 4; ++lane_row) {
           const int row = lane / 4 + 8 * lane_row, channel = 8 * tile + 2 * (lane % 4);

@@ -19,7 +19,7 @@ CUTLASS_DEVICE uint4 transpose_4x4(const uint32_t (&w)[4], int index) {
 }
 
 template <typename scalar_t, int kTiles>
-struct GradientRows {
+struct WarpGradientRows {
   static_assert(kTiles % 2 == 0, "pairs of tiles");
   uint32_t w[kTiles][4];  // [tile][lane_row]: channels 8 tile + 2 (lane % 4) and + 1 of row lane / 4 + 8 lane_row
 

@@ -257,7 +257,7 @@ template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
                                int cols, int lane) {
   if constexpr (kAligned && sizeof(scalar_t) == 2 && Mma::kLaneRows == 4) {
-    GradientRows<scalar_t, kTiles> words;
+    WarpGradientRows<scalar_t, kTiles> words;
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
       CUTLASS_PRAGMA_UNROLL

@@ -48,8 +48,8 @@ CUTLASS_DEVICE void multiply_transposed(float (&gradient)[kTiles][8], const Scor
 
 // factor * gradient, as rows of keys.
 template <typename scalar_t, int kTiles>
-CUTLASS_DEVICE GradientRows<scalar_t, kTiles> rows_of_transposed(const float (&gradient)[kTiles][8], float factor) {
-  GradientRows<scalar_t, kTiles> rows;
+CUTLASS_DEVICE WarpGradientRows<scalar_t, kTiles> rows_of_transposed(const float (&gradient)[kTiles][8], float factor) {
+  WarpGradientRows<scalar_t, kTiles> rows;
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kTiles; ++tile) {
     CUTLASS_PRAGMA_UNROLL
