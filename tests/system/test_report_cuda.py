@@ -17,7 +17,7 @@ from op_builder.toolchain import nvcc, toolkits
 from op_builder.toolchain.tool import Tool
 from tests import fakes
 
-from .test_report_situations import H200, Machine, Outcome, cuda_torch, report
+from .report_machine import H200, Machine, Outcome, cuda_torch, report
 from .toys import SOURCE
 
 OP = "evoformer_attn"

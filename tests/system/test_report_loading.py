@@ -12,7 +12,7 @@ import pytest
 
 from tests import fakes
 
-from .test_report_situations import ROOT, Machine, report
+from .report_machine import ROOT, Machine, report
 
 
 @pytest.fixture

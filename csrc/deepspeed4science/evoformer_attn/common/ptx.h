@@ -38,7 +38,7 @@ CUTLASS_DEVICE float log2(float x) {
   return y;
 }
 
-// 1 / x, one unit in the last place, flushing subnormals: rcp.approx.ftz (9.7.3.14).
+// 1 / x, one unit in the last place, flushing subnormals: rcp.approx.ftz (9.7.3.13).
 CUTLASS_DEVICE float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
