@@ -14,7 +14,7 @@ from tests.system.host_programs import built
 DEFAULTS = {"B": 1, "H": 4, "D": 32, "dq": 1, "dk": 1, "dv": 1, "bias2": 1, "dbias2": 1}
 OFFSETS = (
     *("delta", "counters", "accumulators", "key_mask", "row_lists", "bias1"),
-    *("dbias1_parts", "bias2", "dbias2_parts", "postprocess_flag"),
+    *("dbias1_parts", "bias2", "dbias2_parts", "postprocess_flag", "delta_progress"),
 )
 
 
@@ -135,6 +135,22 @@ def test_blocks_that_begin_beside_find_visible_keys(plan):
     assert "early_delta_blocks" not in plan(**square(384, bias1=1, dbias2=0))
 
 
+def test_where_delta_is_computed_with_dq(plan):
+    """Up to 512 queries, for which shared memory suffices."""
+    for one in (square(384), square(512), square(384, dbias2=0), square(384, deterministic=1)):
+        found = plan(**one)
+        assert found["computes_delta"] == "with_dq" and "delta_progress" in found, one
+    for other in (
+        square(513),
+        square(384, no_fused=1),
+        square(384, dq=0),
+        {**LONE_ROW, "dbias2": 0},
+        {"N": 48, "Lq": 384, "Lk": 384, "H": 16, "D": 48},
+    ):
+        found = plan(**other)
+        assert "computes_delta" not in found and "delta_progress" not in found, other
+
+
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
     assert plan(**square(384))["slices"] == "8"
@@ -184,6 +200,7 @@ def test_pieces_of_the_workspace_are_apart(plan):
             "row_lists": 4 * call["B"] * (call["N"] + 1),
             "dbias1_parts": 4 * rows * call["Lk"],
             "bias2": 2 * matrix,
+            "delta_progress": 4,
             "dbias2_parts": 4 * matrix * int(found.get("slices", 1)),
         }
         pieces = sorted((int(found[name]), name) for name in OFFSETS if name in found)

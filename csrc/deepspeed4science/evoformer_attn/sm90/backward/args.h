@@ -15,11 +15,13 @@ struct BackwardArgs {
   const void* bias2;        // [B, H, Lq, Lk] with rows of whole 8-element pieces, or null
   int64_t bias2_stride[3];  // B, H, Lq
   KeyMask mask;
-  RowLists row_lists;           // for each of kernel_dbias2's tiles of keys
-  const float* lse;             // [B, N, H, Lq], of the shifted scores
-  const float* negative_delta;  // [B, N, H, Lq]
-  float* dbias1;                // math.md (15): [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
-  float* dbias2;                // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
+  RowLists row_lists;       // for each of kernel_dbias2's tiles of keys
+  const float* lse;         // [B, N, H, Lq], of the shifted scores
+  float* negative_delta;    // [B, N, H, Lq]
+  int32_t* delta_progress;  // the (b, n, h) whose delta kernel_dq_dkdv has computed, twice each (row_delta.h)
+  PostprocessFlag flag;     // raised where kernel_dq_dkdv computes delta
+  float* dbias1;            // math.md (15): [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
+  float* dbias2;            // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
   float* dq_accumulators;     // [num_dq_accumulators] accumulators of dq_global.h, zeros while not in use; or null
   int32_t* dq_progress;       // [B N H] in the order of tiles: number of blocks that have added or written dq
@@ -31,18 +33,20 @@ struct BackwardArgs {
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;
-  int32_t num_blocks;      // kernel_dq_dkdv: blocks of tiles per row n and head
-  int32_t num_row_groups;  // kernel_dq_dkdv: N in groups of kRows
-  int32_t num_tiles;       // of the whole grid
-  int32_t num_slices;      // kernel_dbias2: number of slices of the rows n; 0: the kernel chooses
+  int32_t num_tiles;   // of the whole grid
+  int32_t num_slices;  // kernel_dbias2: number of slices of the rows n; 0: the kernel chooses
+  // kernel_dq_dkdv: blocks of tiles per row n and head, and N in groups of kRows.
+  cutlass::FastDivmod by_blocks, by_row_groups;
   // kernel_dbias2: the tiles of one slice, innermost dimension first.
-  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_heads, by_batches;
+  cutlass::FastDivmod by_key_blocks, by_query_blocks, by_batches;
+  cutlass::FastDivmod by_heads;      // both
   int32_t bias2_B, bias2_H;          // 1, or 0 where bias2 is the same for every b or head
   bool stores_first, stores_second;  // kernel_dq_dkdv: which results are wanted
   bool stores_dbias1;                // each head stores a part of its own
   bool adds_dbias2;                  // several slices add into one result
   bool partitions_rows;              // kernel_dbias2 may divide the rows n by RowPartition
   bool stores_dbias2;                // N = 1: dS is dbias2, and kernel_dq_dkdv stores it; rounded where it splits keys
+  bool waits_for_delta;              // kernel_dbias2: kernel_dq_dkdv computes delta, beside its beginning
   bool waits;                        // at its beginning the kernel waits for the end of the previous one
   bool waits_before_stores;          // it waits before its stores: accumulators of dq may lie in dbias2
 
@@ -91,10 +95,8 @@ struct QueryStatistics {
     int64_t offset = ((int64_t(b) * args.N + n) * args.H + h) * args.Lq;
     lse = args.lse + offset, delta = args.negative_delta + offset;
   }
-  CUTLASS_DEVICE float2 load(int q) const {
-    q = min(q, Lq - 1);
-    return make_float2(lse[q], delta[q]);
-  }
+  CUTLASS_DEVICE float2 load(int q) const { return make_float2(load_lse(q), delta[min(q, Lq - 1)]); }
+  CUTLASS_DEVICE float load_lse(int q) const { return lse[min(q, Lq - 1)]; }
   CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
     if (q >= Lq) return make_float2(-infinity(), 0.f);
     return make_float2(loaded.x < -kLargestLse ? -infinity() : -loaded.x, loaded.y);

@@ -27,10 +27,10 @@ struct ClusterReduce {
   const ConsumerCoord& at;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
-    for (auto& barriers : dq.ready) {
+    for (auto& barriers : dq.cluster.ready) {
       for (auto& barrier : barriers) barrier.init(128);
     }
-    for (auto& barriers : dq.received) {
+    for (auto& barriers : dq.cluster.received) {
       for (auto& barrier : barriers) barrier.init(1);
     }
   }
@@ -67,18 +67,19 @@ struct ClusterReduce {
 
   // Announces to the partner that this block's buffer is free, since its contents are in registers.
   CUTLASS_DEVICE void announce(uint32_t partner, int its_ready, int my_received) const {
-    if (at.issues()) shared.dq.received[my_received][at.tile].arrive_and_expect_tx(128 * sizeof(Result));
-    arrive_relaxed(shared.dq.ready[its_ready][at.tile], partner);
+    if (at.issues()) shared.dq.cluster.received[my_received][at.tile].arrive_and_expect_tx(128 * sizeof(Result));
+    arrive_relaxed(shared.dq.cluster.ready[its_ready][at.tile], partner);
   }
   CUTLASS_DEVICE void send(const Result& x, uint32_t partner, int my_ready, int its_received) const {
-    wait_relaxed(shared.dq.ready[my_ready][at.tile], parity);
+    wait_relaxed(shared.dq.cluster.ready[my_ready][at.tile], parity);
     uint32_t remote = cute::set_block_rank(shared_address(buffer), partner);
-    uint32_t announced = cute::set_block_rank(shared_address(&shared.dq.received[its_received][at.tile]), partner);
+    uint32_t announced =
+        cute::set_block_rank(shared_address(&shared.dq.cluster.received[its_received][at.tile]), partner);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) store_async(remote + 2048 * i, x + 4 * i, announced);
   }
   CUTLASS_DEVICE void receive(Result& sum, int my_received) const {
-    wait_in_cluster(shared.dq.received[my_received][at.tile], parity);
+    wait_in_cluster(shared.dq.cluster.received[my_received][at.tile], parity);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {
       float4 x = buffer[128 * i];

@@ -38,10 +38,12 @@ struct DqDkdvConfig {
   // measured at D = 48.
   static constexpr bool kReleasesEarly = kBuffers == 1 && (kDqInShared ? kHeadDim <= 32 && kClusterBlocks == 1 : true);
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);  // the last warpgroup produces
+  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);    // the last warpgroup produces
+  static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
   using Registers = cute::conditional_t<kDqInGlobal, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
                                         RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
+  static_assert(!kComputesDelta || (kDqInShared && kClusterBlocks == 1), "a block has all queries of a row n");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kReleasesEarly), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
@@ -68,18 +70,38 @@ struct DqDkdvConfig {
         1024) uint8_t bias2[kHasBias2 || kDqInShared ? kTiles : 1][kHasBias2 || kDqInShared ? BiasTile::kBytes : 16];
   };
   static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
+  // The terms of -delta, of streamed or owned queries.
+  struct alignas(256) Products {
+    uint8_t tiles[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
+  };
   // kDqInShared: dq of all queries in the order of a warpgroup's accumulators.
   struct DqTile {
-    alignas(1024) float x[kHeadDim / 8][128][4];
+    float x[kHeadDim / 8][128][4];
   };
+  struct DqClusterBarriers {
+    EmptyBarrier ready[3][kTiles];
+    FullBarrier received[2][kTiles];
+  };
+  struct NoDq {};
   struct Dq {
     DqTile tiles[kQueries / kColumns];
     EmptyBarrier full[kStages];  // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];
-    EmptyBarrier ready[3][kTiles];  // for clusters (cluster_reduce.h)
-    FullBarrier received[2][kTiles];
+    cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, NoDq> cluster;  // cluster_reduce.h
   };
-  struct NoDq {};
+  // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two
+  // warps compute them.
+  struct DeltaTiles {
+    static constexpr int kSlots = 2;
+    using Tile = SwizzledTile<kColumns / (kDeltaWarps * kSlots), kHeadDim>;
+    uint8_t o[kDeltaWarps][kSlots][Tile::kBytes], do_[kDeltaWarps][kSlots][Tile::kBytes];
+    uint4 terms[kQueries];
+  };
+  struct DeltaBarriers {
+    FullBarrier loaded[kDeltaWarps][DeltaTiles::kSlots];
+    EmptyBarrier full[kQueries / kColumns];   // a step's terms are stored
+    EmptyBarrier empty[kQueries / kColumns];  // and have been read by the products of the last tile of the (b, n, h)
+  };
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
@@ -116,11 +138,14 @@ struct DqDkdvConfig {
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
-    cute::conditional_t<kDqInShared, Dq, NoDq> dq;
+    // Aligned as members, so that their sizes are not rounded up: kFused has 54 bytes left.
+    alignas(kComputesDelta ? 1024 : 1) cute::conditional_t<kComputesDelta, DeltaTiles, NoDq> delta;
+    alignas(kDqInShared ? 1024 : 1) cute::conditional_t<kDqInShared, Dq, NoDq> dq;
+    cute::conditional_t<kComputesDelta, DeltaBarriers, NoDq> delta_barriers;
     cute::conditional_t<kDqInGlobal, DqGlobalTiles, NoDq> dq_global;
-    // -delta of queries, owned or streamed, and the ones that it is multiplied by (sm90/mma/rank1_mma.h).
+    // The ones that -delta is multiplied by (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
-    alignas(256) uint8_t products[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
+    cute::conditional_t<kComputesDelta, NoDq, Products> products;
     // The other terms. Exponents: log2(e) bias1 of owned keys, -log2(e) lse of owned queries. Initial values of the
     // accumulators (scores): -lse / scale of streamed queries, bias1 / scale of streamed keys.
     float exponents[kBuffers][kWarpgroups][kOwned];
@@ -152,20 +177,17 @@ struct DqDkdvConfig {
 
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
-    at.owned = tile % args.num_blocks * (kTiles * kOwned), tile /= args.num_blocks;
-    if constexpr (kDqInGlobal) {  // one head after another, so that its bias2 and dbias2 stay in L2
-      at.row = tile % args.N, tile /= args.N;
-      at.head = tile % args.H, at.batch = tile / args.H;
+    args.by_blocks(tile, at.owned, tile);
+    at.owned *= kTiles * kOwned;
+    // One head after another, so that its bias2 (kDqInGlobal: and dbias2) stays in L2; here kRows is 1.
+    if (kDqInGlobal || (kClusterBlocks > 1 && args.heads_outside)) {
+      args.by_row_groups(tile, at.row, tile);
+      args.by_heads(at.batch, at.head, tile);
       return at;
     }
-    if (kClusterBlocks > 1 && args.heads_outside) {
-      at.row = tile % args.N, tile /= args.N;
-      at.head = tile % args.H, at.batch = tile / args.H;
-      return at;
-    }
-    at.head = tile % args.H, tile /= args.H;
-    at.row = tile % args.num_row_groups * kRows;
-    at.batch = tile / args.num_row_groups;
+    args.by_heads(tile, at.head, tile);
+    args.by_row_groups(at.batch, at.row, tile);
+    at.row *= kRows;
     return at;
   }
   // The steps of a tile: all queries, or the steps with visible keys.

@@ -4,6 +4,7 @@
 #include "sm90/backward/epilogue.h"
 #include "sm90/backward/mainloop.h"
 #include "sm90/backward/mainloop_dq_global.h"
+#include "sm90/backward/zero_gradients.h"
 
 namespace ds4s::sm90 {
 
@@ -73,6 +74,9 @@ struct DqDkdvConsumer {
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.full[pipe.index].wait(pipe.phase);
           if constexpr (kDqInShared) Mainloop::store_zero_ds(shared, pipe.index, exists, at);
+          if constexpr (Config::kComputesDelta) {
+            if (dq.last) shared.delta_barriers.empty[step].arrive();
+          }
           shared.empty[pipe.index].arrive();
           if constexpr (kDqInShared) DqShared<Config>::add(dq, step, pipe, shared, args, at);
         }
@@ -87,6 +91,9 @@ struct DqDkdvConsumer {
       }
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
+      if constexpr (Config::kComputesDelta) {
+        if (dq.first) ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
+      }
       if constexpr (Config::kReleasesEarly) continue;
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next owned tiles need this buffer

@@ -42,7 +42,7 @@ struct DqGlobal {
   }
 
   // The index of a tile's (b, n, h), and the address of an accumulator.
-  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return tile / args.num_blocks; }
+  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return args.by_blocks.div(tile); }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
@@ -156,13 +156,13 @@ struct DqGlobal {
       typename Config::Coordinates at = Config::locate(args, tiles.tile);
       const int accumulator = accumulator_of(args, pair_of(args, tiles.tile));
       int* progress = args.dq_progress + pair_of(args, tiles.tile);
-      if (lane == 0) wait_for(progress, args.num_blocks);
+      if (lane == 0) wait_for(progress, args.by_blocks.divisor);
       __syncwarp();
-      write(args, shared, address_of(args, accumulator), dq, at, tiles.tile % args.num_blocks, lane);
+      write(args, shared, address_of(args, accumulator), dq, at, args.by_blocks.rem(tiles.tile), lane);
       __syncwarp();
       if (lane == 0) {
         __threadfence();
-        if (atomicAdd(progress, 1) == 2 * args.num_blocks - 1) {
+        if (atomicAdd(progress, 1) == 2 * args.by_blocks.divisor - 1) {
           __threadfence();
           release(args, accumulator);
         }
@@ -193,8 +193,8 @@ struct DqGlobal {
     scalar_t* out = static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
                     at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
     float4* in = reinterpret_cast<float4*>(accumulator) + lane;
-    const int count = (num_parts(args) - block + args.num_blocks - 1) / args.num_blocks * kOfPart;
-    auto part_of = [&](int i) { return block + i / kOfPart * args.num_blocks; };
+    const int count = (num_parts(args) - block + args.by_blocks.divisor - 1) / args.by_blocks.divisor * kOfPart;
+    auto part_of = [&](int i) { return block + i / kOfPart * args.by_blocks.divisor; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
       float4* stage = shared.dq_global.sums[i % kStages] + lane;

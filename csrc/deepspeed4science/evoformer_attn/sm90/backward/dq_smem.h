@@ -74,7 +74,7 @@ struct DqShared {
   CUTLASS_DEVICE static void sum_in_cluster(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_thread<kTiles>();
     const int num_blocks = int(cute::cluster_shape().x), num_steps = Config::columns(args).num_steps();
-    const auto block = Config::locate(args, int(cute::cluster_id_in_grid().x) * args.num_blocks);
+    const auto block = Config::locate(args, int(cute::cluster_id_in_grid().x) * args.by_blocks.divisor);
     const typename Config::OwnedPipe owned_pipe;
     const TileState state{maps, block, owned_pipe, true, true};
     CUTLASS_PRAGMA_NO_UNROLL

@@ -31,6 +31,8 @@ class BackwardFill {
     args.num_lists = plan_.keys_per_list > 0 ? int32_t(p_.B) * args.row_lists.tiles : 0;
     args.num_early = int32_t(plan_.early_blocks);
     if (plan_.preprocess_finds_keys) args.key_mask = find_visible_keys(), args.num_masked = int32_t(p_.B * p_.N);
+    args.computes_delta = !plan_.delta_with_dq;
+    if (plan_.delta_with_dq) args.counters = {at<float>(plan_.delta_progress), 1};
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
     if (plan_.dq_global) {
@@ -47,12 +49,12 @@ class BackwardFill {
   BackwardArgs dq_dkdv(bool waits) const {
     BackwardArgs args = common(waits);
     const int64_t num_owned = Config::kKeys ? p_.Lk : p_.Lq;
-    args.num_blocks = int32_t(ceil_div(num_owned, Config::kTiles * Config::kOwned));
+    args.by_blocks = cutlass::FastDivmod(int(ceil_div(num_owned, Config::kTiles * Config::kOwned)));
     args.heads_outside = plan_.cluster_blocks > 2;
     const int64_t blocks = Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
     args.queries_of_block = int32_t(ceil_div(p_.Lq, blocks * Config::kColumns) * Config::kColumns);
-    args.num_row_groups = int32_t(ceil_div(p_.N, Config::kRows));
-    args.num_tiles = int32_t(args.num_blocks * p_.H * args.num_row_groups * p_.B);
+    args.by_row_groups = cutlass::FastDivmod(int(ceil_div(p_.N, Config::kRows)));
+    args.num_tiles = int32_t(args.by_blocks.divisor * p_.H * args.by_row_groups.divisor * p_.B);
     args.stores_second = p_.dv != nullptr;
     if constexpr (Config::kKeys) {
       args.stores_first = p_.dk != nullptr;
@@ -84,7 +86,7 @@ class BackwardFill {
     args.next_dbias2_tile = key_mask_.counter(at<void>(plan_.key_mask));
     args.by_key_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lk, tile.keys)));
     args.by_query_blocks = cutlass::FastDivmod(int(ceil_div(p_.Lq, tile.queries)));
-    args.by_heads = cutlass::FastDivmod(int(p_.H)), args.by_batches = cutlass::FastDivmod(int(p_.B));
+    args.by_batches = cutlass::FastDivmod(int(p_.B));
     args.num_tiles = int32_t(tile.num_tiles(p_));
     args.num_slices = plan_.device_chooses_slices ? 0 : int32_t(plan_.num_slices);
     return args;
@@ -106,9 +108,12 @@ class BackwardFill {
     args.bias2_stride[2] = bias2.stride[1];
     args.mask = mask();
     args.lse = p_.lse;
-    args.negative_delta = at<const float>(plan_.delta);
+    args.negative_delta = at<float>(plan_.delta);
+    args.flag = flag_;
+    args.delta_progress = at<int32_t>(plan_.delta_progress), args.waits_for_delta = plan_.delta_with_dq;
     args.B = int32_t(p_.B), args.N = int32_t(p_.N), args.H = int32_t(p_.H);
     args.Lq = int32_t(p_.Lq), args.Lk = int32_t(p_.Lk);
+    args.by_heads = cutlass::FastDivmod(int(p_.H));
     args.waits = waits;
     args.scale = p_.scale, args.unit = 1.f / p_.scale, args.c = p_.scale * kLog2e;
     return args;

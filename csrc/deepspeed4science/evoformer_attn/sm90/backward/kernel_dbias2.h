@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
+  if (threadIdx.x == 128 * kWarpgroups) prefetch_maps(maps.q, maps.do_, maps.k, maps.v);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) shared.full[s].init(1 + 32), shared.empty[s].init(128 * kWarpgroups);
     for (auto& barrier : shared.partner_empty) barrier.init(1);

@@ -8,6 +8,8 @@
 
 #include "sm90/backward/consumer.h"
 #include "sm90/backward/producer.h"
+#include "sm90/backward/row_delta.h"
+#include "sm90/backward/zero_gradients.h"
 
 namespace ds4s::sm90 {
 
@@ -19,6 +21,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
+  if (threadIdx.x == 128 * kWarpgroups) {
+    prefetch_maps(maps.owned_first, maps.owned_second, maps.streamed_first, maps.streamed_second);
+    if constexpr (Config::kHasBias2) prefetch_maps(maps.bias2);
+    if constexpr (Config::kComputesDelta) prefetch_maps(maps.delta_o, maps.delta_do);
+  }
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
@@ -26,13 +33,16 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(readers);
     if constexpr (kDqInShared) DqShared<Config>::init(shared.dq);
+    if constexpr (Config::kComputesDelta) RowDelta<Config>::init(shared.delta_barriers);
     if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers), shared.tile_queue.init();
     if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
-  if (threadIdx.x < Config::kProductsBytes / Rank1Tile::kRowBytes) {
-    for (auto& tile : shared.products) Rank1Terms::clear(tile, threadIdx.x);
+  if constexpr (!Config::kComputesDelta) {
+    if (threadIdx.x < Config::kProductsBytes / Rank1Tile::kRowBytes) {
+      for (auto& tile : shared.products.tiles) Rank1Terms::clear(tile, threadIdx.x);
+    }
   }
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
@@ -59,8 +69,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
         DqDkdvProducer<Config>::run_dbias2(shared, args, maps);
       }
+    } else if constexpr (Config::kComputesDelta) {
+      if (warp >= 2) RowDelta<Config>::run(shared, args, maps, warp - 2);
     } else if constexpr (kDqInShared) {
-      if (warp >= 2) DqDkdvProducer<Config>::run_zeros(shared, args, maps, int(threadIdx.x) % 64);
+      if (warp >= 2) ZeroGradients<Config>::run(shared, args, maps, int(threadIdx.x) % 64);
     }
     if constexpr (Config::kDqInGlobal) {
       if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);

@@ -70,7 +70,8 @@ class Sm90Backward {
     return launches_.status();
   }
 
-  // Finds the keys that bias1 and row_mask leave visible, computes delta of each query, and sets sums to zero.
+  // Finds the keys that bias1 and row_mask leave visible, computes delta of each query (unless delta_with_dq), and sets
+  // sums to zero.
   void preprocess() {
     if (plan_.preprocess_finds_keys) return launch_preprocess</*kFindsVisibleKeys=*/true>();
     if (plan_.key_mask >= 0) {
@@ -84,8 +85,10 @@ class Sm90Backward {
     using Prepare = PrepareConfig<scalar_t, kHeadDim>;
     const PreprocessArgs args = fill_.preprocess();
     const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
+    const int64_t resident = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
+    const int64_t of_others = plan_.delta_with_dq ? std::min(of_queries, resident) : of_queries;  // zeros alone
     launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
-                                args.num_lists + args.num_masked + of_queries, kPrepareThreads, 0, /*cluster=*/1, args);
+                                args.num_lists + args.num_masked + of_others, kPrepareThreads, 0, /*cluster=*/1, args);
   }
 
   // dk and dv, together with dq (and dbias2) where the plan's kernel computes these too.
@@ -146,7 +149,8 @@ class Sm90Backward {
     const BackwardArgs args = fill_.template dq_dkdv<Config>(waits);
     const DqDkdvMaps maps = dq_dkdv_maps<Config>();
     // More blocks than this would have no tile.
-    const int64_t most = Config::kDqInShared ? args.num_tiles / args.num_blocks * plan_.cluster_blocks : args.num_tiles;
+    const int64_t most =
+        Config::kDqInShared ? args.num_tiles / args.by_blocks.divisor * plan_.cluster_blocks : args.num_tiles;
     start<kernel_dq_dkdv<Config>, Config>(Config::kKeys ? plan_.keys : plan_.queries, plan_.cluster_blocks, most, args,
                                           maps);
   }
@@ -189,6 +193,10 @@ class Sm90Backward {
       if (p_.dk) make_map<Owned>(maps.result_first, dk());
       if (p_.dv) make_map<Owned>(maps.result_second, dv());
       if (Config::kDqInShared) make_map<Owned>(maps.dq, dq());
+      if constexpr (Config::kComputesDelta) {
+        using Tile = typename Config::DeltaTiles::Tile;
+        make_map<Tile>(maps.delta_o, o()), make_map<Tile>(maps.delta_do, do_());
+      }
       if (plan_.rounds_dbias2) make_map<typename Config::BiasTile>(maps.dbias2, rounded_dbias2(p_));
     } else {
       make_map<Owned>(maps.owned_first, q()), make_map<Owned>(maps.owned_second, do_());
@@ -215,6 +223,7 @@ class Sm90Backward {
   TensorView<5> k() const { return tensor_view(p_, p_.k, p_.k_stride, p_.Lk, p_.D); }
   TensorView<5> v() const { return tensor_view(p_, p_.v, p_.v_stride, p_.Lk, p_.Dv); }
   TensorView<5> do_() const { return tensor_view(p_, p_.do_, p_.do_stride, p_.Lq, p_.Dv); }
+  TensorView<5> o() const { return tensor_view(p_, p_.o, p_.o_stride, p_.Lq, p_.Dv); }
   TensorView<5> dq() const { return tensor_view(p_, p_.dq, p_.dq_stride, p_.Lq, p_.D); }
   TensorView<5> dk() const { return tensor_view(p_, p_.dk, p_.dk_stride, p_.Lk, p_.D); }
   TensorView<5> dv() const { return tensor_view(p_, p_.dv, p_.dv_stride, p_.Lk, p_.Dv); }

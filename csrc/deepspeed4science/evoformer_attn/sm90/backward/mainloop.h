@@ -133,9 +133,12 @@ struct DqDkdvMainloop : StepProducts<Config> {
     wgmma_begin();
     start_scores(s, operands.owned, operands.streamed + pipe.index * Operands::kNextStage);
     wgmma_commit();  // an empty group in place of the previous step's results
-    start_products(dp, operands, pipe.index);
+    start_products(dp, operands, pipe.index, /*step=*/0);
     for (int step = 1;; ++step) {
       finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);
+      if constexpr (Config::kComputesDelta) {
+        if (dq.last) shared.delta_barriers.empty[step - 1].arrive();
+      }
       if constexpr (kDqInShared) {
         if (step > 1) DqShared<Config>::add(dq, step - 2, last_pipe, shared, args, at);
         last_pipe = pipe;
@@ -149,7 +152,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
       wgmma_begin();
       start_scores(s, operands.owned, operands.streamed + pipe.index * Operands::kNextStage);
       start_results(results, p, ds, operands, last_stage);
-      start_products(dp, operands, pipe.index);
+      start_products(dp, operands, pipe.index, step);
     }
     if constexpr (Config::kReleasesEarly && !kDqInShared) shared.owned_empty[dq.owned_pipe.index].arrive();
     wgmma_begin();

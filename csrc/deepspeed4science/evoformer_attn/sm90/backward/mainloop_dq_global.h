@@ -38,7 +38,7 @@ struct DqGlobalMainloop {
 
   CUTLASS_DEVICE static void start_scores(State& state, const Operands& operands, int stage) {
     Products::start_scores(state.s, operands.owned, operands.streamed + stage * Operands::kNextStage);
-    Products::start_products(state.dp, operands, stage);
+    Products::start_products(state.dp, operands, stage, /*step=*/0);
   }
   // Starts dv and dk, math.md (12), (14), of the last step and dq, math.md (13), of the one before. All dS that they
   // read must have been stored.

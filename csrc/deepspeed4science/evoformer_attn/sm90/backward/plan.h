@@ -53,6 +53,7 @@ inline TensorView<5> rounded_dbias2(const BwdParams& p) {
 struct Sm90BackwardPlan {
   // The kernels run in this order; if dbias2_is_last, dbias2 runs last.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
+  bool delta_with_dq = false;  // the kernel for keys computes delta; dbias2, which reads it, runs last
   bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
   bool dbias2_is_last = false;
   bool rounds_dbias2 = false;  // N = 1: the kernel for keys stores dbias2 in the type of q
@@ -71,15 +72,16 @@ struct Sm90BackwardPlan {
   // Preprocess finds the visible keys. It cannot where it makes the lists: these need the result of all its blocks, so
   // find_visible_keys runs before it.
   bool preprocess_finds_keys = false;
-  // Where find_visible_keys runs before preprocess: so many blocks of preprocess, as many as are resident at once, load
-  // O and dO while it runs. Later blocks ask first whether their row n sees anything, and if not, load neither.
+  // Where find_visible_keys runs before preprocess: so many blocks of preprocess, as many as are resident at once,
+  // store zeros and load O and dO while it runs. Later blocks ask first whether their row n sees anything, and if not,
+  // load neither.
   int64_t early_blocks = 0;
   DqGlobalPlan dq_global;
 
   // Offsets in the workspace.
   int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
   int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
-  int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved;
+  int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
   void print(PlanText& text) const;
@@ -118,6 +120,7 @@ class Sm90BackwardPlanner {
     const DqGlobalPlan& dq = plan_.dq_global;
     plan_.delta = layout_.reserve(true, pairs * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
+    plan_.delta_progress = layout_.reserve(plan_.delta_with_dq, 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
     plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
     if (plan_.keys_per_list > 0) {
@@ -156,9 +159,10 @@ class Sm90BackwardPlanner {
         plan_.queries = fewer_rounds<typename Tiles::FewQueries, typename Tiles::Queries>(Kernel::kFewQueries,
                                                                                           Kernel::kQueries, p_.Lq);
     }
-    // Clusters of more than two blocks leave multiprocessors idle, on which kernel_dbias2 begins if it is the next
-    // kernel. It must follow kDqGlobal, whose accumulators of dq may lie in the memory of dbias2.
-    plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2;
+    // kernel_dbias2 follows a kernel that computes its delta; kDqGlobal, whose accumulators of dq may lie in the memory
+    // of dbias2; and clusters of more than two blocks, which leave multiprocessors idle: it begins there.
+    plan_.delta_with_dq = plan_.keys == Kernel::kFused && Tiles::Fused::kComputesDelta;
+    plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
   }
@@ -277,6 +281,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   };
   kernel("dbias2", dbias2), kernel("dkdv", keys), kernel("dq", queries);
   if (stores_dbias2) text.add("dbias2", "stored_with_dq");
+  if (delta_with_dq) text.add("computes_delta", "with_dq");
   if (rounds_dbias2) text.add("dbias2", "rounded_with_dkdv");
   if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
@@ -289,6 +294,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);
   text.add_offset("dbias2_parts", dbias2_parts), text.add_offset("postprocess_flag", postprocess_flag);
+  text.add_offset("delta_progress", delta_progress);
   text.add("workspace_bytes", workspace_bytes);
 }
 

@@ -1,5 +1,5 @@
-// The first kernel of the Hopper backward: delta of each query, math.md (9), lists of rows n, and zeros where the other
-// kernels add.
+// The first kernel of the Hopper backward: delta of each query, math.md (9), unless kernel_dq_dkdv computes it; lists
+// of rows n; and zeros where the other kernels add.
 #pragma once
 
 #include "common/preprocess.h"
@@ -42,11 +42,12 @@ struct PreprocessArgs {
   KeyMaskArgs key_mask;
   int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: none
   int32_t num_early;                             // blocks of queries that begin beside find_visible_keys
-  Zeros dbias1, dbias2, accumulators, counters;  // accumulators and counters are those of dq_global.h
+  Zeros dbias1, dbias2, accumulators, counters;  // the last two are those of dq_global.h or row_delta.h
+  bool computes_delta;                           // false: kernel_dq_dkdv does
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
-// keys. The others compute delta of their queries and set their part of the zeros.
+// keys. The others set their part of the zeros and compute delta of their queries.
 //
 // The first num_early of these store zeros and load O and dO before they wait for find_visible_keys. The kernels before
 // that one have ended: each of its blocks waits for them, and only then lets this kernel start. Every block here waits
@@ -72,6 +73,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
   const int64_t num_threads = int64_t(gridDim.x - uint32_t(num_first)) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
+  if (!args.computes_delta) {
+    if (early) ptx::wait_for_kernel_before();
+    return;
+  }
   PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag,
                                                                   early);
 }

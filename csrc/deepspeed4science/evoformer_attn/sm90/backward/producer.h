@@ -108,7 +108,7 @@ struct DqDkdvProducer {
       }
       shared.exponents[buffer][t][x % kOwned] = statistics.x * kLog2e;
       if constexpr (!kKeys) {
-        Rank1Terms::store_alone(shared.products[buffer * kWarpgroups + t], x % kOwned, statistics.y);
+        Rank1Terms::store_alone(shared.products.tiles[buffer * kWarpgroups + t], x % kOwned, statistics.y);
       }
     }
   }
@@ -117,6 +117,7 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
+    uint32_t delta_phase = 0;  // kComputesDelta
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -139,7 +140,9 @@ struct DqDkdvProducer {
       auto load = [&](int column) {
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
-          if constexpr (kKeys) {
+          if constexpr (Config::kComputesDelta) {
+            next.of_query[x] = make_float2(queries.load_lse(column + 32 * x + lane), 0.f);
+          } else if constexpr (kKeys) {
             next.of_query[x] = queries.load(column + 32 * x + lane);
           } else {
             next.of_key[x] = bias1.load(column + 32 * x + lane);
@@ -163,17 +166,24 @@ struct DqDkdvProducer {
           if constexpr (kKeys) {
             float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
-            Rank1Terms::store_alone(shared.products[pipe.index * kRows + r], in_step, value.y);
+            if constexpr (!Config::kComputesDelta) {
+              Rank1Terms::store_alone(shared.products.tiles[pipe.index * kRows + r], in_step, value.y);
+            }
           } else {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;
           }
         }
-        if constexpr (kKeys) cutlass::arch::fence_view_async_shared();
+        if constexpr (Config::kComputesDelta) {
+          if (tiles.first) shared.delta_barriers.full[step - 1].wait(delta_phase);
+        } else if constexpr (kKeys) {
+          cutlass::arch::fence_view_async_shared();
+        }
         shared.full[pipe.index].arrive();
         if (step == num_steps) continue;
         column = steps.next();
         load(column);
       }
+      if constexpr (Config::kComputesDelta) delta_phase ^= tiles.first;
     }
     if constexpr (Config::kDqInShared) {
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
@@ -200,44 +210,6 @@ struct DqDkdvProducer {
       cute::tma_store_arrive();
       cute::tma_store_wait<0>();
       shared.empty[pipe.index].arrive();
-    }
-  }
-
-  // Run by two warps, kDqInShared: stores zeros in dk, dv and dbias1's parts for the keys of a (b, n, h) before its
-  // first tile and after its last one.
-  CUTLASS_DEVICE static void run_zeros(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
-    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args)) {
-      if (!tiles.first) continue;
-      const Coordinates at = Config::locate(args, tiles.tile);
-      const int begin = at.owned, end = at.owned + (tiles.end - tiles.tile) * (kTiles * kOwned);
-      store_zeros(args, maps, at, 0, begin, thread);
-      store_zeros(args, maps, at, min(end, args.Lk), args.Lk, thread);
-    }
-  }
-
- private:
-  static constexpr int kZeroThreads = 64;
-  CUTLASS_DEVICE static void store_zeros(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
-                                         int begin, int end, int thread) {
-    if (begin >= end) return;
-    // The first block of a cluster stores dk, the second dv.
-    if (args.stores_first && Config::rank() == 0) store_zeros(maps.first_rows, at, begin, end, thread);
-    if (args.stores_second && Config::rank() == (Config::kClusterBlocks == 1 ? 0 : 1)) {
-      store_zeros(maps.second_rows, at, begin, end, thread);
-    }
-    if (!args.stores_dbias1) return;
-    float* dbias1 = args.dbias1 + (args.row_index(at.batch, at.row) * args.H + at.head) * args.Lk;
-    for (int key = begin + thread; key < end; key += kZeroThreads) dbias1[key] = 0.f;
-  }
-  CUTLASS_DEVICE static void store_zeros(const TensorView<5>& out, const Coordinates& at, int begin, int end,
-                                         int thread) {
-    const int pieces = int(out.size[0]) / 8;  // 16-byte pieces of a row
-    scalar_t* base = static_cast<scalar_t*>(const_cast<void*>(out.ptr)) + at.head * out.stride[2] +
-                     at.row * out.stride[3] + at.batch * out.stride[4];
-    for (int i = thread; i < (end - begin) * pieces; i += kZeroThreads) {
-      const int key = begin + i / pieces;
-      __stcs(reinterpret_cast<uint4*>(base + key * out.stride[1] + i % pieces * 8), make_uint4(0, 0, 0, 0));
     }
   }
 };

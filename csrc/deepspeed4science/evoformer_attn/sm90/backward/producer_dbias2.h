@@ -92,11 +92,21 @@ struct Dbias2Producer {
     }
   };
 
+  // Waits until kernel_dq_dkdv has computed all deltas. Its last blocks may still run, but all have begun, because this
+  // kernel starts after they have let it; so they compute their deltas without waiting for this kernel.
+  CUTLASS_DEVICE static void wait_for_delta(const BackwardArgs& args) {
+    if (threadIdx.x % 32 == 0) {
+      while (ptx::load_acquire(args.delta_progress) < kDeltaWarps * args.B * args.N * args.H) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+
   // Run by several warps, each for every kWarps-th row n. The loads take longer than a step, so a warp starts those of
   // its next row n when it has stored the last ones.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int warp) {
     constexpr int kWarps = Config::kStatisticsWarps;
     int lane = threadIdx.x % 32, step = 0;
+    if (args.waits_for_delta) wait_for_delta(args);
     typename Config::Pipe pipe;
     for (ClusterTileScheduler<Config, /*kTakes=*/false> tiles(shared.tile_queue, args);
          tiles.tile < shared.tile_queue.num_tiles; tiles.advance()) {

@@ -44,8 +44,15 @@ struct StepProducts {
         : owned(start_address(&shared.owned[buffer][at.warpgroup])),
           owned_tiles(start_address(shared.owned[buffer])),
           streamed(start_address(&shared.stages[0].streamed[at.row])),
-          products(start_address(shared.products[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup])),
+          products(first_products(shared, buffer, at)),
           ones(start_address(shared.ones)) {}
+    CUTLASS_DEVICE static uint32_t first_products(const Shared& shared, int buffer, const ConsumerCoord& at) {
+      if constexpr (Config::kComputesDelta) {
+        return start_address(shared.delta.terms);
+      } else {
+        return start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
+      }
+    }
   };
 
   // Offset of the row of an 8x8 matrix whose address a lane passes to ldmatrix.
@@ -85,8 +92,10 @@ struct StepProducts {
   }
 
   // dp = dO V^T - delta, math.md (10), (11)
-  CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage) {
-    if constexpr (kKeys) {
+  CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage, int step) {
+    if constexpr (Config::kComputesDelta) {
+      Rank1Terms::start_dense_columns<kColumns>(dp, operands.ones, operands.products + step * kColumns);
+    } else if constexpr (kKeys) {
       Rank1Terms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
     } else {
       Rank1Terms::start_rows<kColumns>(dp, operands.products, operands.ones);

@@ -87,30 +87,32 @@ struct GroupedTileScheduler {
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
-    if (tile == end) begin(args, (tile - 1) / args.num_blocks + step());
+    if (tile == end) begin(args, args.by_blocks.div(tile - 1) + step());
   }
 
- private:
+  // The first (b, n, h) of this block, and how many follow until its next one.
   CUTLASS_DEVICE static int first_pair() {
     return int(Config::kClusterBlocks == 1 ? blockIdx.x : cute::cluster_id_in_grid().x);
   }
   CUTLASS_DEVICE static int step() {
     return int(Config::kClusterBlocks == 1 ? gridDim.x : cute::cluster_grid_dims().x);
   }
+
+ private:
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int pair) {
-    if (pair * args.num_blocks >= args.num_tiles) return make_int2(0, 0);
-    if (Config::kClusterBlocks == 1) return args.mask.keys(pair / args.H, args.Lk);
-    const typename Config::Coordinates at = Config::locate(args, pair * args.num_blocks);
+    if (pair * args.by_blocks.divisor >= args.num_tiles) return make_int2(0, 0);
+    if (Config::kClusterBlocks == 1) return args.mask.keys(args.by_heads.div(pair), args.Lk);
+    const typename Config::Coordinates at = Config::locate(args, pair * args.by_blocks.divisor);
     return args.mask.keys(args.row_index(at.batch, at.row), args.Lk);
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int pair) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;
     if constexpr (Config::kSplitsKeys) {
-      tile = pair * args.num_blocks + Config::rank(), end = tile + 1, first = true;
+      tile = pair * args.by_blocks.divisor + Config::rank(), end = tile + 1, first = true;
       return;
     }
     const bool sees = keys_.x < keys_.y;
-    tile = end = pair * args.num_blocks, first = true;
+    tile = end = pair * args.by_blocks.divisor, first = true;
     tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
     keys_ = load(args, pair + step());  // a whole (b, n, h) ahead of its use
   }

@@ -25,7 +25,7 @@ template <int kRows_,     // rows n of a block; they share tiles of bias2
 struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
-  static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false;
+  static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -33,6 +33,14 @@ struct DqDkdvTiles {
 template <typename Tiles, int kQueries_, int kClusterBlocks_ = 1>
 struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
+};
+
+constexpr int kDeltaWarps = 2;  // of the producers, which compute delta
+
+// The kernel also computes delta (row_delta.h). That takes 8 KiB of shared memory, which are left up to 512 queries.
+template <typename Tiles>
+struct WithDelta : Tiles {
+  static constexpr bool kComputesDelta = true;
 };
 
 // The same in clusters of blocks that have all queries and a tile of keys each.
@@ -80,8 +88,9 @@ struct BackwardTiles {
   // dk, dv and dq in one kernel, where dq of a (b, n, h) fits into the shared memory of a block or cluster.
   // (1,384,384,4,32) 0.225, in two kernels 0.31; (1,768,768,4,32) 1.66, in two 2.10. At D = 48 two warpgroups fit.
   static constexpr bool kHasDqShared = kHeadDim <= 48;
-  using Fused = std::conditional_t<kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 2>, /*kQueries=*/512>,
-                                   WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384>>;
+  using Fused =
+      std::conditional_t<kHeadDim <= 32, WithDelta<WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 2>, /*kQueries=*/512>>,
+                         WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384>>;
   // (1,768,768,4,32): 1.66; with two stages and two buffers for K and V 2.55.
   using LongFused =
       std::conditional_t<kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 1>, /*kQueries=*/768>, Fused>;

@@ -27,6 +27,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
+  if (threadIdx.x == 128 * kWarpgroups) {
+    prefetch_maps(maps.q, maps.k, maps.v);
+    if constexpr (Config::kHasBias2) prefetch_maps(maps.bias2);
+  }
   if (threadIdx.x == 0) {
     for (int b = 0; b < 2; ++b) {
       shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);

@@ -85,6 +85,12 @@ CUTLASS_DEVICE void store_four(float* dst, const float (&x)[4], int valid, bool 
   }
 }
 
+// Fetches tensor maps ahead of their first use. Called by one thread.
+template <typename... Maps>
+CUTLASS_DEVICE void prefetch_maps(const Maps&... maps) {
+  (cute::prefetch_tma_descriptor(&maps), ...);
+}
+
 template <typename Tile>
 CUTLASS_DEVICE void load_tile(const CUtensorMap& map, FullBarrier& barrier, uint8_t* dst, int x0, int x1, int x2,
                               int x3, int x4) {

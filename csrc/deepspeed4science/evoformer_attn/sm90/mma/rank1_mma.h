@@ -29,10 +29,7 @@ struct Rank1Terms {
   };
 
   // (x, 0): with `ones`, x alone. (x, 1): with (1, y) on the other side, the sum of both.
-  CUTLASS_DEVICE static void store_alone(uint8_t* tile, int row, float x) {
-    Parts p(x);
-    store(tile, row, make_uint4(pack(p.high, p.middle), pack(p.low, 0), 0, 0));
-  }
+  CUTLASS_DEVICE static void store_alone(uint8_t* tile, int row, float x) { store(tile, row, terms_alone(x)); }
   CUTLASS_DEVICE static void store_first(uint8_t* tile, int row, float x) {
     Parts p(x);
     store(tile, row, make_uint4(pack(p.high, p.middle), pack(p.low, kOne), pack(kOne, kOne), 0));
@@ -62,6 +59,18 @@ struct Rank1Terms {
   template <int kN>
   CUTLASS_DEVICE static void start_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
     wgmma<scalar_t, kN, Major::K>(x, same_rows(ones), Rank1Tile::descriptor(columns), ScaleOut::Zero);
+  }
+
+  // The same with columns' terms that lie side by side, 16 bytes each, as rows of 8 columns. They are read twice, as
+  // the upper 8 columns too, which the ones multiply by 0.
+  template <int kN>
+  CUTLASS_DEVICE static void start_dense_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
+    constexpr uint64_t kEightRows = uint64_t(8 * 16 >> 4) << 32;  // no swizzle; 0 bytes to the upper 8 columns
+    wgmma<scalar_t, kN, Major::K>(x, same_rows(ones), kEightRows | columns, ScaleOut::Zero);
+  }
+  CUTLASS_DEVICE static uint4 terms_alone(float x) {
+    Parts p(x);
+    return make_uint4(pack(p.high, p.middle), pack(p.low, 0), 0, 0);
   }
 
  private:

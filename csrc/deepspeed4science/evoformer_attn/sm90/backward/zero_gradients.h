@@ -1,0 +1,64 @@
+// Zeros for hidden keys, in kernel_dq_dkdv with dq in shared memory: a block computes dk, dv and dbias1 of the tiles
+// from a (b, n, h)'s first visible key to its last one. Those of the keys before and after are stored here.
+#pragma once
+
+#include "sm90/backward/config.h"
+#include "sm90/backward/maps.h"
+
+namespace ds4s::sm90 {
+
+template <typename Config>
+struct ZeroGradients {
+  using scalar_t = typename Config::scalar_t;
+  using Shared = typename Config::Shared;
+  using Coordinates = typename Config::Coordinates;
+  // Two warps of the producers, or where these compute delta all consumers: row_delta.h's fences would wait for the
+  // stores.
+  static constexpr int kThreads = Config::kComputesDelta ? 128 * Config::kWarpgroups : 64;
+
+  // Run by two warps of the producers.
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
+    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+         tiles.advance(shared, args)) {
+      if (tiles.first) store(args, maps, Config::locate(args, tiles.tile), tiles.end - tiles.tile, thread);
+    }
+  }
+  // at: of the first tile; num_tiles: from it to the last one. Called by kThreads threads.
+  CUTLASS_DEVICE static void store(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
+                                   int num_tiles, int thread) {
+    const int end = at.owned + num_tiles * (Config::kTiles * Config::kOwned);
+    store_keys(args, maps, at, 0, at.owned, thread);
+    store_keys(args, maps, at, min(end, args.Lk), args.Lk, thread);
+  }
+
+ private:
+  CUTLASS_DEVICE static void store_keys(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
+                                        int begin, int end, int thread) {
+    if (begin >= end) return;
+    // The first block of a cluster stores dk, the second dv.
+    if (args.stores_first && Config::rank() == 0) store_rows(maps.first_rows, at, begin, end, thread);
+    if (args.stores_second && Config::rank() == (Config::kClusterBlocks == 1 ? 0 : 1)) {
+      store_rows(maps.second_rows, at, begin, end, thread);
+    }
+    if (!args.stores_dbias1) return;
+    float* dbias1 = args.dbias1 + (args.row_index(at.batch, at.row) * args.H + at.head) * args.Lk;
+    for (int key = begin + thread; key < end; key += kThreads) dbias1[key] = 0.f;
+  }
+  // Neighbouring threads store the 16-byte pieces of a row.
+  CUTLASS_DEVICE static void store_rows(const TensorView<5>& out, const Coordinates& at, int begin, int end,
+                                        int thread) {
+    constexpr int kPieces = Config::kHeadDim > 32 ? 8 : Config::kHeadDim / 8, kKeysAtOnce = kThreads / kPieces;
+    static_assert(kThreads % kPieces == 0 && 8 * kPieces >= Config::kHeadDim, "a thread has a piece of every row");
+    const int piece = thread % kPieces;
+    if (8 * piece >= int(out.size[0])) return;
+    begin += thread / kPieces;
+    scalar_t* ptr = static_cast<scalar_t*>(const_cast<void*>(out.ptr)) + 8 * piece + begin * out.stride[1] +
+                    at.head * out.stride[2] + at.row * out.stride[3] + at.batch * out.stride[4];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; begin < end; begin += kKeysAtOnce, ptr += kKeysAtOnce * out.stride[1]) {
+      __stcs(reinterpret_cast<uint4*>(ptr), make_uint4(0, 0, 0, 0));
+    }
+  }
+};
+
+}  // namespace ds4s::sm90
