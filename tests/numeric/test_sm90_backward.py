@@ -165,6 +165,8 @@ WITH_DBIAS2 = [
 ONE_PASS = [
     Case("one-round", N=132, Lq=130, Lk=180, H=2),
     Case("rounds", N=132, Lq=100, Lk=330, H=2),
+    Case("most-with-delta", N=132, Lq=512, Lk=200, H=2),
+    Case("one-step", N=132, Lq=40, Lk=190, H=3),
     Case("long", N=132, Lq=520, Lk=130, H=2),
     Case("split", N=132, Lq=800, Lk=330, H=2),
     Case("split-odd", N=132, Lq=833, Lk=180, H=2, D=16, bias2=False),
@@ -201,10 +203,17 @@ def test_few_queries_of_many_rows(N):
     check(Case("few", N=N, Lq=64, Lk=192, H=1).inputs(torch.bfloat16, "cuda"))
 
 
+# Blocks wait for others of the same kernel, or of the one before.
+WAITING = pytest.mark.parametrize(
+    "case", [ACCUMULATORS, WITH_DBIAS2[0], ONE_PASS[1]], ids=lambda case: case.id
+)
+
+
+@WAITING
 @pytest.mark.parametrize("number", range(3))
-def test_dq_accumulators_beside_other_work(number):
-    """Blocks that wait for one another, while another stream's work delays some of them."""
-    inputs = ACCUMULATORS.inputs(torch.bfloat16, "cuda")
+def test_blocks_that_wait_beside_other_work(case, number):
+    """While another stream's work delays some of them."""
+    inputs = case.inputs(torch.bfloat16, "cuda")
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -222,6 +231,7 @@ def test_one_pass_is_what_runs(case, plans):
     assert "dq" not in plan
     apart = plan.get("dbias2", "").endswith("_dbias2")
     assert apart == (case.bias2 and case not in WITH_DBIAS2), plan
+    assert ("computes_delta" in plan) == (case.Lq <= 512 and max(case.D, case.Dv or 0) <= 32), plan
 
 
 @pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
@@ -245,7 +255,7 @@ def test_peak_memory_is_that_of_results(N, H, D):
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
 def test_one_pass_with_masks(value):
     """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
-    for case in (ONE_PASS[1], ONE_PASS[3], ACCUMULATORS, WITH_DBIAS2[0]):
+    for case in (*ONE_PASS[1:4], ONE_PASS[5], ACCUMULATORS, WITH_DBIAS2[0]):
         inputs = case.inputs(torch.bfloat16, "cuda")
         inputs.bias1[:, 1::3] = value
         inputs.bias1[:, ::3, ..., 64:200] = value
@@ -371,16 +381,17 @@ def test_graph_of_a_deterministic_backward():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [ACCUMULATORS, WITH_DBIAS2[0]], ids=lambda case: case.id)
-def test_graph_with_dq_accumulators(case):
+@WAITING
+def test_graph_with_blocks_that_wait(case):
     """Counters that each replay must find at zero, and a pass that begins before this one ends."""
     for a, b in backward_in_a_graph(case):
         assert relative_error(a, b) < 1e-3  # additions in another order
 
 
-def test_dq_accumulators_on_two_streams():
+@WAITING
+def test_blocks_that_wait_on_two_streams(case):
     """Of two grids that want all multiprocessors none waits for the other's end in vain."""
-    inputs = [ACCUMULATORS.inputs(torch.bfloat16, "cuda") for _ in range(2)]
+    inputs = [case.inputs(torch.bfloat16, "cuda") for _ in range(2)]
     for x in inputs:
         x.do = torch.randn_like(x.q)
     alone = [run(ours, x) for x in inputs]
