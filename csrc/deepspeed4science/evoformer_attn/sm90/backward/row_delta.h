@@ -19,7 +19,7 @@ class RowDelta {
   using Scheduler = GroupedTileScheduler<Config>;
   using Tile = typename Config::DeltaTiles::Tile;
   static constexpr int kSlots = Config::DeltaTiles::kSlots;
-  static_assert(Tile::kRows == 16, "two lanes for each row");
+  static_assert(Tile::kRows == 16 && kSlots == 2, "two lanes for each row; 64 queries a step");
 
  public:
   CUTLASS_DEVICE static void init(Barriers& barriers) {

@@ -35,18 +35,19 @@ struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
 };
 
-constexpr int kDeltaWarps = 2;  // of the producers, which compute delta
-
-// The kernel also computes delta (row_delta.h). That takes 8 KiB of shared memory, which are left up to 512 queries.
-template <typename Tiles>
-struct WithDelta : Tiles {
-  static constexpr bool kComputesDelta = true;
-};
-
 // The same in clusters of blocks that have all queries and a tile of keys each.
 template <typename Tiles, int kQueries>
 struct WithSplitKeys : WithDqInShared<Tiles, kQueries, /*kClusterBlocks=*/2> {
   static constexpr bool kSplitsKeys = true;
+};
+
+constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
+
+// WithDqInShared, and the kernel also computes delta (row_delta.h). That takes 10 KiB of shared memory more, which are
+// left up to 512 queries.
+template <typename Tiles>
+struct WithDelta : Tiles {
+  static constexpr bool kComputesDelta = true;
 };
 
 // For keys: the kernel also computes dq, by additions to accumulators in L2 (dq_global.h), and if kAddsDbias2 also
