@@ -106,7 +106,7 @@ check()
 # Raises KeyboardInterrupt in the main thread at the `place`-th line of the files named. Not where
 # Python lets go of a lock, which no signal interrupts.
 INTERRUPT = """
-import linecache
+import linecache, random
 FILES = ("deepspeed4science", "op_builder", "torch/library.py", "torch/_library")
 def interrupted(place):
     seen = 0
@@ -154,7 +154,9 @@ def _warm_cache() -> None:
 
 @pytest.mark.parametrize("where", ["registration", "anywhere"])
 def test_interrupt_inside_the_first_import(where):
-    """Ctrl-C at 25 lines of registering and of the whole import; the next one works."""
+    """Ctrl-C at a dozen lines of registering and of the whole import, other ones in each run of
+    the tests; the next import works.
+    """
     _warm_cache()
     only = 'FILES = ("registration.py", "torch/library.py", "torch/_library")'
     script = f"""
@@ -165,7 +167,8 @@ if os.fork() == 0:
     os.write(writing, str(num_lines[0]).encode())
     os._exit(0)
 total = int(os.read(reading, 20))
-places = range(1, total + 1, max(total // 25, 1))
+step = max(total // 12, 1)
+places = range(random.randint(1, step), total + 1, step)
 failed = [place for place in places if in_child(place)]
 print(total, failed)
 """
