@@ -82,12 +82,12 @@ struct DqDkdvConfig {
     EmptyBarrier ready[3][kTiles];
     FullBarrier received[2][kTiles];
   };
-  struct NoDq {};
+  struct Nothing {};
   struct Dq {
     DqTile tiles[kQueries / kColumns];
     EmptyBarrier full[kStages];  // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];
-    cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, NoDq> cluster;  // cluster_reduce.h
+    cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
   };
   // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two
   // warps compute them.
@@ -138,14 +138,14 @@ struct DqDkdvConfig {
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
-    // Aligned as members, so that their sizes are not rounded up: kFused has 54 bytes left.
-    alignas(kComputesDelta ? 1024 : 1) cute::conditional_t<kComputesDelta, DeltaTiles, NoDq> delta;
-    alignas(kDqInShared ? 1024 : 1) cute::conditional_t<kDqInShared, Dq, NoDq> dq;
-    cute::conditional_t<kComputesDelta, DeltaBarriers, NoDq> delta_barriers;
-    cute::conditional_t<kDqInGlobal, DqGlobalTiles, NoDq> dq_global;
+    // Aligned as members, so that their sizes are not rounded up: kFused has 62 bytes left.
+    alignas(kComputesDelta ? 1024 : 1) cute::conditional_t<kComputesDelta, DeltaTiles, Nothing> delta;
+    alignas(kDqInShared ? 1024 : 1) cute::conditional_t<kDqInShared, Dq, Nothing> dq;
+    cute::conditional_t<kComputesDelta, DeltaBarriers, Nothing> delta_barriers;
+    cute::conditional_t<kDqInGlobal, DqGlobalTiles, Nothing> dq_global;
     // The ones that -delta is multiplied by (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
-    cute::conditional_t<kComputesDelta, NoDq, Products> products;
+    cute::conditional_t<kComputesDelta, Nothing, Products> products;
     // The other terms. Exponents: log2(e) bias1 of owned keys, -log2(e) lse of owned queries. Initial values of the
     // accumulators (scores): -lse / scale of streamed queries, bias1 / scale of streamed keys.
     float exponents[kBuffers][kWarpgroups][kOwned];
@@ -153,8 +153,8 @@ struct DqDkdvConfig {
     Visible visible[kBuffers];
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
-    cute::conditional_t<kDqInGlobal, DqGlobalBarriers, NoDq> dq_global_barriers;
-    cute::conditional_t<kDqInGlobal, Queue, NoDq> tile_queue;
+    cute::conditional_t<kDqInGlobal, DqGlobalBarriers, Nothing> dq_global_barriers;
+    cute::conditional_t<kDqInGlobal, Queue, Nothing> tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");

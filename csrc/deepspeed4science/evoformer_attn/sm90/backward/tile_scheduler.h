@@ -90,7 +90,7 @@ struct GroupedTileScheduler {
     if (tile == end) begin(args, args.by_blocks.div(tile - 1) + step());
   }
 
-  // The first (b, n, h) of this block, and how many follow until its next one.
+  // The number of the block's first (b, n, h), and the distance to its next one.
   CUTLASS_DEVICE static int first_pair() {
     return int(Config::kClusterBlocks == 1 ? blockIdx.x : cute::cluster_id_in_grid().x);
   }
