@@ -46,7 +46,7 @@ UNFIT = {
     "all hidden",
     "-1e6 and -3e38 in parts",
     "-3e38, one block 300",
-    "99 more from the second block on",  # p V exceeds a float's range
+    "95 more from the second block on",  # p fits a float, p V exceeds its range
 }
 
 
