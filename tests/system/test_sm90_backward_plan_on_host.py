@@ -117,22 +117,22 @@ def test_kernels_of(call, dkdv, dq, dbias2, plan):
 def test_where_visible_keys_are_found(plan):
     """Beside delta, but in front of it where that kernel lists the rows n that see them."""
     one_row = {"N": 1, "Lq": 768, "Lk": 768, "H": 16}
-    assert plan(**one_row, bias1=1)["visible_keys"] == "found_with_delta"
+    assert plan(**one_row, bias1=1)["visible_keys"] == "found_in_preprocess"
     assert plan(**one_row, row_mask=1)["dbias2"] == "paired_dbias2"
     assert "visible_keys" not in plan(**one_row, row_mask=1)
     assert "visible_keys" not in plan(**one_row)
     assert "visible_keys" not in plan(**square(384, bias1=1))
-    assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_with_delta"
+    assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_in_preprocess"
 
 
 def test_blocks_that_begin_beside_find_visible_keys(plan):
     """As many as are resident at once, and none where that kernel does not run: the kernel in front
     may then be the caller's, for whose end all blocks wait.
     """
-    assert plan(**square(384, bias1=1))["early_delta_blocks"] == str(7 * 132)
-    assert plan(**square(384, row_mask=1, blocks=114))["early_delta_blocks"] == str(7 * 114)
-    assert "early_delta_blocks" not in plan(**square(384))
-    assert "early_delta_blocks" not in plan(**square(384, bias1=1, dbias2=0))
+    assert plan(**square(384, bias1=1))["early_preprocess_blocks"] == str(7 * 132)
+    assert plan(**square(384, row_mask=1, blocks=114))["early_preprocess_blocks"] == str(7 * 114)
+    assert "early_preprocess_blocks" not in plan(**square(384))
+    assert "early_preprocess_blocks" not in plan(**square(384, bias1=1, dbias2=0))
 
 
 def test_where_delta_is_computed_with_dq(plan):

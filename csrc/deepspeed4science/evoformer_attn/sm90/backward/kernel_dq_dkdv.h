@@ -1,6 +1,6 @@
 // dk and dv, math.md (14) and (12) (Config::kKeys), or dq, (13), on Hopper: a warpgroup owns 64 keys or queries of one
-// (b, n, h) and streams all queries or keys. Blocks are persistent. Producers: producer.h, row_delta.h,
-// zero_gradients.h; consumers: consumer.h.
+// (b, n, h) and streams all queries or keys. Blocks are persistent. Producers: producer.h, row_delta.h; consumers:
+// consumer.h; either of them: zero_gradients.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -51,7 +51,8 @@ class Sm90Backward {
   }
 
   // The first of kernel_dbias2, the kernel for keys and the kernel for queries waits for preprocess at its beginning.
-  // The other two need not: they start after every block of that first kernel has passed its wait.
+  // The other two need not: they start after every block of that first kernel has passed its wait. Where that one
+  // computes delta, kernel_dbias2 waits for delta_progress.
   int launch_all() {
     launches_.check(copy_bias2_rows<scalar_t>(fill_.bias2(), fill_.template at<void>(plan_.bias2), launches_.stream()));
     preprocess();

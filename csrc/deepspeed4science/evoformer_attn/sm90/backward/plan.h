@@ -73,8 +73,8 @@ struct Sm90BackwardPlan {
   // find_visible_keys runs before it.
   bool preprocess_finds_keys = false;
   // Where find_visible_keys runs before preprocess: so many blocks of preprocess, as many as are resident at once,
-  // store zeros and load O and dO while it runs. Later blocks ask first whether their row n sees anything, and if not,
-  // load neither.
+  // store zeros and, for delta, load O and dO while it runs. Later blocks ask first whether their row n sees anything,
+  // and if not, load neither.
   int64_t early_blocks = 0;
   DqGlobalPlan dq_global;
 
@@ -286,8 +286,8 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
   if (partitions_rows) text.add("equal_tiles", "partitioned");
-  if (preprocess_finds_keys) text.add("visible_keys", "found_with_delta");
-  if (early_blocks > 0) text.add("early_delta_blocks", early_blocks);
+  if (preprocess_finds_keys) text.add("visible_keys", "found_in_preprocess");
+  if (early_blocks > 0) text.add("early_preprocess_blocks", early_blocks);
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);

@@ -40,18 +40,19 @@ struct PreprocessArgs {
   RowLists row_lists;
   int32_t num_lists;
   KeyMaskArgs key_mask;
-  int32_t num_masked;                            // rows n whose visible keys this kernel finds; 0: none
-  int32_t num_early;                             // blocks of queries that begin beside find_visible_keys
-  Zeros dbias1, dbias2, accumulators, counters;  // the last two are those of dq_global.h or row_delta.h
-  bool computes_delta;                           // false: kernel_dq_dkdv does
+  int32_t num_masked;  // rows n whose visible keys this kernel finds; 0: none
+  int32_t num_early;   // blocks of queries that begin beside find_visible_keys
+  Zeros dbias1, dbias2;
+  Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
+  bool computes_delta;           // false: kernel_dq_dkdv does
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
 // keys. The others set their part of the zeros and compute delta of their queries.
 //
-// The first num_early of these store zeros and load O and dO before they wait for find_visible_keys. The kernels before
-// that one have ended: each of its blocks waits for them, and only then lets this kernel start. Every block here waits
-// before it ends, so that a kernel that waits for this one finds the mask complete.
+// The first num_early of these store zeros and, for delta, load O and dO before they wait for find_visible_keys. The
+// kernels before that one have ended: each of its blocks waits for them, and only then lets this kernel start. Every
+// block here waits before it ends, so that a kernel that waits for this one finds the mask complete.
 template <typename Config, bool kFindsVisibleKeys>
 __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
     preprocess(const __grid_constant__ PreprocessArgs args) {

@@ -66,7 +66,7 @@ struct Dbias2Producer {
 
     // Starts the loads; `store` waits for them.
     CUTLASS_DEVICE void load(const BackwardArgs& args, const Coordinates& at, int n, int lane) {
-      n = min(n, args.N - 1);  // where no row n sees a key, n is N; any valid row will do
+      n = min(n, args.N - 1);  // where no row n sees a key, n is N; any row will do, also one without delta
       Bias1OfRow<scalar_t> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);
       shift = bias1.shift;

@@ -3,7 +3,8 @@
 // compute those of the next (b, n, h) while consumers are busy with the last tile of this one.
 //
 // kernel_dbias2 reads delta from memory, where it is stored for it. It may begin while the last blocks of this kernel
-// run, so the warps count the deltas that are complete.
+// run. So each warp adds the number of its (b, n, h) to delta_progress when all their deltas are stored. Those that see
+// nothing count, but have no delta.
 #pragma once
 
 #include "sm90/backward/producer.h"

@@ -12,11 +12,10 @@ struct ZeroGradients {
   using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  // Two warps of the producers, or where these compute delta all consumers: row_delta.h's fences would wait for the
-  // stores.
+  // Two warps of the producers. Where these compute delta, whose fences would wait for the stores, all consumers.
   static constexpr int kThreads = Config::kComputesDelta ? 128 * Config::kWarpgroups : 64;
 
-  // Run by two warps of the producers.
+  // Run by two warps of the producers where these do not compute delta.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {

@@ -61,8 +61,8 @@ struct Rank1Terms {
     wgmma<scalar_t, kN, Major::K>(x, same_rows(ones), Rank1Tile::descriptor(columns), ScaleOut::Zero);
   }
 
-  // The same with columns' terms that lie side by side, 16 bytes each, as rows of 8 columns. They are read twice, as
-  // the upper 8 columns too, which the ones multiply by 0.
+  // The same with terms that take 16 bytes each, side by side: 8 of the 16 contracted columns. The product reads them
+  // as the other 8 too, and the ones have zeros there.
   template <int kN>
   CUTLASS_DEVICE static void start_dense_columns(float (&x)[kN / 2], uint32_t ones, uint32_t columns) {
     constexpr uint64_t kEightRows = uint64_t(8 * 16 >> 4) << 32;  // no swizzle; 0 bytes to the upper 8 columns
