@@ -262,6 +262,23 @@ def test_one_pass_with_masks(value):
         check(inputs)
 
 
+@pytest.mark.parametrize("Lk", [190, 600])
+@pytest.mark.parametrize("Lq", [1, 16, 17, 63, 64, 65, 511, 512])
+def test_delta_of_several_rows_in_a_block(Lq, Lk, plans):
+    """A block passes from one (b, n, h) to the next, leaves out rows n that see nothing, among them
+    all of some blocks (with 132 multiprocessors), and a tile of 192 keys that nobody sees.
+    """
+    inputs = Case("delta", N=220, Lq=Lq, Lk=Lk, H=3, D=16 if Lq % 2 else 32).inputs(
+        torch.bfloat16, "cuda"
+    )
+    inputs.bias1[:, 44:88] = -torch.inf
+    inputs.bias1[:, 5::44] = -torch.inf
+    if Lk > 384:
+        inputs.bias1[..., 192:384] = -torch.inf
+    check(inputs)
+    assert plans[-1]["computes_delta"] == "with_dq"
+
+
 def test_more_rows_than_a_grid_has_in_y():
     """B * N past 65,535 with dbias2, whose sum over n eager cannot do in 16 bits."""
 
