@@ -6,13 +6,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed4science.errors import InvalidInputError
-from deepspeed4science.problem import BIAS_HELP, ROW_MASK_HELP, shape_of
+from deepspeed4science.problem import (
+    BIAS_HELP,
+    LARGEST_SCALE,
+    LEAST_SCALE,
+    ROW_MASK_HELP,
+    SUPPORTED_DTYPES,
+    shape_of,
+)
+
+
+_PROMOTED = (*SUPPORTED_DTYPES, torch.float64)  # others have no common dtype, or an integer
 
 
 def split_biases(biases: Sequence[Tensor | None] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -81,18 +92,22 @@ def canonicalise(
 def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
     """Q and a positive scale that give the same scores. Q is multiplied by the sign, or the zero,
     of the scale, which is exact. Kernels need a positive one: they take the maximum of the unscaled
-    scores, and divide biases by the scale.
+    scores, and divide biases by the scale. Subnormal numbers of float32 are 0.
     """
+    if not isinstance(scale, (int, float)) and isinstance(scale, Real):  # NumPy's numbers
+        scale = float(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInputError(
             f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "
             "need a gradient, multiplies Q: pass Q * scale * D ** 0.5."
         )
-    if not -math.inf < scale < math.inf:
-        raise InvalidInputError(f"scale: expected a finite number; got {scale}. Check its source.")
-    if scale > 0:
-        return q, float(scale)
-    return (q * 0.0, 1.0) if scale == 0 else (-q, -float(scale))
+    if not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+        raise InvalidInputError(
+            f"scale: expected a finite number of float32; got {scale}. Check its source."
+        )
+    if -LEAST_SCALE < scale < LEAST_SCALE:
+        return q * 0.0, 1.0
+    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 
 
 def largest_finite(bias1: Tensor) -> Tensor:
@@ -133,7 +148,7 @@ def _not_strided(name: str, tensor: Tensor) -> InvalidInputError:
 
 def _promoted(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the one dtype that PyTorch's own operators would choose."""
-    if not all(tensor.is_floating_point() for tensor in tensors):
+    if not all(tensor.dtype in _PROMOTED for tensor in tensors):
         return list(tensors)  # `describe` refuses them
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:

@@ -135,6 +135,7 @@ class PreparedBackward(_Prepared):
             call = self._converted(call)
         p = self._problem
         do_, q, k, v, o, lse, bias1, bias2, wanted, row_mask, _, _ = call
+        lse = lse.contiguous()  # kernels have no strides of it; vmap and callers may expand it
         one_key = p.Lk == 1 and not p.partial_keys
         want_q, want_k, want_v, want_bias1, want_bias2 = wanted
         dq: Tensor | None

@@ -17,6 +17,9 @@ from deepspeed4science.errors import InvalidInputError
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SUPPORTED_DTYPES = tuple(DTYPE_NAMES)
 
+_FLOAT32 = torch.finfo(torch.float32)
+LEAST_SCALE, LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max
+
 BIAS_HELP = (
     "bias1 (first) is the key mask, broadcastable to [B, N, 1, 1, Lk]; "
     "bias2 (second) is the pair bias, broadcastable to [B, 1, H, Lq, Lk]; "
@@ -113,9 +116,13 @@ def describe(call: Call) -> Problem:
         _check_bias("bias2", bias2, (B, 1, H, Lq, Lk), device)
     if call.row_mask is not None:
         _check_row_mask(call.row_mask, B, N, device)
-    if scale is not None and not 0.0 < scale < math.inf:
+    if isinstance(call, BackwardCall):
+        _check_result("dO", call.do_, (B, N, Lq, H, Dv), dtype, device)
+        _check_result("O", call.o, (B, N, Lq, H, Dv), dtype, device)
+        _check_result("lse", call.lse, (B, N, H, Lq), torch.float32, device)
+    if scale is not None and not LEAST_SCALE <= scale <= LARGEST_SCALE:
         raise InvalidInputError(
-            f"scale: the operators take a positive finite number; got {scale}. "
+            f"scale: the operators take a positive normal number of float32; got {scale}. "
             "DS4Sci_EvoformerAttention takes zero and negative ones, too."
         )
     return Problem(
@@ -178,6 +185,17 @@ def _check_row_mask(row_mask: Tensor, B: int, N: int, device: torch.device) -> N
     if row_mask.device != device:
         raise InvalidInputError(
             f"row_mask: expected the device of Q, {device}; got {row_mask.device}. Move it there."
+        )
+
+
+def _check_result(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Checks an argument of the backward that is a result of the forward, or its gradient."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        raise InvalidInputError(
+            f"{name}: expected {list(shape)}, {dtype}, on {device}, as the forward returns it for "
+            f"these Q and V; got {shape_of(tensor)}, {tensor.dtype}, on {tensor.device}."
         )
 
 

@@ -40,6 +40,22 @@ def test_another_scale_is_noticed(wrong, device):
         check(inputs, of_another)
 
 
+@pytest.mark.parametrize("scale", [1e-300, -1e-39])
+def test_scales_below_float32_are_zero(scale, device):
+    q, k, v, bias1, bias2 = CASE.inputs(torch.float32, device).tensors()
+    q.requires_grad_()
+    o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], scale=scale)
+    assert torch.equal(o, DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], scale=0.0))
+    assert not torch.autograd.grad(o.sum(), q)[0].any()
+
+
+def test_scales_of_numpy(device):
+    numpy = pytest.importorskip("numpy")
+    q, k, v, *_ = CASE.inputs(torch.float32, device).tensors()
+    expected = DS4Sci_EvoformerAttention(q, k, v, scale=0.5)
+    assert torch.equal(DS4Sci_EvoformerAttention(q, k, v, scale=numpy.float32(0.5)), expected)
+
+
 def test_default_scale(device):
     q, k, v, *_ = CASE.inputs(torch.float32, device).tensors()
     given = DS4Sci_EvoformerAttention(q, k, v, scale=CASE.D**-0.5)
@@ -49,13 +65,15 @@ def test_default_scale(device):
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (math.inf, "finite number; got inf"),
-        (math.nan, "finite number; got nan"),
+        (math.inf, "finite number of float32; got inf"),
+        (math.nan, "finite number of float32; got nan"),
+        (-1e39, r"finite number of float32; got -1e\+39"),
+        (10**400, "finite number of float32; got 10000"),
         (torch.tensor(0.5), "expected a number or None; got Tensor.*multiplies Q"),
         ("1", "got str"),
         (True, "got bool"),
     ],
-    ids=["inf", "nan", "tensor", "str", "bool"],
+    ids=["inf", "nan", "float64", "int", "tensor", "str", "bool"],
 )
 def test_what_is_no_scale(scale, message, device):
     q = torch.randn(2, 9, 2, 8, device=device)
@@ -65,8 +83,9 @@ def test_what_is_no_scale(scale, message, device):
 
 def test_operators_take_positive_scales(device):
     q = torch.randn(1, 2, 9, 2, 8, device=device)
-    with pytest.raises(InvalidInputError, match="positive finite"):
-        torch.ops.deepspeed4science.evoformer_attn(q, q, q, None, None, True, None, -1.0)
+    for scale in (-1.0, 0.0, 1e-39, 1e39, math.inf, math.nan):
+        with pytest.raises(InvalidInputError, match=r"positive normal number.*; got"):
+            torch.ops.deepspeed4science.evoformer_attn(q, q, q, None, None, True, None, scale)
 
 
 @each_dtype
@@ -135,6 +154,14 @@ def test_dtypes_are_promoted(of_q, of_k, of_v, expected, device):
     assert torch.equal(o, DS4Sci_EvoformerAttention(*(t.to(expected) for t in (q, k, v))))
     gradients = torch.autograd.grad(o.sum(), (q, k, v))
     assert [g.dtype for g in gradients] == [of_q, of_k, of_v]
+
+
+def test_eight_bits_are_refused(device):
+    q = torch.randn(2, 3, 9, 2, 8, device=device)
+    eight = q.to(torch.float8_e4m3fn)
+    for tensors in ((eight, eight, eight), (eight, q, q), (q, eight, q)):
+        with pytest.raises(InvalidInputError, match="float8_e4m3fn"):
+            DS4Sci_EvoformerAttention(*tensors)
 
 
 def test_float64_under_autocast_is_refused(device):

@@ -191,6 +191,36 @@ def test_bad_input(changes, message):
         assert torch.equal(tensor, saved)
 
 
+NOT_OF_THE_FORWARD = {
+    "no-lse": ("lse", lambda lse: lse.new_empty(0)),
+    "lse-of-half": ("lse", lambda lse: lse.half()),
+    "lse-transposed": ("lse", lambda lse: lse.mT),
+    "o-of-half": ("o", lambda o: o.half()),
+    "o-of-other-rows": ("o", lambda o: o[:, :1]),
+    "do-of-bfloat16": ("do_", lambda do_: do_.bfloat16()),
+    "do-of-one-query": ("do_", lambda do_: do_[:, :, :1]),
+    "do-elsewhere": ("do_", lambda do_: do_.to("meta")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), NOT_OF_THE_FORWARD.values(), ids=NOT_OF_THE_FORWARD.keys()
+)
+def test_the_backward_operator_takes_results_of_the_forward(name, change):
+    inputs = Case("backward", N=2, Lq=70, Lk=40, H=3, D=8).inputs(torch.float32, "cpu")
+    operators = torch.ops.deepspeed4science
+    o, lse = operators.evoformer_attn(*inputs.tensors(), True)
+    results = {"do_": torch.randn_like(o), "o": o, "lse": lse}
+    results[name] = change(results[name])
+    with pytest.raises(
+        InvalidInputError, match="^(dO|O|lse): expected .* as the forward returns it.*; got"
+    ):
+        operators.evoformer_attn_backward(
+            *(results["do_"], *inputs.tensors()[:3], results["o"], results["lse"]),
+            *(inputs.bias1, inputs.bias2, [True] * 5),
+        )
+
+
 def test_inputs_are_not_written():
     inputs = CASE.inputs(torch.float32, "cpu")
     saved = [t.clone() for t in inputs.tensors()]

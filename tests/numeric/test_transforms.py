@@ -136,6 +136,16 @@ def test_reverse_mode_of_torch_func(device):
     agree(lambda f: grad(lambda x: f(x, k, v, None, bias2, row_mask=mask).sin().sum())(q))
 
 
+def test_vmap_of_the_backward_with_one_batch(device):
+    """The results of the one forward are expanded over all cotangents, without a copy."""
+    q, k, v, bias1, bias2 = (
+        Case("one", N=2, Lq=40, H=2, D=8).inputs(torch.float32, device).tensors()
+    )
+    agree(lambda f: jacrev(lambda x: f(x, k, v, bias1, bias2).sum((1, 3))[..., 0])(q))
+    many = torch.randn(50, *q.shape, device=device)
+    agree(lambda f: torch.vmap(vjp(f, q, k, v, bias1, bias2)[1])(many))
+
+
 def test_reverse_mode_under_autocast(device):
     """What is saved is what was computed with."""
     q, k, v, bias1, bias2 = tensors(device)
