@@ -22,7 +22,6 @@ from deepspeed4science.problem import (
     shape_of,
 )
 
-
 _PROMOTED = (*SUPPORTED_DTYPES, torch.float64)  # others have no common dtype, or an integer
 
 

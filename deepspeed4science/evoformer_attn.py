@@ -80,15 +80,16 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
             number hides a key. In a mask of booleans or integers, True or 1 is a key that is seen.
             bias2, broadcastable to `[B, 1, H, Lq, Lk]`, is the pair bias, shared by all N rows; it
             may also be expanded to `[B, N, H, Lq, Lk]` (stride 0).
-        scale: any finite number. Default: 1 / sqrt(D).
+        scale: any finite number of float32. Default: 1 / sqrt(D).
         row_mask: bool, broadcastable to `[B, N]` (to `[*]`). A row n that is False gives 0 with
             zero gradients, whatever it holds, and costs nothing. Default: all rows are computed.
         return_lse: whether to return `(O, lse)`. Default: O alone.
 
     Returns:
-        O, `[B, N, Lq, H, Dv]`, in the dtype and on the device of Q. A query whose keys are all
-        `-inf` gives 0 and has zero gradients. Each input that requires a gradient gets one in its
-        own dtype; gradients of biases are summed in float32.
+        O, `[B, N, Lq, H, Dv]`, on the device of Q, in the dtype of Q, K and V, promoted, or in
+        autocast's. A query whose keys are all `-inf` gives 0 and has zero gradients. Each input
+        that requires a gradient gets one in its own dtype; gradients of biases are summed in
+        float32.
         lse, with `return_lse`: `[B, N, H, Lq]` (`[*, H, Lq]`), float32, the natural logarithm of
         the sum over keys of the exponentials of the scores, (6); `-inf` where a query sees no key.
         It has no gradient.
@@ -97,6 +98,7 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
         InvalidInputError: shapes, dtypes or devices do not fit; the message says what was expected.
         NoBackendError: no kernel takes this call on this machine; the message lists the reasons.
         BuildError: the kernel could not be compiled or loaded.
+        KernelError: the kernel reported a failure.
         DoubleBackwardError: the gradient was differentiated again.
         ForwardModeError: a derivative by forward mode was requested.
 

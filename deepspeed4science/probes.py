@@ -165,11 +165,14 @@ def _can_write(folder: Path) -> bool:
 
 
 def _check_settings(probes: Probes) -> None:
-    """Reads all variables now, so that the report tells what a later build would refuse."""
+    """Reads flags and numbers now, so that the report tells what a later build would refuse."""
     from op_builder import ALL_OPS, env
     from op_builder.toolchain import arch
 
-    flags = ("DS_BUILD_OPS", "DS4S_VERBOSE", *(op.BUILD_VAR for op in ALL_OPS.values()))
+    flags = (
+        *("DS_BUILD_OPS", "DS4S_VERBOSE", "DS_SKIP_CUDA_CHECK", "DS_IGNORE_CUDA_DETECTION"),
+        *(op.BUILD_VAR for op in ALL_OPS.values()),
+    )
     checks: tuple[Callable[[], object], ...] = (
         lambda: arch.parse(env.text("TORCH_CUDA_ARCH_LIST")),
         lambda: env.positive_int("MAX_JOBS"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.dtensor import is_dtensor
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 def can_be_recorded(product: Tensor) -> bool:
     """Whether `gated_attention` is useful (autograd records) and possible: torch.func and DTensors
-    know rules for operators, but none for an autograd.Function.
+    know rules for operators, but none for an autograd.Function. Dual tensors are refused by the
+    operator, with a message.
     """
     return (
         torch.is_grad_enabled()
         and product.requires_grad
         and not torch._C._are_functorch_transforms_active()
+        and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
         and not is_dtensor(product)
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.names import PAIR_BIAS, accept
 from deepspeed4science.nn.parameters import LayerNorm, Linear
+from deepspeed4science.problem import shape_of
 
 
 class AdaptiveLayerNorm(nn.Module):
@@ -40,6 +42,9 @@ class AttentionPairBias(nn.Module):
         c_s: channels of s, which adapts the norm and gates the result. Default: the layer has no s.
         norm_a: normalise tokens in this layer; Boltz 2 does it before.
         norm_z: normalise pairs in this layer; OpenFold 3's diffusion transformer does it before.
+
+    Raises:
+        InvalidInputError: c_s without norm_a, since s adapts that norm.
     """
 
     def __init__(
@@ -57,6 +62,10 @@ class AttentionPairBias(nn.Module):
         self.layer_norm_a: nn.Module | None = LayerNorm(c_a) if norm_a else None
         self.linear_ada_out = None
         if c_s is not None:
+            if not norm_a:
+                raise InvalidInputError(
+                    "norm_a: expected True with c_s, since s adapts this norm; drop one of them."
+                )
             self.layer_norm_a = AdaptiveLayerNorm(c_a, c_s)
             self.linear_ada_out = Linear(c_s, c_a, "zero", bias=-2.0)
         self.layer_norm_z = LayerNorm(c_z) if norm_z else None
@@ -81,7 +90,22 @@ class AttentionPairBias(nn.Module):
 
         Returns:
             `[*, L, c_a]`.
+
+        Raises:
+            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; or z
+                has too few dimensions.
         """
+        if (s is None) != (self.linear_ada_out is None):
+            raise InvalidInputError(
+                "s: expected [*, L, c_s] for a layer with c_s, and None for one without; got "
+                f"{None if s is None else shape_of(s)} for one "
+                f"{'without' if self.linear_ada_out is None else 'with'} c_s."
+            )
+        if z.dim() < min(a.dim() + 1, 4):
+            raise InvalidInputError(
+                "z: expected [*, L, L, c_z] with the leading dimensions of a, or 1 in their place; "
+                f"got {shape_of(z)} for a of {shape_of(a)}."
+            )
         if self.layer_norm_a is not None:
             a = self.layer_norm_a(a) if s is None else self.layer_norm_a(a, s)
         if self.layer_norm_z is not None:

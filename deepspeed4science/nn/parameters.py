@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed4science import mixed_precision
+from deepspeed4science.errors import InvalidInputError
 
 # The number of columns of a joined projection is a multiple of this. For 589,824 rows of 128 inputs
 # cuBLAS takes 0.64 ms with 576 columns and 0.78 ms with 528 (forward, and backward with the
@@ -24,6 +25,9 @@ class Linear(nn.Linear):
         init: initialisation of the weight: "default" (truncated normal of variance 1 / fan_in),
             "glorot", "normal" (of variance 1 / fan_in) or "zero".
         bias: initial value of every element of the bias; None: no bias.
+
+    Raises:
+        InvalidInputError: there is no such initialisation.
     """
 
     def __init__(
@@ -41,8 +45,12 @@ class Linear(nn.Linear):
         elif self._init == "default":
             std /= _STD_OF_TRUNCATED
             nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
-        else:
+        elif self._init == "zero":
             nn.init.zeros_(self.weight)
+        else:
+            raise InvalidInputError(
+                f"init: expected 'default', 'glorot', 'normal' or 'zero'; got {self._init!r}."
+            )
         if self._fill is not None:
             nn.init.constant_(self.bias, self._fill)
 

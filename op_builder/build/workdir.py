@@ -2,7 +2,8 @@
 
 A folder is locked (flock) by its process as long as that lives. So folders of killed processes can
 be recognised; they are removed when the next folder is made. The lock is taken before the folder
-gets its final name: a folder of that name without a lock is abandoned.
+gets its final name. So a folder of that name without a lock is abandoned, and one that has not got
+its name within an hour.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from .. import paths
 from ..errors import BuildError
 
-_PREFIX = "ds4s-build-"
+_PREFIX, _NEW_PREFIX = "ds4s-build-", ".ds4s-new-"
 _ALIVE = "alive"
+_OLD = 3600.0  # seconds after which a folder without its final name has been abandoned
 
 _mine: dict[Path, int] = {}  # folder -> the locked file's descriptor
 
@@ -29,11 +32,11 @@ def create() -> Path:
     root: Path | str = "a temporary folder"
     try:
         root = paths.build_root()
-        fresh = Path(tempfile.mkdtemp(dir=root, prefix=".ds4s-new-"))
+        fresh = Path(tempfile.mkdtemp(dir=root, prefix=_NEW_PREFIX))
         handle = os.open(fresh / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        folder = root / fresh.name.replace(".ds4s-new-", _PREFIX)
+        folder = root / fresh.name.replace(_NEW_PREFIX, _PREFIX)
         os.rename(fresh, folder)
     except OSError as error:
         raise BuildError(
@@ -76,6 +79,11 @@ def _sweep(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+    for folder in paths.matching(root, f"{_NEW_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = os.lstat(folder)
+            if found.st_uid == os.geteuid() and found.st_mtime < time.time() - _OLD:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 atexit.register(_remove_mine)  # registered before jit.py's, which is called first and stops builds

@@ -136,13 +136,8 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
 
     def obstacles(self) -> list[Obstacle]:
         found = self.tool_obstacles()
-        devices = self.gpus()
-        if not devices.found and not self._is_for_another_machine():
-            remedy = (
-                "run on a machine with an NVIDIA GPU; to compile for another machine, set "
-                "TORCH_CUDA_ARCH_LIST to its architecture"
-            )
-            found.append(Obstacle(f"no GPU: {devices.reason}", remedy))
+        if not self.gpus().found:
+            found += self._obstacles_without_gpu()
         if not found:
             try:
                 self.archs_here()
@@ -150,13 +145,21 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 found.append(Obstacle(str(error), ""))
         return found
 
-    def _is_for_another_machine(self) -> bool:
-        """Whether kernels are compiled for another machine. A setting that cannot be parsed counts
-        as unset here; code that needs it raises.
-        """
-        with contextlib.suppress(BuildError):
-            return bool(env.flag("DS_IGNORE_CUDA_DETECTION") or self.requested_archs())
-        return False
+    def _obstacles_without_gpu(self) -> list[Obstacle]:
+        """Nothing where kernels are compiled for another machine."""
+        try:
+            if env.flag("DS_IGNORE_CUDA_DETECTION"):
+                return []
+        except BuildError as error:
+            return [Obstacle(str(error), "")]
+        with contextlib.suppress(BuildError):  # a list that cannot be parsed counts as none here
+            if self.requested_archs():
+                return []
+        remedy = (
+            "run on a machine with an NVIDIA GPU; to compile for another machine, set "
+            "TORCH_CUDA_ARCH_LIST to its architecture"
+        )
+        return [Obstacle(f"no GPU: {self.gpus().reason}", remedy)]
 
     def builder(self) -> list[CompileJob]:
         """Unlike a first call, an install compiles for all requested targets, or raises."""

@@ -49,12 +49,20 @@ def find_host_compiler() -> Tool:
 
 
 def _named(words: str) -> list[Candidate]:
-    """The program that a CXX such as `ccache g++ -m64` names, less launchers and flags."""
+    """The program that a CXX such as `env A=1 ccache g++ -m64` names, less launchers, variables
+    and flags; or the one whose path, blanks included, is the whole of it.
+    """
     try:
-        parts = shlex.split(words)
+        parts = [words] if os.path.isfile(words) else shlex.split(words)
     except ValueError:
         parts = [words]
-    programs = [part for part in parts if not part.startswith("-") and part not in _LAUNCHERS]
+    programs = [
+        part
+        for part in parts
+        if not part.startswith("-")
+        and part not in _LAUNCHERS
+        and not ("=" in part and part.partition("=")[0].isidentifier())
+    ]
     if not programs:
         return []
     if "/" in programs[0]:
@@ -76,7 +84,7 @@ def _compiler_candidates() -> Iterable[Candidate]:
 
 def _no_compiler() -> str:
     if cxx := env.text("CXX"):
-        return f"CXX={cxx} names no program that is there"
+        return f"CXX={cxx} names no program that is there (a path with blanks needs quotes)"
     return "no C++ compiler was found: no CXX, and no c++, g++ or clang++ on PATH"
 
 

@@ -213,7 +213,7 @@ def test_the_backward_operator_takes_results_of_the_forward(name, change):
     results = {"do_": torch.randn_like(o), "o": o, "lse": lse}
     results[name] = change(results[name])
     with pytest.raises(
-        InvalidInputError, match="^(dO|O|lse): expected .* as the forward returns it.*; got"
+        InvalidInputError, match=r"^(dO|O|lse): expected .* as the forward returns it.*; got"
     ):
         operators.evoformer_attn_backward(
             *(results["do_"], *inputs.tensors()[:3], results["o"], results["lse"]),

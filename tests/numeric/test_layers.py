@@ -9,8 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from deepspeed4science import nn
+from deepspeed4science.errors import ForwardModeError, InvalidInputError
 from tests.numeric import law
 from tests.numeric.cases import DEVICES
 
@@ -181,6 +183,32 @@ def test_pairs_shared_by_samples():
     torch.testing.assert_close(layer(a, z, mask=seen), expected, rtol=1e-4, atol=1e-5)
     expanded = layer(a, z.expand(2, 4, L, L, CZ), mask=seen.expand(2, 4, L))
     torch.testing.assert_close(expanded, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_of_pair_bias_that_do_not_fit():
+    a, z, s = torch.randn(2, 3, L, C), torch.randn(2, 3, L, L, CZ), torch.randn(2, 3, L, CS)
+    plain, adaptive = nn.AttentionPairBias(C, CZ, D, H), nn.AttentionPairBias(C, CZ, D, H, c_s=CS)
+    for call in (lambda: plain(a, z, s), lambda: adaptive(a, z)):
+        with pytest.raises(InvalidInputError, match=r"s: expected \[\*, L, c_s\].*; got"):
+            call()
+    for fewer in ((a, z[0, 0]), (a[0, 0], z[0, 0, 0])):
+        with pytest.raises(InvalidInputError, match=r"z: expected \[\*, L, L, c_z\].*; got"):
+            plain(*fewer)
+    with pytest.raises(InvalidInputError, match="norm_a: expected True with c_s"):
+        nn.AttentionPairBias(C, CZ, D, H, c_s=CS, norm_a=False)
+
+
+def test_an_initialisation_that_there_is_not():
+    with pytest.raises(InvalidInputError, match=r"init: expected .*'zero'; got 'glorrot'"):
+        nn.EvoformerAttention(C, C, C, D, H, init="glorrot")
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", [nn.TriangleAttentionStartingNode, nn.TriangleAttentionEndingNode])
+def test_forward_mode_of_a_layer_raises(kind, recorded):
+    layer, x = kind(C, D, H), torch.randn(1, L, L, C, requires_grad=recorded)
+    with forward_ad.dual_level(), pytest.raises(ForwardModeError, match="reverse-mode"):
+        layer(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def test_attention_of_other_keys():

@@ -249,6 +249,13 @@ def test_a_setting_that_a_build_would_refuse(variable: str, tmp_path: Path) -> N
     assert "got 'many'" in seen.json["warnings"][0]
 
 
+def test_a_flag_that_a_build_without_a_gpu_would_refuse(tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={"DS_IGNORE_CUDA_DETECTION": "many"}))
+    assert seen.code == 0
+    assert "DS_IGNORE_CUDA_DETECTION: expected 1 or 0" in seen.op("evoformer_attn")["reason"]
+    assert seen.json["warnings"] == []  # said already
+
+
 def test_a_cuda_home_that_holds_nothing_is_a_warning(tmp_path: Path) -> None:
     nvcc = fakes.toolkit(tmp_path / "opt")
     machine = Machine(tmp_path, variables={"CUDA_HOME": "/no/such/cuda"})

@@ -210,6 +210,15 @@ def test_without_a_gpu_the_reason_and_the_remedy(no_gpu, monkeypatch):
     assert not [o for o in BUILDER.obstacles() if "GPU" in o.reason], "a list says for what"
 
 
+def test_without_a_gpu_a_flag_that_cannot_be_read_is_the_reason(no_gpu, monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    for value, reasons in (("maybe", 1), ("1", 0), ("0", 0)):
+        monkeypatch.setenv("DS_IGNORE_CUDA_DETECTION", value)
+        found = [o.reason for o in BUILDER.obstacles()]
+        assert sum("DS_IGNORE_CUDA_DETECTION: expected 1 or 0" in one for one in found) == reasons
+        assert sum("no GPU" in one for one in found) == (value == "0")
+
+
 def test_an_install_compiles_for_all_that_is_asked_for_or_says_why_not(no_gpu, nvcc, monkeypatch):
     set_nvcc(monkeypatch, "sm_80", "sm_90")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Volta;8.0;9.0")

@@ -315,7 +315,7 @@ def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.M
     assert tool.version in tool.identity
 
 
-@pytest.mark.parametrize("before", ["", "ccache ", "env "])
+@pytest.mark.parametrize("before", ["", "ccache ", "env ", "env CCACHE_DIR=/tmp A_1= ccache "])
 @pytest.mark.parametrize("after", ["", " -m64"])
 def test_cxx_may_carry_a_launcher_and_flags(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +325,17 @@ def test_cxx_may_carry_a_launcher_and_flags(
     monkeypatch.setenv("CXX", f"{before}{compiler}{after}")
     tool = host_compiler.find_host_compiler()
     assert (tool.ok, tool.where_found, str(tool.path)) == (True, "CXX", compiler)
+
+
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_cxx_may_have_blanks_in_its_path(
+    quote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fakes.wrapper(tmp_path / "of two words" / "g++", real_compiler())
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", f"{quote}{compiler}{quote}")
+    tool = host_compiler.find_host_compiler()
+    assert (tool.reason, str(tool.path)) == ("", str(compiler))
 
 
 @pytest.mark.parametrize("cxx", ["no-such-compiler", "/no/such/g++", "'unbalanced"])

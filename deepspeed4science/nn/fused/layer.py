@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deepspeed4science.arguments import canonical_bias
 from deepspeed4science.call import TriangleBackward, TriangleForward
@@ -39,6 +40,7 @@ def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
         and layer.mha.no_heads * layer.mha.c_hidden in _CHANNELS
         and layer.mha.no_heads in _HEADS
         and not torch._C._are_functorch_transforms_active()
+        and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
         and _compiles_for(x.device.index)
     )
 

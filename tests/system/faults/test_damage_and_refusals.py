@@ -333,6 +333,17 @@ load()
     assert list(workshop.build_root.iterdir()) == []
 
 
+def test_a_folder_without_its_name_is_removed_after_an_hour(workshop):
+    """A process was killed before it gave the folder its name; another one is about to do so."""
+    old, new = workshop.build_root / ".ds4s-new-old", workshop.build_root / ".ds4s-new-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "alive").write_text("")
+    os.utime(old, (0, 0))
+    workshop.run()
+    assert list(workshop.build_root.iterdir()) == [new]
+
+
 def test_entry_copied_by_hand_is_found(workshop, tmp_path):
     """A cache is a folder like any other: baked into an image, it is read and never written."""
     workshop.run()
