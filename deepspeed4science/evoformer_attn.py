@@ -113,8 +113,9 @@ def DS4Sci_EvoformerAttention(  # noqa: N802 (the name users of DeepSpeed know)
     else:
         o, lse, bias1 = _first_of_its_kind(Q, K, V, bias1, bias2, scale, row_mask, return_lse)
     result: Tensor = o if Q.dim() == 5 else o.reshape(*Q.shape[:-1], V.shape[-1])
-    if not return_lse or lse is None:
+    if not return_lse:
         return result
+    assert lse is not None  # it was asked for
     if bias1 is not None:  # kernels return the lse of shifted scores, math.md (1a)
         lse = lse + largest_finite(bias1)[..., 0].float()
     return result, lse.reshape(*Q.shape[:-3], Q.shape[-2], Q.shape[-3])

@@ -22,8 +22,6 @@ from deepspeed4science.torch_probe import TorchAnswer, TorchProbe
 
 Answer = TypeVar("Answer")
 
-_SMALL_DISK_BYTES = 64 << 20  # a build folder of the largest kernels needs less
-
 
 class Probes:
     """Runs probes, and keeps failures and notes for the end of the report."""
@@ -144,7 +142,7 @@ def _cache(probes: Probes) -> CacheRow:
         probes.warn(
             f"the cache {root} is mounted noexec; set DS4S_CACHE_DIR to a folder that is not"
         )
-    elif shutil.disk_usage(existing).free < _SMALL_DISK_BYTES:
+    elif shutil.disk_usage(existing).free < shortages.SMALL_DISK_BYTES:
         probes.warn(f"the disk of the cache {root} is nearly full; free some space")
     for shared in paths.readonly_roots():
         if not os.path.isdir(shared):

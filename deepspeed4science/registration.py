@@ -17,11 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+
+try:  # names outside of PyTorch's public interface, which a later release may lack
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    _SKIP: Any = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # a frame; those it calls
+except ImportError:
+    _SKIP = None
 
 _NAMESPACE = "deepspeed4science"
 _STATE = "_registered"  # an attribute of torch.ops.deepspeed4science, which is never re-imported
@@ -139,8 +145,8 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, such that torch.compile compiles neither it nor anything that it calls. Otherwise
     torch.compile would try the operators' own Python where it could not compile their caller.
     """
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame; those it calls
-    set_code_exec_strategy(function.__code__, skip)
+    if _SKIP is not None:
+        set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
