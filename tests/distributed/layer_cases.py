@@ -23,7 +23,7 @@ from .sharded import stacked
 
 START, END = TriangleAttentionStartingNode, TriangleAttentionEndingNode
 C, WIDTH, HEADS = 32, 8, 4
-DRAWS = 3
+DRAWS = 8
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ ONE_DIMENSION = [
     Case("rule-Lq-some-gradients", ("Lq",), needs=(False, True, True, True, False)),
     Case("rule-N-Lk-other", ("N",), Lk=34),
     Case("rule-N-uneven", ("N",), B=1, N=7),
-    Case("rule-N-empty-shards", ("N",), B=1, N=1, Lq=40),
+    Case("rule-N-empty-shards", ("N",), B=1, N=1, Lq=40, draws=16),
     Case("rule-N-fewer-than-processes", ("N",), B=1, N=3, Lq=40),
     Case("rule-H-uneven", ("H",), H=5),
     Case("rule-Lq-389", ("Lq",), B=1, N=1, Lq=389, H=1),

@@ -64,7 +64,7 @@ def is_broken(call, device, function=ours):
     return bool(said(check_calls, lambda: next(draws), DRAWS, function))
 
 
-def smallest(call, device, broken=is_broken, seconds=60.0):
+def smallest(call, device, broken=is_broken, seconds=600.0):
     """The simplest call found that still breaks the law."""
     end = time.monotonic() + seconds
     moved = True

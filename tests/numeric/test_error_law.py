@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.numeric.cases import DEVICES, DTYPES, SHAPES, Case
-from tests.numeric.law import Inputs, check, ours, run
+from tests.numeric.law import Inputs, check, check_often, ours, run
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -21,7 +21,10 @@ BASE = Case("base", B=2, N=3, Lq=70, H=2)
 @each_dtype
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
 def test_shapes(case, dtype, device):
-    check(case.inputs(dtype, device))
+    if case.by_chance:
+        check_often(lambda: case.inputs(dtype, device), dtype)
+    else:
+        check(case.inputs(dtype, device))
 
 
 @each_dtype
@@ -104,9 +107,15 @@ LAYOUTS = (
 @each_dtype
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_input_layouts(layout, dtype, device):
-    inputs = BASE.inputs(dtype, device)
-    layout(inputs)
-    result = check(inputs)
+    def draw():
+        inputs = BASE.inputs(dtype, device)
+        layout(inputs)
+        return inputs
+
+    if layout is biases_broadcast:
+        check_often(draw, dtype)
+        return
+    result = check(draw())
     if layout is biases_of_one_key:
         assert not result[4].any() and not result[5].any()
 
@@ -193,11 +202,14 @@ def test_float32_biases_with_16_bit_inputs(dtype, device):
 
 @each_dtype
 def test_gradients_of_large_spread(dtype, device):
-    inputs = BASE.inputs(dtype, device)
-    spread = torch.exp(3 * torch.randn(*inputs.q.shape[:-1], 1, device=device))
-    spread = spread.clamp(max=2e3)  # float16 ends at 65,504
-    inputs.do = (torch.randn(inputs.q.shape, device=device) * spread).to(dtype)
-    check(inputs)
+    def draw():
+        inputs = BASE.inputs(dtype, device)
+        spread = torch.exp(3 * torch.randn(*inputs.q.shape[:-1], 1, device=device))
+        spread = spread.clamp(max=2e3)  # float16 ends at 65,504
+        inputs.do = (torch.randn(inputs.q.shape, device=device) * spread).to(dtype)
+        return inputs
+
+    check_often(draw, dtype)
 
 
 @each_dtype

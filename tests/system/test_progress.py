@@ -52,8 +52,7 @@ def test_last_time_is_remembered(workshop):
     workshop.run(LOAD)
     workshop.write_header(50)
     messages = workshop.run(LOAD).messages.splitlines()
-    assert messages[0].startswith("compiling toy (took 0.")
-    assert messages[0].endswith(" s last time) ...")
+    assert re.fullmatch(r"compiling toy \(took \d+\.\d s last time\) \.\.\.", messages[0])
 
 
 def test_bar_on_a_terminal(workshop):
@@ -63,7 +62,7 @@ def test_bar_on_a_terminal(workshop):
     drawn, outcome = on_terminal(workshop, "report(**load('toy', 'other'))", columns=100)
     assert outcome.report["answer"] == [52, 52]
     assert "0/2" in drawn and "2/2" in drawn
-    assert "compiling toy (took 0." in drawn
+    assert re.search(r"compiling toy \(took \d+\.\d s", drawn)
     assert drawn.count("\n") == 1 and drawn.endswith("\n")
     assert all(len(line) < 100 for line in drawn.split("\r"))
 
@@ -91,7 +90,7 @@ def test_the_usual_time_is_told_in_a_first_build(workshop):
     assert messages[0] == "compiling toy (usually about 7 s) ..."
     workshop.write_header(50)
     messages = workshop.run(script).messages.splitlines()
-    assert messages[0].startswith("compiling toy (took 0."), "its own time is better"
+    assert re.match(r"compiling toy \(took \d+\.\d s", messages[0]), "its own time is better"
 
 
 def test_bar_moves_while_the_compiler_is_silent(workshop):

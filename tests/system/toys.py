@@ -223,7 +223,7 @@ class Outcome:
         return self.report["origin"][0]
 
 
-def finish(process: subprocess.Popen, timeout: float = 60) -> Outcome:
+def finish(process: subprocess.Popen, timeout: float = 300) -> Outcome:
     """The process's report; it must have exited with 0 and written nothing else to stdout."""
     stdout, stderr = process.communicate(timeout=timeout)
     assert process.returncode == 0, stderr
@@ -259,8 +259,8 @@ def read_until(stream, words: str) -> str:
 
 
 def until(condition):
-    """Wait until another process has made a condition true; after a minute, fail."""
-    end = time.monotonic() + 60
+    """Wait until another process has made a condition true; after five minutes, fail."""
+    end = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < end, "did not happen within a minute"
+        assert time.monotonic() < end, "did not happen within five minutes"
         time.sleep(0.005)

@@ -1,5 +1,6 @@
 """Compilers that hang, flood or are started from an odd process; ninja's own program."""
 
+import re
 import signal
 import time
 
@@ -17,13 +18,14 @@ def test_hanging_compiler_is_announced_and_ended_whole(workshop):
     pids = workshop.root / "pids"
     workshop.set_compiler(STUBBORN.format(pids=pids))
     script = IMPATIENT + "try:\n    load()\nexcept KeyboardInterrupt:\n    report(ended=True)"
+    pids.touch()  # the compiler may be slower to write them than silence is to be announced
     process = workshop.spawn(script)
     said = read_until(process.stderr, "still compiling")
     assert f"(usual: not known) with {workshop.compiler}; to stop it, interrupt" in said
     until(lambda: len(pids.read_text().split()) == 2)
     process.send_signal(signal.SIGINT)
     assert finish(process).report == {"ended": True}
-    assert [pid for pid in map(int, pids.read_text().split()) if alive(pid)] == []
+    until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
 
 
 def test_hanging_compiler_is_compared_with_what_is_usual(workshop):
@@ -34,7 +36,7 @@ def test_hanging_compiler_is_compared_with_what_is_usual(workshop):
         "from op_builder.build import wait\nwait._SILENCE_S = 0.1\nload()", stderr=-1
     )
     said = read_until(process.stderr, "still compiling")
-    assert "(usual: 0." in said or "(usual: 1." in said
+    assert re.search(r"\(usual: \d+\.\d s\)", said)
     process.kill()
 
 
