@@ -221,6 +221,15 @@ _record = super(torch.autograd.Function, Attention).apply
 _record_replayed = super(torch.autograd.Function, ReplayedAttention).apply
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode is active, which have rules for operators alone. Not
+    asked of forward mode while torch.compile traces.
+    """
+    return torch._C._are_functorch_transforms_active() or (
+        not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    )
+
+
 def _is_functionalized() -> bool:
     """Whether functionalize is active at any level of torch.func: it accepts operators only."""
     functionalize = torch._C._functorch.TransformType.Functionalize

@@ -64,7 +64,7 @@ def triangle_attention(
         v: `[B, N, H, K, D]`.
         bias: `[B, 1, H, Q, K]`, the pair bias; may need a gradient.
         mask: `[B, N, 1, 1, K]`; True (or not 0) is a key that is seen. Default: all are seen.
-        scale: any finite number. Default: 1 / sqrt(D).
+        scale: any finite number of float32. Default: 1 / sqrt(D).
         return_aux: whether to return `(o, lse, max)`. Default: o alone.
         kv_lengths: integers `[B, N, 1, 1, 1]`, instead of `mask`: that many first keys are seen.
 

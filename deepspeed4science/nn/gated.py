@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.dtensor import is_dtensor
-from deepspeed4science.operators import forward_op
+from deepspeed4science.operators import forward_op, is_transformed
 from deepspeed4science.packed import backward_packed_op, columns
 
 if TYPE_CHECKING:
@@ -21,14 +20,12 @@ if TYPE_CHECKING:
 
 def can_be_recorded(product: Tensor) -> bool:
     """Whether `gated_attention` is useful (autograd records) and possible: torch.func and DTensors
-    know rules for operators, but none for an autograd.Function. Dual tensors are refused by the
-    operator, with a message.
+    know rules for operators, but none for an autograd.Function. The operator refuses dual tensors.
     """
     return (
         torch.is_grad_enabled()
         and product.requires_grad
-        and not torch._C._are_functorch_transforms_active()
-        and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
+        and not is_transformed()
         and not is_dtensor(product)
     )
 

@@ -16,8 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SECONDS = {"gloo": 900, "nccl": 900}  # for all cases
-PATIENCE = 300  # seconds that a process waits for another one
+SECONDS = {"gloo": 400, "nccl": 400}  # for all cases
+PATIENCE = 60  # seconds that a process waits for another one
 
 
 @dataclass

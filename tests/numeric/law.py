@@ -194,12 +194,18 @@ def equal_rows(inputs, N):
     return inputs
 
 
-def check(inputs, function=ours, eager=evoformer_attention):
-    """Raise unless `function` keeps the law on `inputs`, in comparison with `eager`."""
-    inputs = with_do(inputs)
+def run_in_dtypes(function, inputs):
+    """`run`, whose results must have the dtypes of their inputs."""
     result = run(function, inputs)
     for x, tensor in zip(result, (inputs.q, *inputs.tensors()), strict=True):
         assert x is None or x.dtype == tensor.dtype, "a gradient in another dtype than its input"
+    return result
+
+
+def check(inputs, function=ours, eager=evoformer_attention):
+    """Raise unless `function` keeps the law on `inputs`, in comparison with `eager`."""
+    inputs = with_do(inputs)
+    result = run_in_dtypes(function, inputs)
     allowed = run(eager, inputs, inputs.q.dtype)
     reference = run(evoformer_attention, inputs, torch.float64)
     broken = violations(result, allowed, reference, ulps(result))
@@ -215,7 +221,7 @@ def check_calls(draw_inputs, draws, function=ours):
     def draw():
         inputs = with_do(draw_inputs())
         results = (
-            run(function, inputs),
+            run_in_dtypes(function, inputs),
             run(evoformer_attention, inputs, inputs.q.dtype),
             run(evoformer_attention, inputs, torch.float64),
         )

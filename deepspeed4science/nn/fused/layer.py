@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from deepspeed4science.arguments import canonical_bias
 from deepspeed4science.call import TriangleBackward, TriangleForward
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.nn.fused import operators, steps
+from deepspeed4science.operators import is_transformed
 
 if TYPE_CHECKING:
     from deepspeed4science.distributed.gather import Gather
@@ -39,8 +39,7 @@ def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
         and x.shape[-1] in _CHANNELS
         and layer.mha.no_heads * layer.mha.c_hidden in _CHANNELS
         and layer.mha.no_heads in _HEADS
-        and not torch._C._are_functorch_transforms_active()
-        and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
+        and not is_transformed()
         and _compiles_for(x.device.index)
     )
 

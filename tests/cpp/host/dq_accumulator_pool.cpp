@@ -114,7 +114,7 @@ bool is_right(const Call& call) {
 int main(int argc, char** argv) {
   std::mt19937 random(argc > 1 ? std::atoi(argv[1]) : 0);
   int hosted = 0;
-  for (int i = 0; i < 400; ++i) {
+  for (int i = 0; i < 800; ++i) {
     const Call call = random_call(random);
     hosted += call.plan.num_groups > 1;
     if (is_right(call)) continue;

@@ -34,7 +34,7 @@ def run(script: str, **environment: str) -> str:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     print(done.stderr)
