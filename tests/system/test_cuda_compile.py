@@ -353,7 +353,7 @@ template __global__ void attention_forward<Kernel<32>>(Kernel<32>::Params);
 template __global__ void attention_forward<Kernel<64>>(Kernel<64>::Params);
 using Backward = AttentionBackwardKernel<cutlass::half_t, cutlass::arch::Sm70, true, 32, true>;
 template __global__ void ds4s::backward_dq_dkdv<Backward::Owned<Backward::Gradients::kDq>>(
-    const __grid_constant__ Backward::Params, int);
+    const __grid_constant__ Backward::Params, const __grid_constant__ ds4s::TileOrder, int);
 template __global__ void ds4s::backward_dbias2<Backward::Dbias2>(
     const __grid_constant__ Backward::Params, int);
 """

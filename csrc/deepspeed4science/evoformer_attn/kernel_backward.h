@@ -63,16 +63,17 @@ namespace ds4s {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_dq_dkdv(const __grid_constant__ BackwardInputs args, int stages) {
+    backward_dq_dkdv(const __grid_constant__ BackwardInputs args, const __grid_constant__ TileOrder order, int stages) {
   extern __shared__ __align__(16) char shared[];
-  KernelDqDkdv<Config>::run(args, stages, shared);
+  KernelDqDkdv<Config>::run(args, order, stages, shared);
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_fused(const __grid_constant__ BackwardInputs args, const __grid_constant__ DqAccumulatorPool pool) {
+    backward_fused(const __grid_constant__ BackwardInputs args, const __grid_constant__ TileOrder order,
+                   const __grid_constant__ DqAccumulatorPool pool) {
   extern __shared__ __align__(16) char shared[];
-  KernelDqDkdv<Config>::run(args, /*stages=*/2, shared, pool);
+  KernelDqDkdv<Config>::run(args, order, /*stages=*/2, shared, pool);
 }
 
 template <typename Config>

@@ -38,17 +38,17 @@ struct KernelDqDkdv {
 
   static constexpr int shared_bytes(int stages) { return SharedLayout<Config>::bytes(stages); }
 
-  CUTLASS_DEVICE static void run(const BackwardInputs& args, int stages, char* shared,
+  CUTLASS_DEVICE static void run(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
                                  const DqAccumulatorPool& pool = {}) {
     uint32_t number = blockIdx.x;
     if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
     if (Config::kExact && args.mask.range != nullptr) {
       int opaque = int(number);  // Position is computed again below: kept until then, it would spill 48 bytes
       ptx::keep(opaque);
-      const Position hidden(args.p, uint32_t(opaque));
+      const Position hidden(args.p, order, uint32_t(opaque));
       if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
     }
-    const Position at(args.p, number);
+    const Position at(args.p, order, number);
     if constexpr (!Config::kExact) {  // computed once here: twice would spill 104 bytes for keys at D = 32 on 8.0
       if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
     }
@@ -63,7 +63,7 @@ struct KernelDqDkdv {
     } else {
       int again = int(number);
       ptx::keep(again);
-      end(loop, args, Position(args.p, uint32_t(again)));
+      end(loop, args, Position(args.p, order, uint32_t(again)));
     }
   }
 

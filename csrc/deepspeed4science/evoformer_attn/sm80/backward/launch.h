@@ -173,7 +173,17 @@ class Sm80Backward : BackwardHost {
     using Owned = typename Kernel::template Owned<kWhat, kWantsDbias1>;
     int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N * Config::kParts;
     start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, Kernel::template shared_bytes<kWhat>(num_stages), args_,
-          num_stages);
+          tile_order<Owned>(), num_stages);
+  }
+  template <typename Tile>
+  TileOrder tile_order() const {
+    constexpr int64_t kRows = TilePosition<Tile>::kRows;
+    const int64_t rows = p_.B * p_.N, tiles = ceil_div(Tile::kOwnsKeys ? p_.Lk : p_.Lq, Tile::kOwned);
+    TileOrder order{};
+    order.by_group = cutlass::FastDivmod(int(std::min(rows, kRows) * tiles * p_.H));
+    if (rows % kRows > 0) order.by_last_rows = cutlass::FastDivmod(int(rows % kRows));
+    order.by_tiles = cutlass::FastDivmod(int(tiles)), order.by_N = cutlass::FastDivmod(int(p_.N));
+    return order;
   }
 
   void dbias2() {
@@ -234,7 +244,8 @@ class Sm80Backward : BackwardHost {
   template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
     int64_t blocks = ceil_div(p_.Lk, FusedTile::kOwned) * p_.H * p_.B * p_.N;
-    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_, pool);
+    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_,
+          tile_order<FusedTile>(), pool);
   }
 
   const Sm80BackwardPlan plan_;

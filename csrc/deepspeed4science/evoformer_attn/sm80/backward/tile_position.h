@@ -1,9 +1,18 @@
 // The queries or keys that a block of kernel_dq_dkdv.h owns, and the matrices that it reads for them.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "sm80/backward/config.h"
 
 namespace ds4s {
+
+// The divisors of a block's number, from the host: an integer division takes 40 dependent instructions.
+struct TileOrder {
+  cutlass::FastDivmod by_group;      // blocks of a group of neighbouring n
+  cutlass::FastDivmod by_last_rows;  // n of the last group, if it is not whole
+  cutlass::FastDivmod by_tiles, by_N;
+};
 
 // The order of the blocks: kRows neighbouring n vary fastest, then tiles, then heads. Blocks that run at the same time
 // thus read the same part of bias2, and their streamed tiles stay in L2.
@@ -18,18 +27,16 @@ struct TilePosition {
   static constexpr int kRows = Config::kFusesDq ? fused_side_by_side(Config::kHeadDim) : kSideBySide;
 
   TilePosition() = default;
-  CUTLASS_DEVICE TilePosition(const BwdParams& p, uint32_t number) {
+  CUTLASS_DEVICE TilePosition(const BwdParams& p, const TileOrder& order, uint32_t number) {
     if constexpr (Config::kParts > 1) part = int(number % Config::kParts), number /= Config::kParts;
-    uint32_t tiles = uint32_t(num_owned(p) + Config::kOwned - 1) / Config::kOwned;
-    uint32_t batches = uint32_t(p.B * p.N), per_batch = tiles * uint32_t(p.H);
-    uint32_t group = min(batches, uint32_t(kRows));
-    uint32_t first_bn = number / (per_batch * group) * group, id = number - first_bn * per_batch;
-    group = min(batches - first_bn, group);
-    uint32_t rest = uniform(id / group);
-    bn = uniform(first_bn + id - rest * group), h = uniform(rest / tiles);
-    first = int(rest - uint32_t(h) * tiles) * Config::kOwned, num_tiles = int(tiles);
-    b = uniform(uint32_t(bn) / uint32_t(p.N)), n = bn - b * p.N;
-    pair = first_bn * uint32_t(p.H) + uint32_t(h) * group + uint32_t(bn) - first_bn;
+    int group, id;
+    order.by_group(group, id, int(number));
+    const uint32_t first_bn = uint32_t(group) * kRows, rows = min(uint32_t(p.B * p.N) - first_bn, uint32_t(kRows));
+    const uint32_t rest = uniform(rows == kRows ? uint32_t(id) / kRows : uint32_t(order.by_last_rows.div(id)));
+    bn = uniform(first_bn + uint32_t(id) - rest * rows), h = uniform(uint32_t(order.by_tiles.div(int(rest))));
+    num_tiles = order.by_tiles.divisor, first = (int(rest) - int(h) * num_tiles) * Config::kOwned;
+    b = uniform(uint32_t(order.by_N.div(int(bn)))), n = bn - b * p.N;
+    pair = first_bn * uint32_t(p.H) + uint32_t(h) * rows + uint32_t(bn) - first_bn;
   }
 
   CUTLASS_DEVICE static int num_owned(const BwdParams& p) { return int(Config::kOwnsKeys ? p.Lk : p.Lq); }
