@@ -71,7 +71,7 @@ struct OwnedTileConfig : Config {
   static constexpr bool kFusesDq = false;
   static constexpr bool kKeepsAddresses = false;
   static constexpr bool kKeepsThread = true;
-  static constexpr bool kTransposesGradients = false;
+  static constexpr bool kTransposesDv = false;
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
@@ -98,8 +98,8 @@ struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kKeepsAddresses = Config::kHeadDim <= 32;
   // The thread's number, and its query of a tile, stay in registers. D = 64 has none left and reads threadIdx.x again.
   static constexpr bool kKeepsThread = Config::kHeadDim < 64;
-  // dk and dv are computed transposed (transposed_gradient.h), except at D = 64, where the loop would spill more.
-  static constexpr bool kTransposesGradients = Config::kHeadDim < 64;
+  // dk and dv are computed transposed (transposed_gradient.h), except dv at D = 64, where the loop would spill more.
+  static constexpr bool kTransposesDv = Config::kHeadDim < 64;
   // bias2 is transposed through shared memory. D = 64 has no shared memory left and reads a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;

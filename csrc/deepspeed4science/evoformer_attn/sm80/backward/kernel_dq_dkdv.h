@@ -164,21 +164,19 @@ struct KernelDqDkdv {
                                         channels - at.part * Config::kPartChannels, loop.warp.lane);
     };
     if constexpr (!Config::kOwnsKeys) return store(p.dq, p.dq_stride, loop.warp.dqk, p.scale, int(p.D));
-    int num_before = 0;
-    if constexpr (Config::kTransposesGradients) {  // converted while the last additions are under way
+    if constexpr (Config::kFusesDq) {  // converted while the last additions are under way
       const auto dk = rows_of_transposed<scalar_t>(loop.warp.dqk, p.scale);
-      const auto dv = rows_of_transposed<scalar_t>(loop.warp.dv, 1.f);
+      const auto dv = Config::kTransposesDv ? rows_of_transposed<scalar_t>(loop.warp.dv, 1.f)
+                                            : rows_of_tiles<Mma, scalar_t>(loop.warp.dv, 1.f);
       const Dbias1Sums sums(loop.warp.dbias1);
-      num_before = loop.dq_add.count();
+      const int num_before = loop.dq_add.count();
       loop.dq_add.wait_for_hosted();
       dk.store(rows_of(p.dk, p.dk_stride), p.dk_stride[2], owned_left, int(p.D), loop.warp.lane);
       dv.store(rows_of(p.dv, p.dv_stride), p.dv_stride[2], owned_left, int(p.Dv), loop.warp.lane);
       if constexpr (Config::kWantsDbias1) sums.store(args, at, first, owned_left, loop.warp.lane);
+      loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
+                         loop.shared, num_before, loop.outputs()->num_blocks);
     } else {
-      if constexpr (Config::kFusesDq) {
-        num_before = loop.dq_add.count();
-        loop.dq_add.wait_for_hosted();
-      }
       if constexpr (Config::kWantsDs) {
         if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));
         if constexpr (Config::kWantsDbias1) {
@@ -188,10 +186,6 @@ struct KernelDqDkdv {
       if constexpr (Config::kWantsDv) {
         if (p.dv) store(p.dv, p.dv_stride, loop.warp.dv, 1.f, int(p.Dv));
       }
-    }
-    if constexpr (Config::kFusesDq) {
-      loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
-                         loop.shared, num_before, loop.outputs()->num_blocks);
     }
   }
   // dbias1 of a warp's keys. It is also summed over heads: each head stores its part, or adds atomically.

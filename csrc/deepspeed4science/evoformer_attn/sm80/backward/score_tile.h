@@ -252,19 +252,25 @@ struct Probabilities {
 // key holds nearly all of P, the first difference is nearly exact.
 CUTLASS_DEVICE float subtract_delta(float dp, float2 delta) { return (dp + delta.x) + delta.y; }
 
+// factor * acc as rows, in 16 bits.
+template <typename Mma, typename scalar_t, int kTiles>
+CUTLASS_DEVICE WarpGradientRows<scalar_t, kTiles> rows_of_tiles(const float (&acc)[kTiles][8], float factor) {
+  WarpGradientRows<scalar_t, kTiles> rows;
+  CUTLASS_PRAGMA_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; i += 2)
+      rows.w[tile][Mma::lane_row_of(i)] = ptx::pack<scalar_t>(factor * acc[tile][i], factor * acc[tile][i + 1]);
+  }
+  return rows;
+}
+
 // Stores factor * acc as rows of a matrix in global memory. g: row 0 of the warp; rows, cols: how many exist.
 template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
                                int cols, int lane) {
   if constexpr (kAligned && sizeof(scalar_t) == 2 && Mma::kLaneRows == 4) {
-    WarpGradientRows<scalar_t, kTiles> words;
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 8; i += 2)
-        words.w[tile][Mma::lane_row_of(i)] = ptx::pack<scalar_t>(factor * acc[tile][i], factor * acc[tile][i + 1]);
-    }
-    return words.store(g, stride, rows, cols, lane);
+    return rows_of_tiles<Mma, scalar_t>(acc, factor).store(g, stride, rows, cols, lane);
   }
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kTiles; ++tile) {

@@ -1,6 +1,7 @@
 // dk and dv, math.md (12), (14), of a warp's 32 keys, transposed: channels x keys, as the product of Q^T or dO^T with
 // dS or P. Scores are then the right operand, and a lane's eight queries of a key are four consecutive registers, from
-// which dS is stored as well. As left operand they would have to be copied.
+// which dS is stored as well. As left operand they would have to be copied, before nearly every matrix instruction
+// where registers are few.
 //
 // Values 4 lane_row .. 4 lane_row + 3 of gradient[channel / 16], counted through both tiles, are those of keys
 // 8 lane_row + 2 (lane % 4) and + 1: first at channel lane / 4 of the 16, then at the channel 8 above it.

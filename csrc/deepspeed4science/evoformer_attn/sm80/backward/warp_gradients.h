@@ -78,14 +78,14 @@ struct WarpGradients {
       } else if (Config::kHasBias2 && chunk + kChunkTiles == 4) {
         bias2.load(next_first);
       }
-      if constexpr (Config::kTransposesGradients) {
+      if constexpr (Config::kTransposesDv) {
         multiply_transposed<Config, StreamedTile>(dv, ScoreWords::of<scalar_t>(s), dov + lane_nk);
       } else if constexpr (Config::kWantsDv) {
         add_product(dv, s, chunk, dov + lane_kn);
       }
       if constexpr (Config::kWantsDs) {
         compute_ds(dp, s, chunk, dov + lane_nk, vectors + 2 * Config::kStreamed);
-        add_ds(dp, chunk, stripe, qk + (Config::kTransposesGradients ? lane_nk : lane_kn), sDs);
+        add_ds(dp, chunk, stripe, qk + (Config::kFusesDq ? lane_nk : lane_kn), sDs);
       }
     }
   }
@@ -132,9 +132,10 @@ struct WarpGradients {
     if constexpr (Config::kFusesDq) {
       const ScoreWords words = ScoreWords::of<scalar_t>(ds);
       DsTile<Config>::store(sDs, lane_ds, words, stripe);
-      if constexpr (Config::kTransposesGradients) multiply_transposed<Config, StreamedTile>(dqk, words, lane_b);
+      multiply_transposed<Config, StreamedTile>(dqk, words, lane_b);
+    } else {
+      add_product(dqk, ds, chunk, lane_b);
     }
-    if constexpr (!Config::kTransposesGradients) add_product(dqk, ds, chunk, lane_b);
   }
   template <int kOutTiles>
   CUTLASS_DEVICE void add_product(float (&out)[kOutTiles][8], const float (&x)[4][8], int chunk,
