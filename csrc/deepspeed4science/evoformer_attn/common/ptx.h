@@ -128,6 +128,14 @@ CUTLASS_DEVICE float bits_to_float(uint32_t x) {
   }
 }
 
+// Loads 16 bytes by ld.global (9.7.9.8), which ptxas does not move past a barrier. It moves ld.global.nc, of __ldg, to
+// where the value is used, and the wait for it is there.
+CUTLASS_DEVICE uint4 load_16(const void* gmem) {
+  uint4 x;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(gmem));
+  return x;
+}
+
 // Loads directly into the register of x. If x were chosen between a loaded and another value, the compiler would insert
 // a move here, which waits for the load.
 CUTLASS_DEVICE void load_int(int& x, const int* gmem) {

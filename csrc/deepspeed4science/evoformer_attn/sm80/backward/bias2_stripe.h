@@ -1,6 +1,7 @@
 // Loads bias2 of the next 32 streamed queries or keys in the layout of a warp's scores.
 //
 //   Bias2Stripe       from global memory, where rows of the matrix belong to the owned side
+//   EarlyBias2Stripe  the same in the fused kernel: loads are issued where they are written, and take few registers
 //   TransposedBias2   for a block that owns keys: rows are queries, transposed through shared memory by ldmatrix
 //
 // TransposedBias2: each warp loads and reads the queries of its own 32 keys by itself. The memory of 32 queries is
@@ -38,6 +39,42 @@ struct Bias2Stripe {
 
   CUTLASS_DEVICE void load(int streamed) {
     fragment.load(g, int(pitch), owned, last_owned, streamed + first_column, last_streamed);
+  }
+};
+
+template <typename Config>
+struct EarlyBias2Stripe {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  static constexpr int kBytes = 0;
+  static constexpr int kElementBytes = int(sizeof(scalar_t));
+  static_assert(Mma::kGroups == 1, "one vector of a row");
+
+  BiasFragment<Mma, scalar_t> fragment;
+  const char* g;                  // the block's first owned query or key, streamed 0
+  uint32_t rows[Mma::kLaneRows];  // offsets of this lane's owned ones in bytes; the planner makes sure that 32 bits do
+  int last_streamed, first_column;
+
+  CUTLASS_DEVICE EarlyBias2Stripe(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed, char*,
+                                  int warp_first, int lane)
+      : g(reinterpret_cast<const char*>(g_ + first * pitch)),
+        last_streamed((num_streamed - 1) / Mma::kVec * Mma::kVec),
+        first_column(Mma::first_column(lane)) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      const int row = warp_first + Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
+      rows[lane_row] = uint32_t(min(row, num_owned - 1 - first)) * uint32_t(pitch) * kElementBytes;
+    }
+  }
+
+  CUTLASS_DEVICE void load(int streamed) {
+    const uint32_t column = uint32_t(min(streamed + first_column, last_streamed)) * kElementBytes;
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      const uint4 x = ptx::load_16(g + (rows[lane_row] + column));
+      uint32_t (&words)[4] = fragment.words[lane_row][0];
+      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    }
   }
 };
 

@@ -17,8 +17,10 @@ struct WarpGradients {
   using StreamedTile = typename StreamedTiles<Config>::TileT;
   using Left = LeftOperand<Mma, OwnedTile, scalar_t, Config::kResident>;
   using Exponent = Probabilities<Config, StreamedTile, Config::kChunkTiles, /*kLseInColumns=*/Config::kOwnsKeys>;
-  using Bias2 = typename cutlass::platform::conditional<Config::kTransposesBias2, TransposedBias2<Config>,
-                                                        Bias2Stripe<Config>>::type;
+  using DirectBias2 =
+      typename cutlass::platform::conditional<Config::kFusesDq, EarlyBias2Stripe<Config>, Bias2Stripe<Config>>::type;
+  using Bias2 =
+      typename cutlass::platform::conditional<Config::kTransposesBias2, TransposedBias2<Config>, DirectBias2>::type;
   static constexpr bool kOwnsKeys = Config::kOwnsKeys;
   static constexpr int kTiles = Config::kPartChannels / 8;
   static constexpr int kChunkTiles = Config::kChunkTiles;
@@ -75,7 +77,7 @@ struct WarpGradients {
       if constexpr (Config::kTransposesBias2) {
         __syncwarp();
         if (more) bias2.load(stripe);
-      } else if (Config::kHasBias2 && chunk + kChunkTiles == 4) {
+      } else if (Config::kHasBias2 && !Config::kFusesDq && chunk + kChunkTiles == 4) {
         bias2.load(next_first);
       }
       if constexpr (Config::kTransposesDv) {
@@ -85,7 +87,17 @@ struct WarpGradients {
       }
       if constexpr (Config::kWantsDs) {
         compute_ds(dp, s, chunk, dov + lane_nk, vectors + 2 * Config::kStreamed);
-        add_ds(dp, chunk, stripe, qk + (Config::kFusesDq ? lane_nk : lane_kn), sDs);
+        // Before this, scores and dP leave no registers for it.
+        if constexpr (Config::kFusesDq && !Config::kTransposesBias2) bias2.load(next_first);
+        add_dbias1(dp, chunk);
+        if constexpr (Config::kFusesDq) {
+          const ScoreWords words = ScoreWords::of<scalar_t>(dp);
+          DsTile<Config>::store(sDs, lane_ds, words, stripe);
+          multiply_transposed<Config, StreamedTile>(dqk, words, qk + lane_nk);
+          if constexpr (!Config::kTransposesBias2) __syncwarp();  // ptxas does not move the loads past it
+        } else {
+          add_product(dqk, dp, chunk, qk + lane_kn);
+        }
       }
     }
   }
@@ -121,20 +133,12 @@ struct WarpGradients {
     }
   }
 
-  // Adds to dq or dk, and to dbias1.
-  CUTLASS_DEVICE void add_ds(const float (&ds)[4][8], int chunk, int stripe, const scalar_t* lane_b, scalar_t* sDs) {
+  CUTLASS_DEVICE void add_dbias1(const float (&ds)[4][8], int chunk) {
     if constexpr (Config::kWantsDbias1) {
       // Each step is summed by itself, which rounds less at the size of the whole sum.
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
         dbias1[lane_row] += sum_of_lane_row(ds, chunk, lane_row);
-    }
-    if constexpr (Config::kFusesDq) {
-      const ScoreWords words = ScoreWords::of<scalar_t>(ds);
-      DsTile<Config>::store(sDs, lane_ds, words, stripe);
-      multiply_transposed<Config, StreamedTile>(dqk, words, lane_b);
-    } else {
-      add_product(dqk, ds, chunk, lane_b);
     }
   }
   template <int kOutTiles>
