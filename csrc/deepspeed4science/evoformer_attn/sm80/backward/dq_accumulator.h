@@ -46,8 +46,8 @@ struct OrderedDqAdd {
     __syncthreads();
   }
 
-  // Called after the block's last addition: counts the block. Returns, in thread 0, how many blocks have counted
-  // before. Only that thread waits for the additions, while the other warps store dk and dv.
+  // Called after the block's last addition to dq: counts the block. Returns, in thread 0, how many blocks have counted
+  // before. Only that thread waits for the additions, while the other warps go on.
   CUTLASS_DEVICE int count() const {
     __syncthreads();
     return threadIdx.x == 0 ? ptx::add_release(pool.progress + pair, 1) : 0;

@@ -88,7 +88,8 @@ class DqProduct {
   using FragDs = uint32_t[4];  // queries q, q + 8 of keys 0, 1 (mod 4), then of keys 2, 3
 
  public:
-  // tile_q: the tile's first query.
+  // tile_q: the tile's first query. Adds dq, dbias2, or both.
+  template <bool kAddsDq, bool kAddsDbias2>
   CUTLASS_DEVICE static void run(const scalar_t* sDs, const scalar_t* sK, const DqOutputs& where, int tile_q) {
     const DqOutputs outputs = where;
     // Computed for each tile: kept through the loop, they would be in local memory, whose loads wait for the additions.
@@ -109,7 +110,7 @@ class DqProduct {
     }
     float acc[kQueryTiles][kTiles][4] = {};
     CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < (kAddsDq ? kParts : 1); ++part) {
       const int part_key = kParts == 1 ? 0 : (of_part ^ part) * kPartKeys;  // first those keys whose dbias2 it adds
       CUTLASS_PRAGMA_UNROLL
       for (int first = 0; first < kSteps; first += kChunkSteps) {
@@ -123,27 +124,32 @@ class DqProduct {
             ptx::ldmatrix_trans(a[i][step], sDs + ds + 16 * (first + step) * Ds::kQueries);
           }
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int step = 0; step < kChunkSteps; ++step) {
+        if constexpr (kAddsDq) {
           CUTLASS_PRAGMA_UNROLL
-          for (int tile = 0; tile < kTiles; tile += 2) {
-            uint32_t b[4];
-            ptx::ldmatrix_trans(b,
-                                sK + lane_k + KTile::offset(part_key) + KTile::offset(16 * (first + step), 8 * tile));
+          for (int step = 0; step < kChunkSteps; ++step) {
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kQueryTiles; ++i) {
-              ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile], a[i][step], b);
-              ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile + 1], a[i][step], b + 2);
+            for (int tile = 0; tile < kTiles; tile += 2) {
+              uint32_t b[4];
+              ptx::ldmatrix_trans(b,
+                                  sK + lane_k + KTile::offset(part_key) + KTile::offset(16 * (first + step), 8 * tile));
+              CUTLASS_PRAGMA_UNROLL
+              for (int i = 0; i < kQueryTiles; ++i) {
+                ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile], a[i][step], b);
+                ptx::mma_16x8x16<scalar_t, typename Config::ArchTag>(acc[i][tile + 1], a[i][step], b + 2);
+              }
             }
           }
         }
-        if (part > 0 || of_part * kPartKeys + 16 * first >= outputs.dbias2_keys) continue;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kQueryTiles; ++i) {
-          add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], 16 * first, odd);
+        if constexpr (kAddsDbias2) {
+          if (part > 0 || of_part * kPartKeys + 16 * first >= outputs.dbias2_keys) continue;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kQueryTiles; ++i) {
+            add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], 16 * first, odd);
+          }
         }
       }
     }
+    if constexpr (!kAddsDq) return;
     float* dq = outputs.accumulator + first_row * Config::kHeadDim + Layout::lane_offset(lane) +
                 Layout::tile_offset(kTiles * of_part);
     CUTLASS_PRAGMA_UNROLL

@@ -170,6 +170,7 @@ struct KernelDqDkdv {
                                             : rows_of_tiles<Mma, scalar_t>(loop.warp.dv, 1.f);
       const Dbias1Sums sums(loop.warp.dbias1);
       const int num_before = loop.dq_add.count();
+      loop.add_last_dbias2();
       loop.dq_add.wait_for_hosted();
       dk.store(rows_of(p.dk, p.dk_stride), p.dk_stride[2], owned_left, int(p.D), loop.warp.lane);
       dv.store(rows_of(p.dv, p.dv_stride), p.dv_stride[2], owned_left, int(p.Dv), loop.warp.lane);

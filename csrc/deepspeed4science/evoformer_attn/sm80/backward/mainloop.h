@@ -101,7 +101,7 @@ struct Mainloop {
       typename Vectors::Loaded next;
       if (Config::kMaxStages == 2 && stages == 2 && more) streamed.load(next_tile, next_stage);
       if (more) next = vectors.load(next_tile * kStreamed);
-      if (Config::kFusesDq && tile > 0) add_dq(tile - 1);
+      if (Config::kFusesDq && tile > 0) add_ds<true, true>(tile - 1);
       add_tile(tile, next_tile, stage, more);
       if (stages == 1 && more) {
         __syncthreads();
@@ -113,9 +113,11 @@ struct Mainloop {
     if constexpr (Config::kFusesDq) {
       if (num_tiles == 1) wait_for_accumulator();
       __syncthreads();
-      add_dq(num_tiles - 1);
+      add_ds<true, false>(num_tiles - 1);
     }
   }
+  // To be called after run(): dbias2 of the last tile. No other block waits for it, unlike for dq.
+  CUTLASS_DEVICE void add_last_dbias2() const { add_ds<false, true>((streamed.num - 1) / kStreamed); }
 
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
@@ -154,9 +156,10 @@ struct Mainloop {
   }
   // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
   // kept through the whole loop.
-  CUTLASS_DEVICE void add_dq(int tile) const {
+  template <bool kAddsDq, bool kAddsDbias2>
+  CUTLASS_DEVICE void add_ds(int tile) const {
     if constexpr (Config::kFusesDq) {
-      DqProduct<Config>::run(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
+      DqProduct<Config>::template run<kAddsDq, kAddsDbias2>(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {
