@@ -24,13 +24,12 @@ struct OrderedDqAdd {
   const DqAccumulatorPool& pool;
   uint32_t pair;
 
+  // shared: 4 bytes that are not written before the next barrier.
   CUTLASS_DEVICE static uint32_t draw(const DqAccumulatorPool& pool, char* shared) {
     uint32_t* sNumber = reinterpret_cast<uint32_t*>(shared);
     if (threadIdx.x == 0) *sNumber = atomicAdd(pool.ticket, 1u);
     __syncthreads();
-    uint32_t number = uniform(*sNumber);
-    __syncthreads();
-    return number;
+    return uniform(*sNumber);
   }
   // Waits until the accumulator is free; first_before = before(pair) is the pair that had it before. Called by one
   // thread, before a barrier that precedes the first addition.

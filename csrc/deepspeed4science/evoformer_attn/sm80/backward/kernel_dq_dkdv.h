@@ -41,7 +41,7 @@ struct KernelDqDkdv {
   CUTLASS_DEVICE static void run(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
                                  const DqAccumulatorPool& pool = {}) {
     uint32_t number = blockIdx.x;
-    if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared);
+    if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared + Loop::Shared::ds(stages, 1));
     if (Config::kExact && args.mask.range != nullptr) {
       int opaque = int(number);  // Position is computed again below: kept until then, it would spill 48 bytes
       ptx::keep(opaque);

@@ -23,11 +23,14 @@ struct SharedLayout {
   CUTLASS_HOST_DEVICE static constexpr int owned(int stages) {
     return (Config::kResident && !Config::kFusesDq ? 1 : stages) * kStageBytes;
   }
-  // The offset of two tiles of dS. If the loop reads V from registers, V is loaded there first.
-  CUTLASS_HOST_DEVICE static constexpr int ds(int stages) {
-    return owned(stages) + (Config::kResident ? 1 : 2) * OwnedTile::kBytes;
+  // The offset of the first or second tile of dS. If the loop reads V from registers, V is loaded to the first one's
+  // memory before.
+  CUTLASS_HOST_DEVICE static constexpr int ds(int stages, int index) {
+    static_assert(!Config::kFusesDq || !Config::kResident || OwnedTile::kBytes <= DsTile<Config>::kBytes,
+                  "V does not reach the second one");
+    return owned(stages) + (Config::kResident ? 1 : 2) * OwnedTile::kBytes + index * DsTile<Config>::kBytes;
   }
-  CUTLASS_HOST_DEVICE static constexpr int bias2(int stages) { return ds(stages) + 2 * DsTile<Config>::kBytes; }
+  CUTLASS_HOST_DEVICE static constexpr int bias2(int stages) { return ds(stages, 2); }
   CUTLASS_HOST_DEVICE static constexpr int outputs(int stages) {
     return bias2(stages) + (Config::kTransposesBias2 ? TransposedBias2<Config>::kBytes : 0);
   }
@@ -163,7 +166,7 @@ struct Mainloop {
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {
-    return reinterpret_cast<scalar_t*>(shared + Shared::ds(stages) + (tile & 1) * DsTile<Config>::kBytes);
+    return reinterpret_cast<scalar_t*>(shared + Shared::ds(stages, tile & 1));
   }
 };
 
