@@ -270,24 +270,25 @@ template <typename Mma, bool kAligned, typename scalar_t, int kTiles>
 CUTLASS_DEVICE void store_rows(scalar_t* g, int64_t stride, const float (&acc)[kTiles][8], float factor, int rows,
                                int cols, int lane) {
   if constexpr (kAligned && sizeof(scalar_t) == 2 && Mma::kLaneRows == 4) {
-    return rows_of_tiles<Mma, scalar_t>(acc, factor).store(g, stride, rows, cols, lane);
-  }
-  CUTLASS_PRAGMA_UNROLL
-  for (int tile = 0; tile < kTiles; ++tile) {
+    rows_of_tiles<Mma, scalar_t>(acc, factor).store(g, stride, rows, cols, lane);
+  } else {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; i += 2) {
-      int row = Mma::row_of_lane(lane) + Mma::kRowStep * Mma::lane_row_of(i);
-      int col = 8 * tile + Mma::column_of(lane, i);
-      if (row >= rows || col >= cols) continue;
-      scalar_t* dst = g + row * stride + col;
-      float x = factor * acc[tile][i], y = factor * acc[tile][i + 1];
-      if constexpr (kAligned && sizeof(scalar_t) == 2) {
-        *reinterpret_cast<uint32_t*>(dst) = ptx::pack<scalar_t>(x, y);
-      } else if constexpr (kAligned) {
-        *reinterpret_cast<float2*>(dst) = make_float2(x, y);
-      } else {
-        dst[0] = scalar_t(x);
-        if (col + 1 < cols) dst[1] = scalar_t(y);
+    for (int tile = 0; tile < kTiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 8; i += 2) {
+        int row = Mma::row_of_lane(lane) + Mma::kRowStep * Mma::lane_row_of(i);
+        int col = 8 * tile + Mma::column_of(lane, i);
+        if (row >= rows || col >= cols) continue;
+        scalar_t* dst = g + row * stride + col;
+        float x = factor * acc[tile][i], y = factor * acc[tile][i + 1];
+        if constexpr (kAligned && sizeof(scalar_t) == 2) {
+          *reinterpret_cast<uint32_t*>(dst) = ptx::pack<scalar_t>(x, y);
+        } else if constexpr (kAligned) {
+          *reinterpret_cast<float2*>(dst) = make_float2(x, y);
+        } else {
+          dst[0] = scalar_t(x);
+          if (col + 1 < cols) dst[1] = scalar_t(y);
+        }
       }
     }
   }
