@@ -136,6 +136,12 @@ CUTLASS_DEVICE uint4 load_16(const void* gmem) {
   return x;
 }
 
+// Stores 16 bytes by st.global (9.7.9.11): also where the compiler does not know that the address is global.
+CUTLASS_DEVICE void store_16(void* gmem, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // Loads directly into the register of x. If x were chosen between a loaded and another value, the compiler would insert
 // a move here, which waits for the load.
 CUTLASS_DEVICE void load_int(int& x, const int* gmem) {

@@ -64,10 +64,10 @@ struct ForwardEpilogue {
     if (K::kWarpsN > 1 && warp.warp_n != 0) return;
     // Computed again: kept through the loop, they would be spilled at D = 128.
     const int thread = int(ptx::thread_x()), lane = thread & 31, first = thread / 32 % K::kWarpsM * 32;
-    store_logsumexp(out, first + Mma::row_of_lane(lane), Mma::leads_row(lane), softmax);
-    Row sums;
+    Row lse, sums;
     CUTLASS_PRAGMA_UNROLL
     for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+      lse[lane_row] = softmax.logsumexp(lane_row);
       sums[lane_row] = softmax.l[lane_row] == 0.f ? 1.f : softmax.l[lane_row];  // nothing visible: 0 / 1
     }
     softmax.clear_unseen(o);
@@ -78,6 +78,7 @@ struct ForwardEpilogue {
     __syncwarp();
     TileStorer<output_t, OTile, /*kRows=*/32, /*kThreads=*/32, K::kAligned>::store(
         out.ptr + first * out.stride, out.stride, s, lane, out.num_queries - first, out.num_columns);
+    if (out.logsumexp && Mma::leads_row(lane)) store_logsumexp(out, first + Mma::row_of_lane(lane), lse);
   }
 
  private:
@@ -85,13 +86,11 @@ struct ForwardEpilogue {
                                                       /*isFirst=*/true, /*isLast=*/true, Row>;
 
   // row: of the lane.
-  CUTLASS_DEVICE static void store_logsumexp(const Output& out, int row, bool leads, const Softmax& softmax) {
-    if (!out.logsumexp || !leads) return;
+  CUTLASS_DEVICE static void store_logsumexp(const Output& out, int row, const Row& lse) {
     CUTLASS_PRAGMA_UNROLL
     for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
       const int r = row + lane_row * Mma::kRowStep;
-      const float lse = softmax.logsumexp(lane_row);
-      if (r < out.num_queries) out.logsumexp[r] = lse;
+      if (r < out.num_queries) out.logsumexp[r] = lse[lane_row];
     }
   }
   // s: the warp's first row.

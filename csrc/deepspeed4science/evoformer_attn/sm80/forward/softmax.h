@@ -161,9 +161,9 @@ struct RowSoftmax {
     return theirs;
   }
 
-  // (6), after finish().
+  // (6), after finish(); -inf where l is 0.
   CUTLASS_DEVICE float logsumexp(int lane_row) const {
-    return l[lane_row] == 0.f ? -infinity() : fmaf(cm[lane_row], 4 * kLn2, ptx::log2(l[lane_row]) * kLn2);
+    return fmaf(cm[lane_row], 4 * kLn2, ptx::log2(l[lane_row]) * kLn2);
   }
 
   // o = factor * o, with a factor for each of the lane's rows.

@@ -84,6 +84,8 @@ struct TileStorer {
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr bool kEven = kRows % kRowsPerPass == 0 && kThreads % kThreadsPerRow == 0;
   static constexpr bool kSharesBits = (kRowsPerPass & (kRowsPerPass - 1)) != 0;
+  static constexpr int kAtOnce = 4;  // passes whose reads do not wait for one another
+  using Chunk = cutlass::AlignedArray<T, TileT::kVec>;
 
   CUTLASS_DEVICE static void store(T* g, int64_t stride, const T* sTile, int thread, int rows, int cols) {
     const int row = int(uint32_t(thread) / kThreadsPerRow);
@@ -100,20 +102,29 @@ struct TileStorer {
   // g: of the row and column.
   CUTLASS_DEVICE static void store_column(T* g, int64_t stride, const T* sTile, int row, int col, int rows, int cols) {
     const int s = TileT::offset(row, col);
+    const int end = kEven || rows < kRows ? rows : kRows;
     CUTLASS_PRAGMA_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass, g += kRowsPerPass * stride) {
-      const int r = row + pass * kRowsPerPass;
-      if ((!kEven && r >= kRows) || r >= rows) break;
-      store_chunk(g, sTile + TileT::after(s, kSharesBits ? row : 0, pass * kRowsPerPass), cols - col);
+    for (int first = 0; first < kPasses; first += kAtOnce) {
+      Chunk chunks[kAtOnce];
+      CUTLASS_PRAGMA_UNROLL
+      for (int pass = first; pass < kPasses && pass < first + kAtOnce; ++pass) {
+        const int place = TileT::after(s, kSharesBits ? row : 0, pass * kRowsPerPass);
+        if (kEven || row + pass * kRowsPerPass < kRows)
+          chunks[pass - first] = *reinterpret_cast<const Chunk*>(sTile + place);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int pass = first; pass < kPasses && pass < first + kAtOnce; ++pass, g += kRowsPerPass * stride) {
+        if (row + pass * kRowsPerPass < end) store_chunk(g, chunks[pass - first], cols - col);
+      }
     }
   }
-  CUTLASS_DEVICE static void store_chunk(T* dst, const T* src, int valid) {
+  CUTLASS_DEVICE static void store_chunk(T* dst, const Chunk& chunk, int valid) {
     if constexpr (kAligned) {
-      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+      ptx::store_16(dst, *reinterpret_cast<const uint4*>(&chunk));
     } else {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < TileT::kVec; ++e) {
-        if (e < valid) dst[e] = src[e];
+        if (e < valid) dst[e] = chunk[e];
       }
     }
   }

@@ -112,6 +112,7 @@ uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
   const float2 a = unpack<T>(x), b = unpack<T>(y);
   return pack<T>(max_nan(a.x, b.x), max_nan(a.y, b.y));
 }
+inline void store_16(void* to, const uint4& x) { std::memcpy(to, &x, sizeof(x)); }
 inline void cp_async_16(void* to, const void* from, bool exists) {
   if (exists) {
     std::memcpy(to, from, 16);
