@@ -75,12 +75,13 @@ class MemoryEfficientAttentionNormalize {
   CUTLASS_HOST_DEVICE ElementCompute alpha_of(int row) const {
     return isLast ? reciprocal(ElementCompute(s_prime_[row])) : ElementCompute(1);
   }
-  // A result of 16 bits needs no exact reciprocal: rcp.approx (PTX ISA, 9.7.3.13) is off by one unit in the last place.
+  // A result of 16 bits needs no exact reciprocal: rcp.approx.ftz (PTX ISA, 9.7.3.13) is off by one unit in the last
+  // place. It is 0 for sums from 2^126 on.
   CUTLASS_HOST_DEVICE static ElementCompute reciprocal(ElementCompute x) {
 #if defined(__CUDA_ARCH__)
     if constexpr (cutlass::platform::is_same<ElementCompute, float>::value && sizeof(ElementOutput) == 2) {
       float y;
-      asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
       return y;
     }
 #endif

@@ -22,9 +22,10 @@ struct RowSoftmax {
   static constexpr int kPerSlot = 8 / kLaneRows;  // values of one row in an accumulator tile
   static constexpr float kSlack = 8.0f;
   // For begin(), lower() and fits(). In units of c m, a reference lies so much above a row's first scores. The scores
-  // of a stage may be 70 above those before it, and p V is a normal float for V from 2^-106 on.
+  // of a stage may be 70 above those before it, and p V is a normal float for V from 2^-106 on. 1 / l is a normal float
+  // for four of the largest sums, which four warps may bring together.
   static constexpr float kAbove = 20.0f;
-  static constexpr float kLeastSum = 1.0f / (1 << 21), kUsualSum = 1 << 20, kLargestSum = 1.7e38f;
+  static constexpr float kLeastSum = 1.0f / (1 << 21), kUsualSum = 1 << 20, kLargestSum = 2e37f;
   static constexpr float kLargestStep = 120.0f;  // of m: 2 to the minus this is a normal float
   static constexpr float kHuge = 65536.0f;       // from this |c m| on, the rounding of c m makes c s - c m too coarse
   using Row = cutlass::Array<float, kLaneRows>;
