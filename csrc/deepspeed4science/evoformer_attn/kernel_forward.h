@@ -137,7 +137,8 @@ struct AttentionKernel {
   static constexpr bool kStagesBias2 = kStagesBias2_;
   static constexpr int kBias2Bytes =
       kStagesBias2 ? kStripes * kNumThreads * int(sizeof(typename Bias2::Matrix::Fragment)) : 0;
-  static constexpr bool kSkips = Bias1::kIsRow;  // without bias1 a row n sees all of its keys or none
+  static constexpr bool kSkips = Bias1::kIsRow;            // without bias1 a row n sees all of its keys or none
+  static constexpr bool kHasMask = kSkips && kIsComplete;  // Params::key_mask is not null
 
   using QTile = ds4s::Tile<scalar_t, kQueriesPerBlock, kHeadDim>;
   static constexpr bool kCanCopy = Traits::kHasCpAsync && kAligned;
@@ -178,8 +179,8 @@ struct AttentionKernel {
     if (at.batch >= p.num_batches) return;
     // The mask comes first: all other loads wait for it.
     ds4s::ptx::wait_for_kernel_before();
-    constexpr bool kGiven = kSkips && kIsComplete;
-    const auto mask = ds4s::RowMask::load<kSkips, kGiven>(p.key_mask.from(at.batch), p.num_keys);
+    const auto mask = ds4s::RowMask::load<kSkips, kHasMask>(
+        kHasMask ? p.key_mask.row(at.batch) : p.key_mask.from(at.batch), p.num_keys);
     Params block = p;
     block.advance_to(at);
     if constexpr (kSingleValueIteration) {

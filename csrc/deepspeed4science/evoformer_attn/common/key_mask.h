@@ -24,10 +24,9 @@ struct KeyMask {
 
   CUTLASS_DEVICE float shift_of(int64_t bn) const { return shift == nullptr ? 0.f : __ldg(shift + bn); }
   // The same mask, indexed from (b, n) on.
-  CUTLASS_DEVICE KeyMask from(int64_t bn) const {
-    if (range == nullptr) return *this;
-    return {shift + bn, visible + bn * words, range + bn, words};
-  }
+  CUTLASS_DEVICE KeyMask from(int64_t bn) const { return range == nullptr ? *this : row(bn); }
+  // The same for a mask that is not null.
+  CUTLASS_DEVICE KeyMask row(int64_t bn) const { return {shift + bn, visible + bn * words, range + bn, words}; }
   // All visible keys lie from x to below y.
   CUTLASS_DEVICE int2 keys(int64_t bn, int Lk) const { return range == nullptr ? make_int2(0, Lk) : __ldg(range + bn); }
   CUTLASS_DEVICE bool sees_nothing(int64_t bn) const {

@@ -61,8 +61,8 @@ struct ForwardParams {
 
   // Advances the pointers to this block's queries; num_queries becomes the number of queries from there on. Returns
   // false where the block has nothing to do. The grid is (query blocks, heads, batches), or the product of the three on
-  // x (no limit of 65,535 then). 2^group_log2 neighbouring batches vary fastest, since they read the same tile of
-  // bias2.
+  // x (no limit of 65,535 then), as it always is for kIsComplete. 2^group_log2 neighbouring batches vary fastest, since
+  // they read the same tile of bias2.
   CUTLASS_DEVICE bool advance_to_block() {
     const Position at = position_of_block();
     if (at.batch < num_batches) advance_to(at);
@@ -76,7 +76,8 @@ struct ForwardParams {
   CUTLASS_DEVICE Position position_of_block() const {
     constexpr int kQueriesPerBlock = K::QTile::kRows;
     const uint32_t num_blocks = uint32_t(num_queries + kQueriesPerBlock - 1) / kQueriesPerBlock;
-    uint32_t id = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    uint32_t id = blockIdx.x;
+    if constexpr (!K::kIsComplete) id += gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     uint32_t in_group = id & ((1u << group_log2) - 1);
     id >>= group_log2;
     const uint32_t rest = divide(id, num_blocks, by_blocks);
