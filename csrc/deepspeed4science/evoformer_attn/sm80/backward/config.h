@@ -72,6 +72,7 @@ struct OwnedTileConfig : Config {
   static constexpr bool kKeepsAddresses = false;
   static constexpr bool kKeepsThread = true;
   static constexpr bool kTransposesDv = false;
+  static constexpr bool kStaggers = false;
   static constexpr bool kTransposesBias2 = false;
   static constexpr int kUnrolledStripes = 1;
   static_assert(!kWantsDbias1 || (kOwnsKeys && kWantsDs), "dbias1 is a sum of a key's dS");
@@ -100,6 +101,9 @@ struct FusedConfig : OwnedTileConfig<Config, Gradients::kDkDv, kWantsDbias1_> {
   static constexpr bool kKeepsThread = Config::kHeadDim < 64;
   // dk and dv are computed transposed (transposed_gradient.h), except dv at D = 64, where the loop would spill more.
   static constexpr bool kTransposesDv = Config::kHeadDim < 64;
+  // Half of a block's warps add dq and dbias2 before their first stripe and half before their second, so that fewer
+  // additions wait in L2's queues at a time. At D = 64 the loop would spill more.
+  static constexpr bool kStaggers = Config::kHeadDim < 64;
   // bias2 is transposed through shared memory. D = 64 has no shared memory left and reads a transposed copy.
   static constexpr bool kTransposesBias2 = Config::kHeadDim < 64;
   static constexpr int kStreamed = Config::kTiles.fused_streamed;

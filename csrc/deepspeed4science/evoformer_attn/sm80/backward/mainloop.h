@@ -104,7 +104,7 @@ struct Mainloop {
       typename Vectors::Loaded next;
       if (Config::kMaxStages == 2 && stages == 2 && more) streamed.load(next_tile, next_stage);
       if (more) next = vectors.load(next_tile * kStreamed);
-      if (Config::kFusesDq && tile > 0) add_ds<true, true>(tile - 1);
+      if (Config::kFusesDq && !Config::kStaggers && tile > 0) add_ds<true, true>(tile - 1);
       add_tile(tile, next_tile, stage, more);
       if (stages == 1 && more) {
         __syncthreads();
@@ -142,7 +142,11 @@ struct Mainloop {
     bool skips = false;
     if constexpr (kSkipsWarps) skips = warp.sees_nothing();
 #pragma unroll(kUnrolledStripes)
-    for (int stripe = skips ? stripes : 0; stripe < stripes; ++stripe) {
+    for (int stripe = skips && !Config::kStaggers ? stripes : 0; stripe < stripes; ++stripe) {
+      if constexpr (Config::kStaggers) {
+        if (tile > 0 && stripe == int(vectors.is_delta)) add_ds<true, true>(tile - 1);
+        if (skips) continue;
+      }
       int next_first = tile * kStreamed + 32 * (stripe + 1);
       if (Streamed::Keys::kSkips && stripe + 1 == stripes) next_first = next_tile * kStreamed;
       warp.add_stripe(streamed.qk(stage) + StreamedTile::offset(32) * stripe,
