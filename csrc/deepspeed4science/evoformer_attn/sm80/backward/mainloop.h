@@ -144,7 +144,9 @@ struct Mainloop {
 #pragma unroll(kUnrolledStripes)
     for (int stripe = skips && !Config::kStaggers ? stripes : 0; stripe < stripes; ++stripe) {
       if constexpr (Config::kStaggers) {
-        if (tile > 0 && stripe == int(vectors.is_delta)) add_ds<true, true>(tile - 1);
+        static_assert(Config::kStripes == 2, "each half of the warps has a stripe of its own");
+        const int before = vectors.is_delta ? 1 : 0;  // that half of the warps which loads delta adds later
+        if (tile > 0 && stripe == before) add_ds<true, true>(tile - 1);
         if (skips) continue;
       }
       int next_first = tile * kStreamed + 32 * (stripe + 1);
