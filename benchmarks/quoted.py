@@ -41,7 +41,19 @@ def sm90(results: str) -> str:
 
 
 def sm80(results: str) -> str:
-    return _both_directions(_section(results, "Sm80 templates, forced on the same GPU"))
+    """Of the shapes that are compared with peers, the newest times alone: these are measured more
+    often than peers.
+    """
+    section = _section(results, "Sm80 templates, forced on the same GPU")
+    alone, compared = (_table(section, name) for name in ("The device's time alone, ", "Forward, "))
+    return _markdown(
+        ("B, N, L, H, D", "forward", "backward", "measured"),
+        [
+            (shape, times["forward"], times["backward"], times["run"][1:].partition("]")[0])
+            for shape, times in alone.items()
+            if shape in compared
+        ],
+    )
 
 
 QUOTING: dict[str, Callable[[str], str]] = {

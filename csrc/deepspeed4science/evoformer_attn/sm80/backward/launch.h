@@ -171,14 +171,19 @@ class Sm80Backward : BackwardHost {
   template <Gradients kWhat, bool kWantsDbias1 = false>
   void start_kernel(int num_stages) {
     using Owned = typename Kernel::template Owned<kWhat, kWantsDbias1>;
-    int64_t blocks = ceil_div(Owned::kOwnsKeys ? p_.Lk : p_.Lq, Config::kOwned) * p_.H * p_.B * p_.N * Config::kParts;
+    const int64_t blocks = num_tiles<Owned>() * p_.H * p_.B * p_.N * Config::kParts;
     start(backward_dq_dkdv<Owned>, blocks, Config::kThreads, Kernel::template shared_bytes<kWhat>(num_stages), args_,
           tile_order<Owned>(), num_stages);
+  }
+  // Tiles of the queries or keys that a block owns, of one (b, n, h).
+  template <typename Tile>
+  int64_t num_tiles() const {
+    return ceil_div(Tile::kOwnsKeys ? p_.Lk : p_.Lq, Tile::kOwned);
   }
   template <typename Tile>
   TileOrder tile_order() const {
     constexpr int64_t kRows = TilePosition<Tile>::kRows;
-    const int64_t rows = p_.B * p_.N, tiles = ceil_div(Tile::kOwnsKeys ? p_.Lk : p_.Lq, Tile::kOwned);
+    const int64_t rows = p_.B * p_.N, tiles = num_tiles<Tile>();
     TileOrder order{};
     order.by_group = cutlass::FastDivmod(int(std::min(rows, kRows) * tiles * p_.H));
     if (rows % kRows > 0) order.by_last_rows = cutlass::FastDivmod(int(rows % kRows));
@@ -243,7 +248,7 @@ class Sm80Backward : BackwardHost {
   static int64_t floats(int64_t elements) { return elements * int64_t(sizeof(scalar_t)) / 4; }
   template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
-    int64_t blocks = ceil_div(p_.Lk, FusedTile::kOwned) * p_.H * p_.B * p_.N;
+    const int64_t blocks = num_tiles<FusedTile>() * p_.H * p_.B * p_.N;
     start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_,
           tile_order<FusedTile>(), pool);
   }
