@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/fill_args.h"
+#include "sm90/balanced_blocks.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/launch_sequence.h"
 
@@ -149,11 +150,16 @@ class Sm90Backward {
   void launch_dq_dkdv(bool waits) {
     const BackwardArgs args = fill_.template dq_dkdv<Config>(waits);
     const DqDkdvMaps maps = dq_dkdv_maps<Config>();
+    const Kernel kernel = Config::kKeys ? plan_.keys : plan_.queries;
     // More blocks than this would have no tile.
-    const int64_t most =
+    int64_t most =
         Config::kDqInShared ? args.num_tiles / args.by_blocks.divisor * plan_.cluster_blocks : args.num_tiles;
-    start<kernel_dq_dkdv<Config>, Config>(Config::kKeys ? plan_.keys : plan_.queries, plan_.cluster_blocks, most, args,
-                                          maps);
+    if constexpr (!Config::kDqInShared && !Config::kDqInGlobal) {
+      if (ceil_div(Config::kKeys ? p_.Lk : p_.Lq, Config::kOwned) % Config::kTiles != 0) {
+        most = balanced_blocks(std::min(device_.blocks_of(kernel), most), args.num_tiles, args.by_blocks.divisor);
+      }
+    }
+    start<kernel_dq_dkdv<Config>, Config>(kernel, plan_.cluster_blocks, most, args, maps);
   }
   template <typename Config, int kCluster>
   void launch_dbias2(bool waits) {

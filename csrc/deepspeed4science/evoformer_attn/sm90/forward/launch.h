@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "params.h"
+#include "sm90/balanced_blocks.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/forward/kernel.h"
 #include "sm90/forward/plan.h"
@@ -45,6 +46,9 @@ struct ForwardLaunch {
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
+    if (ceil_div(p.Lq, Config::kQueries) % Config::kQueryTiles != 0) {  // the last query block is not full
+      blocks = int(balanced_blocks(blocks, args.num_tiles, num_query_blocks(p)));
+    }
     Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
     launch.overlap();
     return cudaLaunchKernelEx(launch.config(), forward<Config>, args, maps);
