@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.shapes import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
+GPU_OF_RECORD = "NVIDIA H200"  # of the goals, and of every table and picture that names no other
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WORKLOAD_OF = {w.shape: w.id for w in WORKLOADS}
 
@@ -51,6 +52,11 @@ def load(folder: Path = RESULTS) -> list[Measurement]:
         if reader:
             measurements += reader(path.name, content)
     return sorted(measurements, key=lambda m: m.date)
+
+
+def on_gpu_of_record(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Those on a CPU, too."""
+    return [m for m in measurements if m.family == "cpu" or m.machine == GPU_OF_RECORD]
 
 
 def latest(kind: str, folder: Path = RESULTS, *, device: str) -> tuple[str, dict[str, Any]] | None:

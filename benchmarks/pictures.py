@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.archive import Measurement
+from benchmarks.archive import Measurement, on_gpu_of_record
 from benchmarks.limits import LIMITS
 from benchmarks.results_padding import PADDED, SHARE_NAMES, padded_runs
 from benchmarks.results_page import PICTURES
@@ -40,7 +40,7 @@ STYLES = {  # colour, marker; this op is drawn last, on top
 def draw(measurements: Sequence[Measurement], folder: Path) -> None:
     """Writes the pictures of `results_page.PICTURES` that have measurements."""
     folder.mkdir(exist_ok=True)
-    cuda = [m for m in measurements if m.family == "sm90"]
+    cuda = [m for m in on_gpu_of_record(measurements) if m.family == "sm90"]
     figures = {
         "time-by-length": _time,
         "memory-by-length": _memory,

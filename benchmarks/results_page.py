@@ -34,8 +34,10 @@ no bias1" do less work than the others."""
 
 def page(measurements: Sequence[Measurement]) -> str:
     """The whole page; it shows the pictures that `pictures.py` draws."""
-    cuda = [m for m in measurements if m.family == "sm90"]
-    sm80 = [m for m in measurements if m.family == "sm80" and m.direction != "fwd+bwd"]
+    of_record = archive.on_gpu_of_record(measurements)
+    cuda = [m for m in of_record if m.family == "sm90"]
+    sm80 = [m for m in of_record if m.family == "sm80" and m.direction != "fwd+bwd"]
+    others = [m for m in measurements if m.family == "sm90" and m.machine != archive.GPU_OF_RECORD]
     flex = ("flex", "cudnn")
     parts = [
         INTRODUCTION,
@@ -48,6 +50,7 @@ def page(measurements: Sequence[Measurement]) -> str:
             "Lengths that are no multiple of 8, and their neighbours",
             tables.compared(cuda, ODD, needs=flex),
         ),
+        *_on_other_gpus(others, needs=flex),
         _section("This op alone", tables.alone(cuda)),
         _section(
             "Beside DeepSpeed's kernel",
@@ -88,6 +91,20 @@ def page(measurements: Sequence[Measurement]) -> str:
     ]
     text = "\n\n".join(part for part in parts if part)
     return f"{text}\n\n{_files(text)}\n"
+
+
+def _on_other_gpus(measurements: Sequence[Measurement], *, needs: Sequence[str]) -> list[str]:
+    return [
+        _section(
+            f"Crops on one {machine}",
+            tables.compared(
+                [m for m in measurements if m.machine == machine],
+                (*CROPS, *ODD),
+                needs=needs,
+            ),
+        )
+        for machine in sorted({m.machine for m in measurements})
+    ]
 
 
 def _files(text: str) -> str:

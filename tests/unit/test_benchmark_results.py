@@ -67,20 +67,40 @@ def test_a_file_tells_the_command_that_gave_it(tmp_path):
     assert archive.command("m.json", tmp_path) == told
 
 
-def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypatch):
-    def measured(file, date, peer, ms):
-        shape = (1, 384, 384, 4, 32)
-        return archive.Measurement(
-            file, date, "GPU", "sm90", "c", "tri384", "random", shape, "bfloat16", "fwd", peer, ms
-        )
+def of_tri384(file, date, peer, ms, machine=archive.GPU_OF_RECORD):
+    shape = (1, 384, 384, 4, 32)
+    call = ("tri384", "random", shape, "bfloat16", "fwd", peer, ms)
+    return archive.Measurement(file, date, machine, "sm90", "c", *call)
 
+
+def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypatch):
     monkeypatch.setattr(results_page, "_files", lambda text: "")
-    old = [measured("old.json", "2026-01-01", p, ms) for p, ms in (("ours", 9), ("flex", 8))]
-    new = [measured("new.json", "2026-01-02", p, ms) for p, ms in (("ours", 7), ("flex", 6))]
-    alone = [measured("alone.json", "2026-01-03", "ours", 5)]
+    old = [of_tri384("old.json", "2026-01-01", p, ms) for p, ms in (("ours", 9), ("flex", 8))]
+    new = [of_tri384("new.json", "2026-01-02", p, ms) for p, ms in (("ours", 7), ("flex", 6))]
+    alone = [of_tri384("alone.json", "2026-01-03", "ours", 5)]
     page = results_page.page([*old, *new, *alone])
     assert "| 7.00 | 6.00 | [2026-01-02](results/new.json) |" in page
     assert "/old.json" not in page and "/alone.json" not in page
+
+
+def test_other_gpus_have_tables_of_their_own(monkeypatch):
+    monkeypatch.setattr(results_page, "_files", lambda text: "")
+    runs = [
+        of_tri384(f"{machine}.json", date, peer, ms, machine)
+        for machine, date, times in (
+            (archive.GPU_OF_RECORD, "2026-01-01", (9.0, 8.0)),
+            ("NVIDIA A100", "2026-01-02", (7.0, 6.0)),
+            ("NVIDIA B200", "2026-01-03", (5.0, 4.0)),
+        )
+        for peer, ms in zip(("ours", "flex"), times, strict=True)
+    ]
+    page = results_page.page(runs)
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    assert "| 9.00 | 8.00 |" in sections["Training crops"]
+    assert "NVIDIA" not in sections["Training crops"].replace(archive.GPU_OF_RECORD, "")
+    assert "| 7.00 | 6.00 |" in sections["Crops on one NVIDIA A100"]
+    assert "| 5.00 | 4.00 |" in sections["Crops on one NVIDIA B200"]
+    assert page.count("9.00") == page.count("7.00") == page.count("5.00") == 1
 
 
 def test_replays_of_this_op_take_no_row_from_peers():
