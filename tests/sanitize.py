@@ -49,6 +49,7 @@ MASKED_CALLS = (
     (9, 70, 330, 1, 32),
     (9, 100, 450, 2, 128),
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
+    (132, 130, 230, 2, 32),  # the same with two warpgroups
     (3, 70, 300, 40, 64),
     (1, 130, 450, 80, 32),
 )

@@ -101,7 +101,10 @@ def test_rows_divided_among_clusters(case, mask, plans):
 @both_variants
 @pytest.mark.parametrize(
     ("Lq", "D"),
-    [(100, 32), (192, 32), (300, 32), (700, 32), (200, 48), (100, 64), (200, 128), (1300, 128)],
+    [
+        *((100, 32), (192, 32), (256, 32), (300, 32), (700, 32)),
+        *((200, 48), (100, 64), (200, 128), (1300, 128)),
+    ],
 )
 def test_blocks_in_pairs_and_alone_for_dbias2(Lq, D, deterministic):
     """Pairs share keys where few of their queries are empty; of 700 the last block has none."""

@@ -43,7 +43,18 @@ def square(L, **more):
     ("call", "dkdv", "dq", "dbias2"),
     [
         (square(384), "fused", None, "paired_dbias2"),
-        (square(256), "fused", None, "square_dbias2"),
+        # Two tiles of keys a round, where three need as many rounds
+        (square(65), "narrow_fused", None, "square_dbias2"),
+        (square(128), "narrow_fused", None, "square_dbias2"),
+        (square(129), "fused", None, "single_dbias2"),
+        (square(192), "fused", None, "single_dbias2"),
+        (square(193), "narrow_fused", None, "square_dbias2"),
+        (square(256), "narrow_fused", None, "square_dbias2"),
+        (square(257), "fused", None, "single_dbias2"),
+        ({"N": 256, "Lq": 512, "Lk": 200}, "narrow_fused", None, "square_dbias2"),
+        ({"N": 256, "Lq": 513, "Lk": 200}, "long_fused", None, "square_dbias2"),
+        (square(256, D=48), "fused", None, "paired_dbias2"),
+        (square(256, no_fused=1), "keys", "queries", "square_dbias2"),
         (square(768), "long_fused", None, "paired_dbias2"),
         (square(1536), "split_fused", None, "paired_dbias2"),
         (square(1600), "triple_fused", None, "paired_dbias2"),
@@ -137,7 +148,10 @@ def test_blocks_that_begin_beside_find_visible_keys(plan):
 
 def test_where_delta_is_computed_with_dq(plan):
     """Up to 512 queries, for which shared memory suffices."""
-    for one in (square(384), square(512), square(384, dbias2=0), square(384, deterministic=1)):
+    for one in (
+        *(square(256), square(384), square(512)),
+        *(square(384, dbias2=0), square(384, deterministic=1)),
+    ):
         found = plan(**one)
         assert found["computes_delta"] == "with_dq" and "delta_progress" in found, one
     for other in (

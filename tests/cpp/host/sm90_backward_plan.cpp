@@ -47,8 +47,8 @@ int main(int argc, char** argv) {
   device.resident_blocks[int(Kernel::kTripleFused)] = 2 * given["clusters"] / 3 * 3;
   device.resident_blocks[int(Kernel::kQuadFused)] = given["clusters"] / 2 * 4;
   device.resident_blocks[int(Kernel::kClusterFused)] = given["clusters"] / 4 * 8;
-  for (Kernel kernel : {Kernel::kFused, Kernel::kLongFused, Kernel::kSplitFused, Kernel::kTripleFused,
-                        Kernel::kQuadFused, Kernel::kClusterFused}) {
+  for (Kernel kernel : {Kernel::kFused, Kernel::kNarrowFused, Kernel::kLongFused, Kernel::kSplitFused,
+                        Kernel::kTripleFused, Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
   const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)

@@ -63,6 +63,7 @@ struct BackwardKernels {
     count(Kernel::kFewQueries, DqDkdvGrid<OfQueries<typename Tiles::FewQueries>>{});
     if constexpr (Tiles::kHasDqShared) {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
+      count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
       if (Tiles::kHasLargeClusters) {

@@ -101,9 +101,11 @@ class Sm90Backward {
     if (plan_.keys == Kernel::kKeys) launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::Keys>>(waits);
     if constexpr (Tiles::kHasDqShared) {
       using Split = typename Kernels::template OfKeys<typename Tiles::SplitFused>;
+      using Narrow = typename Kernels::template OfKeys<typename Tiles::NarrowFused>;
       using Long = typename Kernels::template OfKeys<typename Tiles::LongFused>;
       using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
       if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
+      if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
       if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
       if (plan_.keys == Kernel::kClusterFused) {
         launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::ClusterFused>>(waits);

@@ -19,6 +19,7 @@ namespace ds4s::sm90 {
 enum class Kernel : int {
   kNone,
   kFused,         // dk, dv and dq; dq in shared memory
+  kNarrowFused,   // as kFused, with two warpgroups, for lengths whose last round would leave two of three idle
   kLongFused,     // as kFused, for more queries
   kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
   kTripleFused,   // as kSplitFused, in clusters of three
@@ -33,10 +34,11 @@ enum class Kernel : int {
   kSingleDbias2,  // the same tiles without clusters
   kSquareDbias2,  // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 15;
-constexpr const char* kKernelNames[kNumKernels] = {
-    "none", "fused",    "long_fused", "split_fused", "triple_fused",  "quad_fused",    "cluster_fused", "dq_global",
-    "keys", "few_keys", "queries",    "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+constexpr int kNumKernels = 16;
+constexpr const char* kKernelNames[kNumKernels] = {"none",        "fused",         "narrow_fused",  "long_fused",
+                                                   "split_fused", "triple_fused",  "quad_fused",    "cluster_fused",
+                                                   "dq_global",   "keys",          "few_keys",      "queries",
+                                                   "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
@@ -161,7 +163,8 @@ class Sm90BackwardPlanner {
     }
     // kernel_dbias2 follows a kernel that computes its delta; kDqGlobal, whose accumulators of dq may lie in the memory
     // of dbias2; and clusters of more than two blocks, which leave multiprocessors idle: it begins there.
-    plan_.delta_with_dq = plan_.keys == Kernel::kFused && Tiles::Fused::kComputesDelta;
+    plan_.delta_with_dq =
+        (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused) && Tiles::Fused::kComputesDelta;
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
@@ -169,6 +172,10 @@ class Sm90BackwardPlanner {
 
   Kernel fused_kernel() const {
     if constexpr (Tiles::kHasDqShared) {
+      const int64_t key_tiles = ceil_div(p_.Lk, kOwned);
+      const bool narrow = Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
+                          ceil_div(key_tiles, Tiles::NarrowFused::kTiles) == ceil_div(key_tiles, Tiles::Fused::kTiles);
+      if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
       // Deterministic dbias1 has one part for each head: all blocks of a cluster would store the same part.
