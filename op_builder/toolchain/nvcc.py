@@ -37,8 +37,8 @@ TRIED = "13.0.2"
 # functions call CUTLASS's host-device helpers on purpose.
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden")
 FLAGS = (
-    # -O is for host code, which only plans and launches: a unit compiles a second sooner than with
-    # -O3. Device code is optimized fully anyway.
+    # -O is for host code, which only plans and launches: a unit compiles up to a second sooner than
+    # with -O3. Device code is optimized fully anyway.
     *("-std=c++17", "-O1", "--expt-relaxed-constexpr", "-diag-suppress=20014"),
     *(word for flag in HOST_FLAGS for word in ("-Xcompiler", flag)),
 )

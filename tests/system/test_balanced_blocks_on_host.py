@@ -21,10 +21,12 @@ def balanced_blocks(tmp_path_factory):
     return run
 
 
-def longest(blocks, tiles, period):
-    """Time of the slowest block, in whole tiles; the last tile of every period is short."""
+def longest(blocks, tiles, parts, parts_of_tile):
+    """Time of the slowest block, in whole tiles; a row's last tile may be short."""
+    of_row = -(-parts // parts_of_tile)
+    short = SHORT if parts % parts_of_tile else 1.0
     return max(
-        sum(SHORT if tile % period == period - 1 else 1.0 for tile in range(block, tiles, blocks))
+        sum(short if tile % of_row == of_row - 1 else 1.0 for tile in range(block, tiles, blocks))
         for block in range(blocks)
     )
 
@@ -33,17 +35,19 @@ def longest(blocks, tiles, period):
     ("case", "expected"),
     [
         # Forward of (1, N, N, 4, 32) at 320, 448 and 704: two rows n and two query tiles a block
-        ((132, 1920, 3), 131),
-        ((132, 3584, 4), 131),
-        ((132, 8448, 6), 131),
-        ((132, 5760, 5), 132),  # 576: blocks get every tile of the period already
-        ((132, 132, 2), 132),  # a tile for each block
-        ((114, 1920, 3), 113),
-        ((78, 1920, 3), 77),
-        ((16, 1920, 4), 16),  # a sixteenth idle costs as much as it gains
-        ((132, 10**6, 40), 132),  # short tiles are too few
-        ((1, 7, 3), 1),
-        ((0, 7, 3), 0),
+        ((132, 1920, 5, 2), 131),
+        ((132, 3584, 7, 2), 131),
+        ((132, 8448, 11, 2), 131),
+        ((132, 5760, 9, 2), 132),  # 576: blocks get every tile of a row already
+        ((132, 3584, 8, 2), 132),  # no tile is short
+        ((132, 1280, 5, 4), 131),
+        ((132, 132, 3, 2), 132),  # a tile for each block
+        ((114, 1920, 5, 2), 113),
+        ((78, 1920, 5, 2), 77),
+        ((16, 1920, 7, 2), 16),  # a sixteenth idle costs as much as it gains
+        ((132, 10**6, 79, 2), 132),  # short tiles are too few
+        ((1, 7, 5, 2), 1),
+        ((0, 7, 5, 2), 0),
     ],
 )
 def test_known_cases(case, expected, balanced_blocks):
@@ -53,7 +57,7 @@ def test_known_cases(case, expected, balanced_blocks):
 def test_no_block_takes_longer(balanced_blocks):
     random.seed()
     cases = [
-        (blocks, random.randint(blocks, 20 * blocks), random.randint(1, 12))
+        (blocks, random.randint(blocks, 20 * blocks), random.randint(1, 24), random.randint(1, 3))
         for blocks in random.choices((132, 131, 114, 78, 60, 16, 7), k=300)
     ]
     chosen = balanced_blocks(cases)

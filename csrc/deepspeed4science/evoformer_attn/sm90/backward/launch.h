@@ -157,9 +157,8 @@ class Sm90Backward {
     int64_t most =
         Config::kDqInShared ? args.num_tiles / args.by_blocks.divisor * plan_.cluster_blocks : args.num_tiles;
     if constexpr (!Config::kDqInShared && !Config::kDqInGlobal) {
-      if (ceil_div(Config::kKeys ? p_.Lk : p_.Lq, Config::kOwned) % Config::kTiles != 0) {
-        most = balanced_blocks(std::min(device_.blocks_of(kernel), most), args.num_tiles, args.by_blocks.divisor);
-      }
+      const int64_t owned_tiles = ceil_div(Config::kKeys ? p_.Lk : p_.Lq, Config::kOwned);
+      most = balanced_blocks(std::min(device_.blocks_of(kernel), most), args.num_tiles, owned_tiles, Config::kTiles);
     }
     start<kernel_dq_dkdv<Config>, Config>(kernel, plan_.cluster_blocks, most, args, maps);
   }

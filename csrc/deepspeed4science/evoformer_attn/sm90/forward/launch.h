@@ -46,9 +46,8 @@ struct ForwardLaunch {
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
     if (args.num_tiles < blocks) blocks = args.num_tiles;
-    // The last query block of each row n is not full. In bands, blocks get every query block anyway.
-    if (ceil_div(p.Lq, Config::kQueries) % Config::kQueryTiles != 0 && plan.groups_of_band == 1) {
-      blocks = int(balanced_blocks(blocks, args.num_tiles, num_query_blocks(p)));
+    if (plan.groups_of_band == 1) {  // in bands, blocks get every query block of a row n anyway
+      blocks = int(balanced_blocks(blocks, args.num_tiles, ceil_div(p.Lq, Config::kQueries), Config::kQueryTiles));
     }
     Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
     launch.overlap();
