@@ -30,6 +30,8 @@ SM90_CALLS = (
     (300, 120, 200, 2, 32),  # clusters divide the rows n of dbias2
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
+    (132, 130, 230, 2, 32),  # the same, dq by a warpgroup of its own
+    (132, 520, 200, 1, 32),  # the same, with fewer stages
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
     (78, 1540, 130, 1, 32),  # clusters of three
     (60, 2310, 130, 1, 32),  # clusters of four

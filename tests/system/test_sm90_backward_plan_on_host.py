@@ -43,7 +43,7 @@ def square(L, **more):
     ("call", "dkdv", "dq", "dbias2"),
     [
         (square(384), "fused", None, "paired_dbias2"),
-        # Two tiles of keys a round, where three need as many rounds
+        # Two tiles of keys a round, where these are less than one and a half times as many rounds
         (square(65), "narrow_fused", None, "square_dbias2"),
         (square(128), "narrow_fused", None, "square_dbias2"),
         (square(129), "fused", None, "single_dbias2"),
@@ -51,6 +51,9 @@ def square(L, **more):
         (square(193), "narrow_fused", None, "square_dbias2"),
         (square(256), "narrow_fused", None, "square_dbias2"),
         (square(257), "fused", None, "single_dbias2"),
+        (square(385), "narrow_fused", None, "single_dbias2"),
+        (square(512), "narrow_fused", None, "square_dbias2"),
+        ({"N": 256, "Lq": 512, "Lk": 576}, "fused", None, "paired_dbias2"),
         ({"N": 256, "Lq": 512, "Lk": 200}, "narrow_fused", None, "square_dbias2"),
         ({"N": 256, "Lq": 513, "Lk": 200}, "long_fused", None, "square_dbias2"),
         (square(256, D=48), "fused", None, "paired_dbias2"),

@@ -17,12 +17,11 @@ namespace ds4s::sm90 {
 template <typename Config>
 struct ClusterReduce {
   using Shared = typename Config::Shared;
-  using OwnedPair = typename Config::template Pair<typename Config::OwnedTile>;
   using Result = float[Config::kHeadDim / 2];
-  static_assert(sizeof(OwnedPair) >= 128 * sizeof(Result), "a result goes where the owned tiles were");
+  static_assert(2 * Config::OwnedTile::kBytes >= 128 * sizeof(Result), "a result takes the room of two tiles");
 
   Shared& shared;
-  float4* buffer;  // this thread's part of the buffer, which is the memory of the owned tiles
+  float4* buffer;  // this thread's part of the buffer, in which results also leave
   uint32_t parity;
   const ConsumerCoord& at;
 
@@ -35,11 +34,11 @@ struct ClusterReduce {
     }
   }
 
-  // To be called when no product reads the owned tiles any more. Afterwards dk is complete in the first block, dv in
-  // the second.
-  CUTLASS_DEVICE static void exchange(Shared& shared, OwnedPair& owned, Result& dk, Result& dv, uint32_t& parity,
+  // To be called when nothing reads the buffer any more. Afterwards dk is complete in the first block, dv in the
+  // second.
+  CUTLASS_DEVICE static void exchange(Shared& shared, uint8_t* buffer, Result& dk, Result& dv, uint32_t& parity,
                                       const ConsumerCoord& at) {
-    const ClusterReduce reduce{shared, reinterpret_cast<float4*>(owned.first) + threadIdx.x % 128, parity, at};
+    const ClusterReduce reduce{shared, reinterpret_cast<float4*>(buffer) + threadIdx.x % 128, parity, at};
     if (Config::rank() == 2 && cute::cluster_shape().x == 3) {
       reduce.send(dk, 0, 1, 1), reduce.send(dv, 1, 2, 1);
     } else if (Config::rank() % 2 == 0) {

@@ -34,16 +34,20 @@ struct DqDkdvConfig {
   static constexpr int kQueries = Tiles::kQueries, kClusterBlocks = Tiles::kClusterBlocks;  // kDqInShared
   static constexpr bool kDqInGlobal = Tiles::kDqInGlobal, kAddsDbias2 = Tiles::kAddsDbias2;
   // A single buffer for owned tiles is released as soon as the last product has read them; results then leave from
-  // registers instead of through the buffer. With dq in shared memory: (1,768,768,4,32) 2.67 instead of 2.71; not
-  // measured at D = 48.
-  static constexpr bool kReleasesEarly = kBuffers == 1 && (kDqInShared ? kHeadDim <= 32 && kClusterBlocks == 1 : true);
+  // registers instead of through the buffer. Not measured with dq in shared memory at D = 48.
+  static constexpr bool kReleasesEarly = kBuffers == 1 && !kDqInShared;
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
-  static constexpr int kNumThreads = 128 * (kWarpgroups + 1);    // the last warpgroup produces
+  static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;   // the one after the consumers (dq_warpgroup.h)
+  static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup;  // the producers' warpgroup, which is the last one
+  static constexpr int kNumThreads = 128 * (kProducers + 1);
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
-  using Registers = cute::conditional_t<kDqInGlobal, RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, /*kProducer=*/56>,
-                                        RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1>>;  // writing dq takes many
+  // Writing dq from accumulators takes many.
+  static constexpr int kProducerRegisters = kDqInGlobal ? 56 : kWarpgroups == 2 ? 40 : 32;
+  using Registers =
+      RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters, /*kHelper=*/kHasDqWarpgroup ? 56 : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(!kComputesDelta || (kDqInShared && kClusterBlocks == 1), "a block has all queries of a row n");
+  static_assert(!kHasDqWarpgroup || (kDqInShared && !kSplitsKeys), "consumers store parts of dq together");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kReleasesEarly), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
@@ -85,8 +89,10 @@ struct DqDkdvConfig {
   struct Nothing {};
   struct Dq {
     DqTile tiles[kQueries / kColumns];
-    EmptyBarrier full[kStages];  // dS of all tiles is stored
-    EmptyBarrier keys_read[kBuffers];
+    // kHasDqWarpgroup: dk and dv on their way to memory. Elsewhere they leave through the buffer of owned tiles.
+    cute::conditional_t<kHasDqWarpgroup, uint8_t[kTiles][2][OwnedTile::kBytes], Nothing> results;
+    EmptyBarrier full[kStages];        // dS of all tiles is stored
+    EmptyBarrier keys_read[kBuffers];  // not kHasDqWarpgroup: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
   };
   // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two

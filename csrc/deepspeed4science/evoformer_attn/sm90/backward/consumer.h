@@ -19,6 +19,7 @@ struct DqDkdvConsumer {
   using DqTileState = typename DqShared<Config>::TileState;
   static constexpr int kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kDqInShared = Config::kDqInShared, kDqInGlobal = Config::kDqInGlobal;
+  static constexpr bool kAddsDq = DqShared<Config>::kIsForConsumers;
 
   // kDqInGlobal: the warpgroup's position among the accumulators of dq.
   struct DqGlobalState {
@@ -67,9 +68,10 @@ struct DqDkdvConsumer {
           Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but stages must be released
-        if constexpr (Config::kReleasesEarly && !kDqInShared) shared.owned_empty[buffer].arrive();
+        if constexpr (Config::kReleasesEarly) shared.owned_empty[buffer].arrive();
         if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);
+        if (Config::kHasDqWarpgroup && at.issues()) cute::tma_store_wait<0>();  // as in finish_scores
         const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.full[pipe.index].wait(pipe.phase);
@@ -78,23 +80,20 @@ struct DqDkdvConsumer {
             if (dq.last) shared.delta_barriers.empty[step].arrive();
           }
           shared.empty[pipe.index].arrive();
-          if constexpr (kDqInShared) DqShared<Config>::add(dq, step, pipe, shared, args, at);
+          if constexpr (kAddsDq) DqShared<Config>::add(dq, step, pipe, shared, args, at);
         }
-        if constexpr (kDqInShared) {
+        if constexpr (kAddsDq) {
           if (!computed && dq.first && dq.last) DqShared<Config>::store_zeros(dq, shared, args, at);
-          if constexpr (Config::kReleasesEarly) {
-            shared.owned_empty[buffer].arrive();
-          } else {
-            shared.dq.keys_read[buffer].arrive();
-          }
+          shared.dq.keys_read[buffer].arrive();
         }
       }
+      if constexpr (Config::kHasDqWarpgroup) shared.owned_empty[buffer].arrive();
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kComputesDelta) {
         if (dq.first) ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
       }
-      if constexpr (Config::kReleasesEarly) continue;
+      if constexpr (Config::kReleasesEarly || Config::kHasDqWarpgroup) continue;
       pending.buffer = buffer;
       if (Config::kBuffers == 1) pending.finish(shared.owned_empty, at);  // the next owned tiles need this buffer
     }

@@ -16,6 +16,8 @@ struct DqShared {
   using OwnedTile = typename Config::OwnedTile;
   using DsTile = typename Config::BiasTile;
   using Sum = float[Config::kHeadDim / 2];
+  // Consumers compute dq in turn; elsewhere a warpgroup of its own does (dq_warpgroup.h).
+  static constexpr bool kIsForConsumers = Config::kDqInShared && !Config::kHasDqWarpgroup;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
@@ -64,7 +66,7 @@ struct DqShared {
     if (at.issues()) cute::tma_store_wait<0>();  // for the stores of the last (b, n, h)
     at.sync();
     const Sum zeros = {};
-    for (int index = at.tile; index < columns.num_steps(); index += kTiles) {
+    for (int index = at.tile; index < columns.num_steps(); index += kIsForConsumers ? kTiles : 1) {
       store_out(state, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
     }
   }
@@ -90,7 +92,7 @@ struct DqShared {
     if (at.issues()) cute::tma_store_wait<0>();
   }
 
- private:
+ protected:
   CUTLASS_DEVICE static void add_remote(Sum& sum, uint32_t address) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {

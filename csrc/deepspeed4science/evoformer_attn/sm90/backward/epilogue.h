@@ -47,19 +47,25 @@ struct DqDkdvEpilogue {
       }
       return;
     }
-    if constexpr (kDqInShared) shared.dq.keys_read[pipe.index].wait(pipe.phase);
-    at.sync();  // the products of all warps have read the owned tiles
+    uint8_t *first = owned.first, *second = owned.second;  // where results wait to be stored
+    if constexpr (Config::kHasDqWarpgroup) {
+      first = shared.dq.results[at.tile][0], second = shared.dq.results[at.tile][1];
+    } else if constexpr (kDqInShared) {
+      shared.dq.keys_read[pipe.index].wait(pipe.phase);
+    }
+    // Nothing reads there any more: neither the products of all warps nor, with a buffer of their own, the last tile's
+    // store, for which one thread has waited.
+    at.sync();
     if constexpr (Config::kClusterBlocks > 1 && !Config::kSplitsKeys) {
-      if (computed) ClusterReduce<Config>::exchange(shared, owned, results.of_ds, results.of_p, exchanged, at);
+      if (computed) ClusterReduce<Config>::exchange(shared, first, results.of_ds, results.of_p, exchanged, at);
       stores_first &= Config::rank() == 0, stores_second &= Config::rank() == 1;
     }
     const float scale[2] = {args.scale, args.scale}, one[2] = {1.f, 1.f};
     if (stores_second) {
-      store_tile<scalar_t, OwnedTile>(maps.result_second, owned.second, results.of_p, one, at, l, block.head, n,
-                                      block.batch);
+      store_tile<scalar_t, OwnedTile>(maps.result_second, second, results.of_p, one, at, l, block.head, n, block.batch);
     }
     if (stores_first) {
-      store_tile<scalar_t, OwnedTile>(maps.result_first, owned.first, results.of_ds, scale, at, l, block.head, n,
+      store_tile<scalar_t, OwnedTile>(maps.result_first, first, results.of_ds, scale, at, l, block.head, n,
                                       block.batch);
     }
   }

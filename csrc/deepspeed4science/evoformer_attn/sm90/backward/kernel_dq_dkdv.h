@@ -1,6 +1,6 @@
 // dk and dv, math.md (14) and (12) (Config::kKeys), or dq, (13), on Hopper: a warpgroup owns 64 keys or queries of one
 // (b, n, h) and streams all queries or keys. Blocks are persistent. Producers: producer.h, row_delta.h; consumers:
-// consumer.h; either of them: zero_gradients.h.
+// consumer.h; either of them: zero_gradients.h; a warpgroup between them that computes dq: dq_warpgroup.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,6 +8,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "sm90/backward/consumer.h"
+#include "sm90/backward/dq_warpgroup.h"
 #include "sm90/backward/producer.h"
 #include "sm90/backward/row_delta.h"
 #include "sm90/backward/zero_gradients.h"
@@ -22,14 +23,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(dynamic_shared);
 
-  if (threadIdx.x == 128 * kWarpgroups) {
+  if (threadIdx.x == 128 * Config::kProducers) {
     prefetch_maps(maps.owned_first, maps.owned_second, maps.streamed_first, maps.streamed_second);
     if constexpr (Config::kHasBias2) prefetch_maps(maps.bias2);
     if constexpr (Config::kComputesDelta) prefetch_maps(maps.delta_o, maps.delta_do);
   }
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
-      shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * kWarpgroups);
+      shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * Config::kProducers);
     const int readers = 128 * (kWarpgroups + kDqInShared) + (kClusterBlocks && args.stores_dbias2);
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(readers);
@@ -61,9 +62,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       cute::cluster_sync();  // all blocks have finished their parts of dq
       DqShared<Config>::sum_in_cluster(shared, args, maps);
     }
+  } else if (threadIdx.x < 128 * Config::kProducers) {
+    if constexpr (Config::kHasDqWarpgroup) {
+      cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kHelper>();
+      DqWarpgroup<Config>::run(shared, args, maps);
+    }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
-    int warp = threadIdx.x / 32 - 4 * kWarpgroups;
+    int warp = threadIdx.x / 32 - 4 * Config::kProducers;
     if (warp == 0 && cute::elect_one_sync()) DqDkdvProducer<Config>::run(shared, args, maps);
     if (warp >= 1 && warp <= Config::kRows) DqDkdvProducer<Config>::run_statistics(shared, args, warp - 1);
     if constexpr (Config::kSplitsKeys) {

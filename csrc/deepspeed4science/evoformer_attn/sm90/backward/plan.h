@@ -173,8 +173,9 @@ class Sm90BackwardPlanner {
   Kernel fused_kernel() const {
     if constexpr (Tiles::kHasDqShared) {
       const int64_t key_tiles = ceil_div(p_.Lk, kOwned);
-      const bool narrow = Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
-                          ceil_div(key_tiles, Tiles::NarrowFused::kTiles) == ceil_div(key_tiles, Tiles::Fused::kTiles);
+      const bool narrow =
+          Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
+          2 * ceil_div(key_tiles, Tiles::NarrowFused::kTiles) < 3 * ceil_div(key_tiles, Tiles::Fused::kTiles);
       if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;

@@ -26,6 +26,7 @@ struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
+  static constexpr bool kHasDqWarpgroup = false;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -33,6 +34,13 @@ struct DqDkdvTiles {
 template <typename Tiles, int kQueries_, int kClusterBlocks_ = 1>
 struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
+};
+
+// The same, and a warpgroup of its own computes dq (dq_warpgroup.h) instead of the consumers in turn. There are
+// registers for two consumers then, not for three.
+template <typename Tiles>
+struct WithDqWarpgroup : Tiles {
+  static constexpr bool kHasDqWarpgroup = true;
 };
 
 // The same in clusters of blocks that have all queries and a tile of keys each.
@@ -92,18 +100,19 @@ struct BackwardTiles {
   using Fused =
       std::conditional_t<kHeadDim <= 32, WithDelta<WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 2>, /*kQueries=*/512>>,
                          WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384>>;
-  // For up to 128 keys, and 193 to 256, which take as many rounds by two warpgroups as by three: 0.147 instead of 0.161
-  // for all kernels of (1,256,256,4,32), one H100; four stages 0.150.
-  using NarrowFused =
-      std::conditional_t<kHeadDim <= 32, WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/512>>,
-                         Fused>;
-  // (1,768,768,4,32): 1.66; with two stages and two buffers for K and V 2.55.
+  // Where rounds of 128 keys are less than one and a half times as many as rounds of 192. All kernels of
+  // (1,256,256,4,32), one H100: 0.136, with two consumers that compute dq 0.144, with three 0.161.
+  using NarrowFused = std::conditional_t<
+      kHeadDim <= 32, WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/512>>>, Fused>;
+  // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
+  // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =
-      std::conditional_t<kHeadDim <= 32, WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 1>, /*kQueries=*/768>, Fused>;
-  using SplitFused =
-      std::conditional_t<kHeadDim <= 32,
-                         WithDqInShared<DqDkdvTiles<1, 3, 64, 3, 1>, /*kQueries=*/768, /*kClusterBlocks=*/2>,
-                         WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384, /*kClusterBlocks=*/2>>;
+      std::conditional_t<kHeadDim <= 32, WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>,
+                         Fused>;
+  using SplitFused = std::conditional_t<
+      kHeadDim <= 32,
+      WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768, /*kClusterBlocks=*/2>>,
+      WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 1>, /*kQueries=*/384, /*kClusterBlocks=*/2>>;
 
   // Clusters of three and more blocks, and ClusterFused, whose clusters divide the keys; not measured at D = 48.
   // ClusterFused, (1,1,768,16,24), all kernels: 0.036, with three tiles and three stages 0.041.

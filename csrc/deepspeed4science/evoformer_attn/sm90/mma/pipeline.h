@@ -30,12 +30,13 @@ struct PipelineState {
 };
 
 // Registers of a thread: at launch, and after the producers have released most of theirs to the consumers (setmaxnreg,
-// within the block's allocation at launch).
-template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32>
+// within the block's allocation at launch). kHelper: of one more warpgroup, if there is one.
+template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32, int kHelper_ = 0>
 struct RegisterShares {
-  static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * (kWarpgroups + 1)) / 8 * 8;
-  static constexpr int kProducer = kProducer_;
-  static constexpr int kShare = (kLaunch * (kWarpgroups + 1) - kProducer) / kWarpgroups / 8 * 8;
+  static constexpr int kAll = kWarpgroups + 1 + (kHelper_ > 0);
+  static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * kAll) / 8 * 8;
+  static constexpr int kProducer = kProducer_, kHelper = kHelper_;
+  static constexpr int kShare = (kLaunch * kAll - kProducer - kHelper) / kWarpgroups / 8 * 8;
   static constexpr int kConsumer = kShare < 240 ? kShare : 240;
 };
 
@@ -48,6 +49,10 @@ struct ConsumerCoord {
     int warpgroup = cutlass::canonical_warp_group_idx();  // uniform, which the compiler knows
     return {warpgroup, warpgroup / kTiles, warpgroup % kTiles, cutlass::canonical_warp_idx() % 4,
             int(threadIdx.x) % 32};
+  }
+  // Of a warpgroup that works for all rows n and tiles of its block.
+  CUTLASS_DEVICE static ConsumerCoord of_helper() {
+    return {cutlass::canonical_warp_group_idx(), 0, 0, cutlass::canonical_warp_idx() % 4, int(threadIdx.x) % 32};
   }
   CUTLASS_DEVICE bool issues() const { return warp == 0 && lane == 0; }  // stores
   CUTLASS_DEVICE void sync() const { cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup); }
