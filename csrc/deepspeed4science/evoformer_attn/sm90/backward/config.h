@@ -37,7 +37,8 @@ struct DqDkdvConfig {
   // registers instead of through the buffer. Not measured with dq in shared memory at D = 48.
   static constexpr bool kReleasesEarly = kBuffers == 1 && !kDqInShared;
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
-  static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;   // the one after the consumers (dq_warpgroup.h)
+  static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;       // the one after the consumers (dq_warpgroup.h)
+  static constexpr bool kTakesTurns = kDqInShared && !kHasDqWarpgroup;  // each consumer computes dq of some steps
   static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup;  // the producers' warpgroup, which is the last one
   static constexpr int kNumThreads = 128 * (kProducers + 1);
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
@@ -92,7 +93,7 @@ struct DqDkdvConfig {
     // kHasDqWarpgroup: dk and dv on their way to memory. Elsewhere they leave through the buffer of owned tiles.
     cute::conditional_t<kHasDqWarpgroup, uint8_t[kTiles][2][OwnedTile::kBytes], Nothing> results;
     EmptyBarrier full[kStages];        // dS of all tiles is stored
-    EmptyBarrier keys_read[kBuffers];  // not kHasDqWarpgroup: by the products of all warpgroups
+    EmptyBarrier keys_read[kBuffers];  // kTakesTurns: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
   };
   // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two

@@ -19,7 +19,6 @@ struct DqDkdvConsumer {
   using DqTileState = typename DqShared<Config>::TileState;
   static constexpr int kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kDqInShared = Config::kDqInShared, kDqInGlobal = Config::kDqInGlobal;
-  static constexpr bool kAddsDq = DqShared<Config>::kIsForConsumers;
 
   // kDqInGlobal: the warpgroup's position among the accumulators of dq.
   struct DqGlobalState {
@@ -80,9 +79,9 @@ struct DqDkdvConsumer {
             if (dq.last) shared.delta_barriers.empty[step].arrive();
           }
           shared.empty[pipe.index].arrive();
-          if constexpr (kAddsDq) DqShared<Config>::add(dq, step, pipe, shared, args, at);
+          if constexpr (Config::kTakesTurns) DqShared<Config>::add(dq, step, pipe, shared, args, at);
         }
-        if constexpr (kAddsDq) {
+        if constexpr (Config::kTakesTurns) {
           if (!computed && dq.first && dq.last) DqShared<Config>::store_zeros(dq, shared, args, at);
           shared.dq.keys_read[buffer].arrive();
         }

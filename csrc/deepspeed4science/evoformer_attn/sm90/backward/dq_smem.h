@@ -1,6 +1,7 @@
 // dq, math.md (13), in shared memory, in kernel_dq_dkdv that owns keys. In each step all warpgroups of a block store
-// their parts of dS, queries by keys, and one warpgroup, another one in each step, computes dq += dS K over all keys of
-// the block. dq of one (b, n, h) stays in shared memory while the block iterates over the keys.
+// their parts of dS, queries by keys, and one warpgroup computes dq += dS K over all keys of the block: the consumers
+// in turn, another one in each step (Config::kTakesTurns), or one that does nothing else (dq_warpgroup.h). dq of one
+// (b, n, h) stays in shared memory while the block iterates over the keys.
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
@@ -16,8 +17,6 @@ struct DqShared {
   using OwnedTile = typename Config::OwnedTile;
   using DsTile = typename Config::BiasTile;
   using Sum = float[Config::kHeadDim / 2];
-  // Consumers compute dq in turn; elsewhere a warpgroup of its own does (dq_warpgroup.h).
-  static constexpr bool kIsForConsumers = Config::kDqInShared && !Config::kHasDqWarpgroup;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kColumns = Config::kColumns;
 
   CUTLASS_DEVICE static void init(typename Config::Dq& dq) {
@@ -66,7 +65,7 @@ struct DqShared {
     if (at.issues()) cute::tma_store_wait<0>();  // for the stores of the last (b, n, h)
     at.sync();
     const Sum zeros = {};
-    for (int index = at.tile; index < columns.num_steps(); index += kIsForConsumers ? kTiles : 1) {
+    for (int index = at.tile; index < columns.num_steps(); index += Config::kTakesTurns ? kTiles : 1) {
       store_out(state, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
     }
   }

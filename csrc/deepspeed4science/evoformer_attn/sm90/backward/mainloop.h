@@ -37,7 +37,6 @@ struct DqDkdvMainloop : StepProducts<Config> {
   using typename Products::Scores;
   static constexpr int kColumns = Config::kColumns, kColumnSteps = Config::kColumnSteps, kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kHasBias2 = Config::kHasBias2, kDqInShared = Config::kDqInShared;
-  static constexpr bool kAddsDq = DqShared<Config>::kIsForConsumers;
 
   // Makes dS visible to the product for dq. A warpgroup for dq does so itself, while consumers go on.
   CUTLASS_DEVICE static void announce_ds(Shared& shared, int stage) {
@@ -147,7 +146,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
       if constexpr (Config::kComputesDelta) {
         if (dq.last) shared.delta_barriers.empty[step - 1].arrive();
       }
-      if constexpr (kAddsDq) {
+      if constexpr (Config::kTakesTurns) {
         if (step > 1) DqShared<Config>::add(dq, step - 2, last_pipe, shared, args, at);
         last_pipe = pipe;
       }
@@ -171,7 +170,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
     shared.empty[last_stage].arrive();
-    if constexpr (kAddsDq) {
+    if constexpr (Config::kTakesTurns) {
       DqShared<Config>::add(dq, num_steps - 1, last_pipe, shared, args, at);
       shared.dq.keys_read[dq.owned_pipe.index].arrive();
     }
