@@ -43,7 +43,7 @@ struct DqDkdvConfig {
   static constexpr int kNumThreads = 128 * (kProducers + 1);
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
   // Writing dq from accumulators takes many.
-  static constexpr int kProducerRegisters = kDqInGlobal ? 56 : kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
   using Registers =
       RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters, /*kHelper=*/kHasDqWarpgroup ? 56 : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");

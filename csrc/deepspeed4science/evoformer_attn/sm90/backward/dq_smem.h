@@ -37,33 +37,40 @@ struct DqShared {
   CUTLASS_DEVICE static void add(const TileState& state, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;
-    const bool first = state.first, last = state.last;
-    const typename Config::Columns columns = Config::columns(args);
+    const int first_query = Config::columns(args).begin;
+    if (state.first && index < kTiles) wait_for_stores(at);
+    add_step(state, index, first_query, pipe, shared, args, at);
+  }
+  // This warpgroup's stores of the last (b, n, h) leave shared memory.
+  CUTLASS_DEVICE static void wait_for_stores(const ConsumerCoord& at) {
+    if (at.issues()) cute::tma_store_wait<0>();
+    at.sync();
+  }
+  // Multiplies dS of step `index`. first_query: of this block.
+  CUTLASS_DEVICE static void add_step(const TileState& state, int index, int first_query,
+                                      const typename Config::Pipe& pipe, Shared& shared, const BackwardArgs& args,
+                                      const ConsumerCoord& at) {
     auto& tile = shared.dq.tiles[index];
-    if (first && index < kTiles) {  // this warpgroup's stores of the last (b, n, h) must have left shared memory
-      if (at.issues()) cute::tma_store_wait<0>();
-      at.sync();
-    }
     float4* mine = reinterpret_cast<float4*>(tile.x[0][32 * at.warp + at.lane]);
     Sum sum = {};
-    if (!first) load(sum, mine);
+    if (!state.first) load(sum, mine);
     shared.dq.full[pipe.index].wait(pipe.phase);
+    if constexpr (Config::kHasDqWarpgroup) cutlass::arch::fence_view_async_shared();  // for the consumers' stores
     multiply(sum, start_address(shared.stages[pipe.index].bias2), start_address(shared.owned[state.owned_pipe.index]));
     shared.empty[pipe.index].arrive();
-    if (!last) {
+    if (!state.last) {
       store(mine, sum);
       return;
     }
     at.sync();  // all threads have read the tile that store_out overwrites
-    store_out(state, tile, sum, columns.begin + index * kColumns, args, at);
+    store_out(state, tile, sum, first_query + index * kColumns, args, at);
   }
 
   // Stores dq = 0 of a (b, n, h) that sees no key.
   CUTLASS_DEVICE static void store_zeros(const TileState& state, Shared& shared, const BackwardArgs& args,
                                          const ConsumerCoord& at) {
     const typename Config::Columns columns = Config::columns(args);
-    if (at.issues()) cute::tma_store_wait<0>();  // for the stores of the last (b, n, h)
-    at.sync();
+    wait_for_stores(at);
     const Sum zeros = {};
     for (int index = at.tile; index < columns.num_steps(); index += Config::kTakesTurns ? kTiles : 1) {
       store_out(state, shared.dq.tiles[index], zeros, columns.begin + index * kColumns, args, at);
@@ -91,7 +98,7 @@ struct DqShared {
     if (at.issues()) cute::tma_store_wait<0>();
   }
 
- protected:
+ private:
   CUTLASS_DEVICE static void add_remote(Sum& sum, uint32_t address) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Config::kHeadDim / 8; ++i) {

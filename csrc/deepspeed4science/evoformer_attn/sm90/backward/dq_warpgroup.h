@@ -7,14 +7,13 @@
 namespace ds4s::sm90 {
 
 template <typename Config>
-class DqWarpgroup : DqShared<Config> {
+struct DqWarpgroup {
   using Dq = DqShared<Config>;
   using Shared = typename Config::Shared;
 
- public:
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_helper();
-    const int begin = Config::columns(args).begin;
+    const int first_query = Config::columns(args).begin;
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (PublishedTileScheduler<Config> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -23,27 +22,10 @@ class DqWarpgroup : DqShared<Config> {
       const bool first = uniform(visible.first) != 0, last = uniform(visible.tile) + 1 == uniform(visible.end);
       const typename Dq::TileState state{maps, visible.at, owned_pipe, first, last};
       const int num_steps = uniform(visible.num_steps);
-      const uint32_t keys = start_address(shared.owned[owned_pipe.index]);
-      if (first) {  // the stores of the last (b, n, h) must have left shared memory
-        if (at.issues()) cute::tma_store_wait<0>();
-        at.sync();
-      }
+      if (first) Dq::wait_for_stores(at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int index = 0; index < num_steps; ++index, pipe.advance()) {
-        auto& tile = shared.dq.tiles[index];
-        float4* mine = reinterpret_cast<float4*>(tile.x[0][32 * at.warp + at.lane]);
-        typename Dq::Sum sum = {};
-        if (!first) Dq::load(sum, mine);
-        shared.dq.full[pipe.index].wait(pipe.phase);
-        cutlass::arch::fence_view_async_shared();  // for the consumers' stores
-        Dq::multiply(sum, start_address(shared.stages[pipe.index].bias2), keys);
-        shared.empty[pipe.index].arrive();
-        if (!last) {
-          Dq::store(mine, sum);
-          continue;
-        }
-        at.sync();  // all threads have read the tile that store_out overwrites
-        Dq::store_out(state, tile, sum, begin + index * Config::kColumns, args, at);
+        Dq::add_step(state, index, first_query, pipe, shared, args, at);
       }
       shared.owned_empty[owned_pipe.index].arrive();
       if (num_steps == 0 && first && last) Dq::store_zeros(state, shared, args, at);

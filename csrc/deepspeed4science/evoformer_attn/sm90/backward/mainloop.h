@@ -94,7 +94,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     if (last_stage >= 0) {
       shared.empty[last_stage].arrive();
     } else if constexpr (Config::kHasDqWarpgroup) {
-      // The last tile's results leave their buffer. Also, ptxas moves nothing across this branch: without it, the
+      // The last tile's results have left their buffer. Also, ptxas moves nothing across this branch: without it, the
       // exponentials come after the next wait, which takes 1.03 to 1.07 of the time.
       if (at.issues()) cute::tma_store_wait<0>();
     } else {

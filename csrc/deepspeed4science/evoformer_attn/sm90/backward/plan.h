@@ -19,7 +19,7 @@ namespace ds4s::sm90 {
 enum class Kernel : int {
   kNone,
   kFused,         // dk, dv and dq; dq in shared memory
-  kNarrowFused,   // as kFused, with two warpgroups, where these need no more rounds than three
+  kNarrowFused,   // as kFused, in rounds of two tiles of keys instead of three; a warpgroup of its own computes dq
   kLongFused,     // as kFused, for more queries
   kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
   kTripleFused,   // as kSplitFused, in clusters of three

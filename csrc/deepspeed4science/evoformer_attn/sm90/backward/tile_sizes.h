@@ -36,17 +36,17 @@ struct WithDqInShared : Tiles {
   static constexpr int kQueries = kQueries_, kClusterBlocks = kClusterBlocks_;
 };
 
-// The same, and a warpgroup of its own computes dq (dq_warpgroup.h) instead of the consumers in turn. There are
-// registers for two consumers then, not for three.
-template <typename Tiles>
-struct WithDqWarpgroup : Tiles {
-  static constexpr bool kHasDqWarpgroup = true;
-};
-
 // The same in clusters of blocks that have all queries and a tile of keys each.
 template <typename Tiles, int kQueries>
 struct WithSplitKeys : WithDqInShared<Tiles, kQueries, /*kClusterBlocks=*/2> {
   static constexpr bool kSplitsKeys = true;
+};
+
+// WithDqInShared, and a warpgroup of its own computes dq (dq_warpgroup.h) instead of the consumers in turn. There are
+// registers for two consumers then, not for three.
+template <typename Tiles>
+struct WithDqWarpgroup : Tiles {
+  static constexpr bool kHasDqWarpgroup = true;
 };
 
 constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta

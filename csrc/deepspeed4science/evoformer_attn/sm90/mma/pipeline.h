@@ -31,7 +31,8 @@ struct PipelineState {
 
 // Registers of a thread: at launch, and after the producers have released most of theirs to the consumers (setmaxnreg,
 // within the block's allocation at launch). kHelper: of one more warpgroup, if there is one.
-template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = kWarpgroups == 2 ? 40 : 32, int kHelper_ = 0>
+constexpr int usual_producer_registers(int num_warpgroups) { return num_warpgroups == 2 ? 40 : 32; }
+template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = usual_producer_registers(kWarpgroups), int kHelper_ = 0>
 struct RegisterShares {
   static constexpr int kAll = kWarpgroups + 1 + (kHelper_ > 0);
   static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * kAll) / 8 * 8;
