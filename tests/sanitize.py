@@ -47,6 +47,8 @@ SM90_CALLS = (
 # padded: -inf, as for padded pair maps. stairs: other keys in each row n, and row n 0 left out by
 # row_mask. queries: bias2 hides all keys of some queries, whose dO is NaN. one key: all but one.
 MASKS = ("padded", "stairs", "queries", "one key")
+# On 9.0, blocks of two rows n exchange dS for dbias2, those of the third row have no partner.
+SM80_CALLS = ((3, 200, 300, 2, 32),)
 MASKED_CALLS = (
     (9, 70, 330, 1, 32),
     (9, 100, 450, 2, 128),
@@ -66,6 +68,8 @@ def main():
     if family == "sm90":
         calls += [(torch.bfloat16, shape, "") for shape in SM90_CALLS]
         calls += [(torch.bfloat16, shape, mask) for mask in MASKS[:3] for shape in MASKED_CALLS[2:]]
+    if family == "sm80":
+        calls += [(torch.bfloat16, shape, mask) for mask in ("", *MASKS) for shape in SM80_CALLS]
     for dtype, shape, mask in calls:
         run(dtype, *shape, mask)
     print(f"sanitize: {len(calls)} calls of {family} done")

@@ -18,7 +18,14 @@ pytestmark = [
 ]
 # B, N, L, H, D. Thousands of (b, n, h) use a hundred accumulators again and again; in the first
 # some of these lie in dk and dv, at D = 64 bias2 is read transposed, L = 72 and 360 end in a tile.
-SHAPES = [(1, 384, 384, 4, 32), (2, 150, 360, 4, 16), (1, 200, 512, 4, 64), (1, 700, 72, 3, 32)]
+# With an odd N, some rows n have no neighbour in their b for dbias2's common additions (D = 32).
+SHAPES = [
+    (1, 384, 384, 4, 32),
+    (2, 150, 360, 4, 16),
+    (1, 200, 512, 4, 64),
+    (1, 700, 72, 3, 32),
+    (3, 75, 200, 2, 32),
+]
 
 
 def hide_nothing(b):
@@ -38,6 +45,11 @@ def hide_random_keys_by_32(b):
     b[by_32.repeat_interleave(32, -1)[..., : b.shape[4]]] = -math.inf
 
 
+def hide_after_random_lengths(b):
+    lengths = torch.randint(0, b.shape[4] + 1, (*b.shape[:4], 1), device=b.device)
+    b[torch.arange(b.shape[4], device=b.device) >= lengths] = -math.inf
+
+
 def hide_a_pair_map_padded_by_half(b):
     b[:, b.shape[1] // 2 :] = -math.inf
     b[..., b.shape[4] // 2 :] = -math.inf
@@ -52,6 +64,7 @@ HIDES = (
     hide_every_other_row,
     hide_random_rows,
     hide_random_keys_by_32,
+    hide_after_random_lengths,
     hide_a_pair_map_padded_by_half,
     hide_all,
 )

@@ -60,7 +60,7 @@ ds4s::BackwardUnit unit(int head_dim, bool has_fused, int max_stages) {
   unit.dbias2_shared_bytes = is_exact ? 137728 : head_dim == 64 ? 156672 : 91136;
   unit.dbias2_blocks = is_exact ? 8 : 1;
   unit.has_fused = has_fused && !is_exact;
-  unit.fused_reads_bias2 = head_dim < 64, unit.fused_shared_bytes = head_dim == 64 ? 110624 : 84000;
+  unit.fused_reads_bias2 = head_dim < 64, unit.fused_shared_bytes = head_dim == 64 ? 110624 : 96392;
   unit.fused_blocks = 2;
   return unit;
 }

@@ -42,6 +42,19 @@ class BackwardHost {
   void start_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
     if (allow_shared(kernel, shared)) check(launch_overlapping(kernel, blocks, threads, shared, stream_, args...));
   }
+  // Starts clusters of two blocks, rounding the number of blocks up.
+  template <typename Kernel, typename... Args>
+  void start_pairs(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
+    if (!allow_shared(kernel, shared)) return;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(uint32_t(ceil_div(blocks, 2) * 2)), config.blockDim = dim3(uint32_t(threads));
+    config.dynamicSmemBytes = size_t(shared), config.stream = stream_;
+    config.attrs = &cluster, config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, args...));
+  }
   void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
   // Parts that lie one after another in the workspace, in a fixed order.
   void sum(float* out, int64_t parts, int64_t outer, int64_t num_parts, int64_t inner) {

@@ -2,6 +2,7 @@
 // Every asynchronous or warp-wide instruction of the Sm70 to Sm80 kernels is here and nowhere else.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm70.hpp>
@@ -243,6 +244,55 @@ CUTLASS_DEVICE uint32_t max_half_pairs(uint32_t x, uint32_t y) {
   uint32_t d;
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
   return d;
+}
+
+// Between the blocks of a cluster, from 9.0 up. Waits until the other blocks have begun: barrier.cluster (9.7.13.4),
+// relaxed, since it makes no writes visible.
+CUTLASS_DEVICE void cluster_arrive() { cute::cluster_arrive_relaxed(); }
+CUTLASS_DEVICE void cluster_wait() { cute::cluster_wait(); }
+CUTLASS_DEVICE uint32_t rank_in_cluster() { return cute::block_rank_in_cluster(); }
+// The address of the same variable in the shared memory of block `rank`: mapa (9.7.9.23).
+CUTLASS_DEVICE uint32_t shared_address(const void* smem) { return uint32_t(__cvta_generic_to_shared(smem)); }
+CUTLASS_DEVICE uint32_t shared_address(const void* smem, uint32_t rank) {
+  return cute::set_block_rank(shared_address(smem), rank);
+}
+// Stores in another block's shared memory, in which the mbarrier `announces` counts the bytes: st.async (9.7.9.12).
+CUTLASS_DEVICE void store_async(uint32_t address, uint32_t x, uint32_t announces) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(x),
+               "r"(announces)
+               : "memory");
+}
+CUTLASS_DEVICE void store_async(uint32_t address, const uint4& x, uint32_t announces) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(announces)
+      : "memory");
+}
+// mbarriers (9.7.13.15). Their init is followed by the fence and a barrier of the cluster.
+CUTLASS_DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+CUTLASS_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// An arrival that announces bytes.
+CUTLASS_DEVICE void mbarrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// An arrival in another block. With the scope of the block, which needs no fence: it announces reads, not writes.
+CUTLASS_DEVICE void mbarrier_arrive_remote(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+// Waits for the end of a phase. Not with the scope of the cluster, which would invalidate the L1 cache as well.
+CUTLASS_DEVICE void mbarrier_wait(const uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 CUTLASS_DEVICE float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }

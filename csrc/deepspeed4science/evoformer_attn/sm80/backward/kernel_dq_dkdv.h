@@ -16,7 +16,8 @@
 // after a tile's last visible key are not computed. A block that owns hidden keys stores zeros, and a warp of hidden
 // keys computes nothing.
 //
-// With kFusesDq (the fused kernel) a block that owns keys also adds to dq and dbias2 (dq_accumulator.h).
+// With kFusesDq (the fused kernel) a block that owns keys also adds to dq and dbias2 (dq_accumulator.h), with
+// kPairsRows together with the block of a neighbouring row n (row_partner.h).
 #pragma once
 
 #include "sm80/backward/mainloop.h"
@@ -41,7 +42,12 @@ struct KernelDqDkdv {
   CUTLASS_DEVICE static void run(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
                                  const DqAccumulatorPool& pool = {}) {
     uint32_t number = blockIdx.x;
-    if constexpr (Config::kFusesDq) number = OrderedDqAdd<Config>::draw(pool, shared + Loop::Shared::ds(stages, 1));
+    if constexpr (Config::kPairsRows) {
+      number = RowPartner<Config>::draw(pool.ticket, Loop::partner_buffers(shared, stages));
+      if (number >= order.num_blocks) return;
+    } else if constexpr (Config::kFusesDq) {
+      number = OrderedDqAdd<Config>::draw(pool, shared + Loop::Shared::ds(stages, 1));
+    }
     if (Config::kExact && args.mask.range != nullptr) {
       int opaque = int(number);  // Position is computed again below: kept until then, it would spill 48 bytes
       ptx::keep(opaque);
@@ -49,6 +55,10 @@ struct KernelDqDkdv {
       if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
     }
     const Position at(args.p, order, number);
+    uint32_t partner_units = 0;
+    if constexpr (Config::kPairsRows) {
+      if (pool.dbias2) partner_units = RowPartner<Config>::units(args, at);
+    }
     if constexpr (!Config::kExact) {  // computed once here: twice would spill 104 bytes for keys at D = 32 on 8.0
       if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
     }
@@ -56,7 +66,7 @@ struct KernelDqDkdv {
     const TileOperands<Config> operands(args.p, at);
     Loop loop(args, pool, at, operands, bias2, stages, shared, int(threadIdx.x));
     const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;  // of this warp
-    loop.run(begin(loop, args, pool, at, operands, owned_left));
+    loop.run(begin(loop, args, pool, at, operands, owned_left, partner_units));
     // The position is not kept in registers through the loop.
     if constexpr (Config::kFusesDq) {
       end(loop, args, *loop.position());
@@ -71,7 +81,8 @@ struct KernelDqDkdv {
   // Prologue: starts the loads of the first tiles, and converts the owned side's vectors to the form that the loop
   // reads. Returns the first tile.
   CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
-                                  const Position& at, const TileOperands<Config>& operands, int owned_left) {
+                                  const Position& at, const TileOperands<Config>& operands, int owned_left,
+                                  uint32_t partner_units) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
     bool hidden = false;  // all keys of this warp
     if constexpr (Loop::kSkipsWarps) {
@@ -106,8 +117,9 @@ struct KernelDqDkdv {
       CUTLASS_PRAGMA_UNROLL
       for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
     }
+    if constexpr (Config::kPairsRows) loop.partner.begin(partner_units != 0, loop.warp.first);
     if constexpr (Config::kFusesDq) {
-      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at), *loop.position() = at;
+      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at, partner_units), *loop.position() = at;
     }
 
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
@@ -140,14 +152,19 @@ struct KernelDqDkdv {
     }
   }
   CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardInputs& args,
-                                             const DqAccumulatorPool& pool, const Position& at) {
+                                             const DqAccumulatorPool& pool, const Position& at,
+                                             uint32_t partner_units) {
     const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
     constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
-    const int hidden_units = __clz(int(args.mask.units(at.bn, at.first, kUnits) << (32 - kUnits)));
+    const uint32_t units = args.mask.units(at.bn, at.first, kUnits) | partner_units;
+    const int hidden_units = __clz(int(units << (32 - kUnits)));
+    const bool has_partner = partner_units != 0;
     return {pool.accumulator(at.pair),
             pool.dbias2 + queries * pool.padded_keys + at.first,
             pool.padded_keys * int(sizeof(float)),
+            has_partner ? int(ptx::rank_in_cluster()) * PartnerBuffers<Config>::kKeys : 0,
             pool.dbias2 ? Config::kOwned - hidden_units * KeyMask::kUnit : 0,
+            has_partner,
             pool.before(at.pair),
             args.mask.template num_visible<Config::kOwned>(at.bn, int(args.p.Lk))};
   }

@@ -187,6 +187,7 @@ class Sm80Backward : BackwardHost {
     TileOrder order{};
     order.by_group = cutlass::FastDivmod(int(std::min(rows, kRows) * tiles * p_.H));
     if (rows % kRows > 0) order.by_last_rows = cutlass::FastDivmod(int(rows % kRows));
+    order.num_blocks = uint32_t(rows * tiles * p_.H);
     order.by_tiles = cutlass::FastDivmod(int(tiles)), order.by_N = cutlass::FastDivmod(int(p_.N));
     return order;
   }
@@ -249,8 +250,13 @@ class Sm80Backward : BackwardHost {
   template <typename FusedTile>
   void start_fused(const DqAccumulatorPool& pool) {
     const int64_t blocks = num_tiles<FusedTile>() * p_.H * p_.B * p_.N;
-    start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, Kernel::fused_shared_bytes(), args_,
-          tile_order<FusedTile>(), pool);
+    const int shared = Kernel::fused_shared_bytes();
+    const TileOrder order = tile_order<FusedTile>();
+    if (FusedTile::kPairsRows) {
+      start_pairs(backward_fused<FusedTile>, blocks, FusedTile::kThreads, shared, args_, order, pool);
+    } else {
+      start(backward_fused<FusedTile>, blocks, FusedTile::kThreads, shared, args_, order, pool);
+    }
   }
 
   const Sm80BackwardPlan plan_;

@@ -31,8 +31,11 @@ struct SharedLayout {
     return owned(stages) + (Config::kResident ? 1 : 2) * OwnedTile::kBytes + index * DsTile<Config>::kBytes;
   }
   CUTLASS_HOST_DEVICE static constexpr int bias2(int stages) { return ds(stages, 2); }
-  CUTLASS_HOST_DEVICE static constexpr int outputs(int stages) {
+  CUTLASS_HOST_DEVICE static constexpr int partner(int stages) {
     return bias2(stages) + (Config::kTransposesBias2 ? TransposedBias2<Config>::kBytes : 0);
+  }
+  CUTLASS_HOST_DEVICE static constexpr int outputs(int stages) {
+    return partner(stages) + (Config::kPairsRows ? int(sizeof(PartnerBuffers<Config>)) : 0);
   }
   CUTLASS_HOST_DEVICE static constexpr int position(int stages) {
     static_assert(sizeof(DqOutputs) % alignof(TilePosition<Config>) == 0, "the position is aligned");
@@ -64,6 +67,7 @@ struct Mainloop {
   char* shared;
   const int thread;
   OrderedDqAdd<Config> dq_add;
+  RowPartner<Config> partner;
   Streamed streamed;
   Warp warp;
   Vectors vectors;
@@ -76,6 +80,7 @@ struct Mainloop {
         shared(shared_),
         thread(thread_),
         dq_add{pool, at.pair},
+        partner{partner_buffers(shared_, stages_)},
         streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
         warp(args.p.scale, thread_, at.part),
         vectors(args, at, warp.probabilities.column_unit()),
@@ -87,6 +92,10 @@ struct Mainloop {
   CUTLASS_DEVICE DqOutputs* outputs() const { return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages)); }
   CUTLASS_DEVICE TilePosition<Config>* position() const {
     return reinterpret_cast<TilePosition<Config>*>(shared + Shared::position(stages));
+  }
+
+  CUTLASS_DEVICE static PartnerBuffers<Config>* partner_buffers(char* shared, int stages) {
+    return reinterpret_cast<PartnerBuffers<Config>*>(shared + Shared::partner(stages));
   }
 
   // tile: the first one.
@@ -104,7 +113,7 @@ struct Mainloop {
       typename Vectors::Loaded next;
       if (Config::kMaxStages == 2 && stages == 2 && more) streamed.load(next_tile, next_stage);
       if (more) next = vectors.load(next_tile * kStreamed);
-      if (Config::kFusesDq && !Config::kStaggers && tile > 0) add_ds<true, true>(tile - 1);
+      if (Config::kFusesDq && !Config::kStaggers && tile > 0) add_ds<true, true>(tile - 1, more);
       add_tile(tile, next_tile, stage, more);
       if (stages == 1 && more) {
         __syncthreads();
@@ -116,11 +125,11 @@ struct Mainloop {
     if constexpr (Config::kFusesDq) {
       if (num_tiles == 1) wait_for_accumulator();
       __syncthreads();
-      add_ds<true, false>(num_tiles - 1);
+      add_ds<true, false>(num_tiles - 1, false);
     }
   }
   // To be called after run(): dbias2 of the last tile. No other block waits for it, unlike for dq.
-  CUTLASS_DEVICE void add_last_dbias2() const { add_ds<false, true>((streamed.num - 1) / kStreamed); }
+  CUTLASS_DEVICE void add_last_dbias2() const { add_ds<false, true>((streamed.num - 1) / kStreamed, false); }
 
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
@@ -146,17 +155,20 @@ struct Mainloop {
       if constexpr (Config::kStaggers) {
         static_assert(Config::kStripes == 2, "each half of the warps has a stripe of its own");
         const int before = vectors.is_delta ? 1 : 0;  // that half of the warps which loads delta adds later
-        if (tile > 0 && stripe == before) add_ds<true, true>(tile - 1);
+        if (tile > 0 && stripe == before) add_ds<true, true>(tile - 1, more);
         if (skips) continue;
       }
       int next_first = tile * kStreamed + 32 * (stripe + 1);
       if (Streamed::Keys::kSkips && stripe + 1 == stripes) next_first = next_tile * kStreamed;
       warp.add_stripe(streamed.qk(stage) + StreamedTile::offset(32) * stripe,
                       streamed.dov(stage) + StreamedTile::offset(32) * stripe, streamed.vectors(stage) + 64 * stripe,
-                      bias2, stripe, next_first, more, ds_tile(tile));
+                      bias2, stripe, next_first, more, ds_tile(tile), partner, tile);
     }
     if constexpr (Config::kFusesDq && kSkipsWarps) {
       if (skips && tile < 2) DsTile<Config>::clear(ds_tile(tile), warp.first, warp.lane);
+      if constexpr (Config::kPairsRows) {
+        if (skips) partner.send_zeros(tile, warp.lane_ds);
+      }
     }
   }
 
@@ -164,11 +176,12 @@ struct Mainloop {
     if (warp.is_thread_0()) dq_add.wait(outputs()->before);
   }
   // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
-  // kept through the whole loop.
+  // kept through the whole loop. more: add_ds is called again two tiles later.
   template <bool kAddsDq, bool kAddsDbias2>
-  CUTLASS_DEVICE void add_ds(int tile) const {
+  CUTLASS_DEVICE void add_ds(int tile, bool more) const {
     if constexpr (Config::kFusesDq) {
-      DqProduct<Config>::template run<kAddsDq, kAddsDbias2>(ds_tile(tile), owned_tile(), *outputs(), tile * kStreamed);
+      DqProduct<Config>::template run<kAddsDq, kAddsDbias2>(ds_tile(tile), owned_tile(), *outputs(), tile,
+                                                            partner.buffers, more);
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {

@@ -12,6 +12,7 @@ struct TileOrder {
   cutlass::FastDivmod by_group;      // blocks of a group of neighbouring n
   cutlass::FastDivmod by_last_rows;  // n of the last group, if it is not whole
   cutlass::FastDivmod by_tiles, by_N;
+  uint32_t num_blocks;  // a cluster may have one more
 };
 
 // The order of the blocks: kRows neighbouring n vary fastest, then tiles, then heads. Blocks that run at the same time

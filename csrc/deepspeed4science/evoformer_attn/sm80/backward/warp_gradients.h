@@ -67,7 +67,8 @@ struct WarpGradients {
   // Computes 32 x 32 scores and adds their gradients. qk, dov, vectors: of the 32 streamed queries or keys; sDs: the
   // address for dS in shared memory; next_first: the first of the next 32 streamed queries or keys.
   CUTLASS_DEVICE void add_stripe(const scalar_t* qk, const scalar_t* dov, const float* vectors, Bias2& bias2,
-                                 int stripe, int next_first, bool more, scalar_t* sDs) {
+                                 int stripe, int next_first, bool more, scalar_t* sDs,
+                                 const RowPartner<Config>& partner, int tile) {
     float s[4][8], dp[4][8];
     CUTLASS_PRAGMA_UNROLL
     for (int chunk = 0; chunk < 4; chunk += kChunkTiles) {
@@ -93,6 +94,7 @@ struct WarpGradients {
         if constexpr (Config::kFusesDq) {
           const ScoreWords words = ScoreWords::of<scalar_t>(dp);
           DsTile<Config>::store(sDs, lane_ds, words, stripe);
+          if constexpr (Config::kPairsRows) partner.send(tile, stripe, lane_ds, words);
           multiply_transposed<Config, StreamedTile>(dqk, words, qk + lane_nk);
           if constexpr (!Config::kTransposesBias2) __syncwarp();  // ptxas does not move the loads past it
         } else {
