@@ -84,8 +84,7 @@ struct AttentionKernel {
   using Traits = ds4s::ArchTraits<ArchTag>;
   using Mma = ds4s::WarpMma<scalar_t, ArchTag, kTf32_>;
   // Where O takes 128 registers, `huge` would lie in local memory, and its load in the loop would wait for bias2.
-  static constexpr bool kKeepsHuge = kHeadDimValue < 128;
-  using Softmax = ds4s::RowSoftmax<Mma, kKeepsHuge>;
+  using Softmax = ds4s::RowSoftmax<Mma, /*kIsWide=*/(kHeadDimValue >= 128)>;
   using Row = typename Softmax::Row;
   static constexpr bool kExact = sizeof(scalar_t) == 4 && !kTf32_;  // full precision: fewer roundings
   // Q is multiplied by kQFactor, so that every finite bias stays finite in units of the raw scores (head dimensions up

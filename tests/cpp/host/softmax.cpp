@@ -44,9 +44,9 @@ double difference(double x, double reference) {
 
 // Scores are kept in `unit`s; each key's value is a thousand times its number. kFixes: references come from begin();
 // `unfit` counts rows with a part that does not fit, which have no error then.
-template <int kLaneRows, bool kKeepsHuge = true, bool kFixes = false>
+template <int kLaneRows, bool kIsWide = false, bool kFixes = false>
 double worst_error(const Kind& kind, float unit, std::mt19937& random, int& unfit) {
-  using Softmax = RowSoftmax<OneLane<kLaneRows>, kKeepsHuge>;
+  using Softmax = RowSoftmax<OneLane<kLaneRows>, kIsWide>;
   std::normal_distribution<float> normal(0, 3);
   std::vector<double> scores[kLaneRows], values[kLaneRows];
   Softmax parts[kParts] = {Softmax(1 / unit), Softmax(1 / unit)};
@@ -108,9 +108,9 @@ int main(int, char** argv) {
     for (int round = 0; round < 50; ++round) {
       for (float unit : {std::sqrt(32.f) / 64, std::sqrt(128.f) / 64}) {
         worst = std::max({worst, worst_error<2>(kind, unit, random, unfit), worst_error<4>(kind, unit, random, unfit),
-                          worst_error<4, /*kKeepsHuge=*/false>(kind, unit, random, unfit)});
+                          worst_error<4, /*kIsWide=*/true>(kind, unit, random, unfit)});
         worst_fixed =
-            std::max(worst_fixed, worst_error<4, /*kKeepsHuge=*/true, /*kFixes=*/true>(kind, unit, random, unfit));
+            std::max(worst_fixed, worst_error<4, /*kIsWide=*/false, /*kFixes=*/true>(kind, unit, random, unfit));
       }
     }
     std::printf("%g %g %d %s\n", worst, worst_fixed, unfit, kind.name);

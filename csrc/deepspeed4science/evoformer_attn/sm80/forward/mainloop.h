@@ -199,14 +199,7 @@ struct ForwardBlock : ForwardLoads<K> {
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {
           softmax.to_exponents(s[t]);
-          if constexpr (kLoadsLate) {
-            // Exponents are kept before the branches of these loads. Otherwise ptxas computes each of them just before
-            // its ex2, all in one register, so that it waits for the ex2 before it: (1,384,384,4,32) 198 instead of 193
-            // us.
-            CUTLASS_PRAGMA_UNROLL
-            for (int x = 0; x < 32; ++x) ptx::keep(s[t][x / 8][x % 8]);
-            load_next_matrices(t);
-          }
+          if constexpr (kLoadsLate) load_next_matrices(t);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int t = 0; t < K::kInFlight; ++t) {

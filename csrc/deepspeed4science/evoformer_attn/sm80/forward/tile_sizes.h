@@ -16,14 +16,14 @@ struct ForwardTileSizes {
 // Up to this head dimension a block holds Q, K, V and O whole; beyond it kSingleValueIteration is false.
 constexpr int kLargestTier = 128;
 
-// Whether a multiprocessor has shared memory for three blocks, each with two stages of kKeys keys and a row bias. Every
-// block also takes 1 KiB for itself.
-template <typename scalar_t, int kQueries, int kKeys, int kHeadDim, int kHeadDimValue>
-constexpr bool three_blocks_fit() {
+// Whether a multiprocessor has shared memory for so many blocks, each with two stages of kKeys keys and a row bias.
+// Every block also takes 1 KiB for itself.
+template <typename scalar_t, int kBlocks, int kQueries, int kKeys, int kHeadDim, int kHeadDimValue>
+constexpr bool blocks_fit() {
   constexpr int kStage = PermutedTile<scalar_t, kKeys, kHeadDim, true>::kBytes +
                          PermutedTile<scalar_t, kKeys, kHeadDimValue, true>::kBytes + kKeys * 8;
   constexpr int kBlock = Tile<scalar_t, kQueries, kHeadDim>::kBytes + 2 * kStage + kForwardConstantsBytes + 1024;
-  return 3 * kBlock <= shared_kib_of_multiprocessor() * 1024;
+  return kBlocks * kBlock <= shared_kib_of_multiprocessor() * 1024;
 }
 
 template <typename scalar_t, typename ArchTag, bool kAligned, int kHeadDim, int kHeadDimValue, bool kHasBias1,
@@ -43,8 +43,10 @@ constexpr ForwardTileSizes forward_tiles() {
   // 16 warps 1.20, with two stripes in flight 1.17. Without biases 1.09 ms with one stripe and 1.14 with four: the loop
   // then waits for K and V only.
   if (kLargest <= 32) {
-    constexpr bool kFits = kRoomy && three_blocks_fit<scalar_t, 128, 128, D, Dv>();
-    return {128, 32, kFits && kHasBias ? 4 : 1, 1, kWarps, D, Dv};
+    constexpr int kStripes = kRoomy && kHasBias && blocks_fit<scalar_t, 3, 128, 128, D, Dv>() ? 4 : 1;
+    // Without bias2 128 registers are enough for 16 warps: (1,256,512,8,32) 0.90, with bias1 0.91 of the time.
+    constexpr bool kFits = kRoomy && !kHasBias2 && blocks_fit<scalar_t, 4, 128, 32 * kStripes, D, Dv>();
+    return {128, 32, kStripes, 1, kFits ? 16 : kWarps, D, Dv};
   }
   // Loading bias2 through shared memory takes no registers: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
   // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no shared memory left; at

@@ -7,6 +7,7 @@
 //   row_of_lane(lane) + kRowStep * lane_row   the lane's rows, lane_row from 0 to kLaneRows - 1
 //   lane_row_of(i)                            value i's row among them
 //   reduce_max, reduce_sum(x)                 over the lanes that share a row
+//   reduce_max_in_loop(rows)                  likewise, of several rows by a loop
 //   column_of(lane, i)                        value i's column in its tile, for plain matrices (outputs)
 // Scores permute their columns: column c of tile j stands for index Permuted::at(j, c) of the stripe of 32. The
 // permutation gives a lane whole 16-byte vectors of neighbouring indices, so a bias tile is loaded from global memory
@@ -51,6 +52,14 @@ struct QuadLayout {
   CUTLASS_DEVICE static float reduce_max(float x) {
     x = fmaxf(x, ptx::shfl_xor(x, 1));
     return fmaxf(x, ptx::shfl_xor(x, 2));
+  }
+  template <typename Row>
+  CUTLASS_DEVICE static void reduce_max_in_loop(Row& rows) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < kLaneRows; ++r) rows[r] = fmaxf(rows[r], ptx::shfl_xor(rows[r], lanes));
+    }
   }
   CUTLASS_DEVICE static float reduce_sum(float x) {
     x += ptx::shfl_xor(x, 1);

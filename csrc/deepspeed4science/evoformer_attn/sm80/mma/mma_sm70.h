@@ -18,6 +18,11 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
   CUTLASS_HOST_DEVICE static constexpr int lane_row_of(int i) { return (i >> 1) & 1; }
   CUTLASS_DEVICE static int column_of(int lane, int i) { return (i & 4) + (lane & 2) + (i & 1); }
   CUTLASS_DEVICE static float reduce_max(float x) { return fmaxf(x, ptx::shfl_xor(x, 2)); }
+  template <typename Row>
+  CUTLASS_DEVICE static void reduce_max_in_loop(Row& rows) {  // of one step
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) rows[r] = reduce_max(rows[r]);
+  }
   CUTLASS_DEVICE static float reduce_sum(float x) { return x + ptx::shfl_xor(x, 2); }
 
   // The lane with bit 1 = b holds the eight neighbours 8 b .. 8 b + 7 in every group of 16.

@@ -24,6 +24,8 @@ struct OneLane {
   static constexpr int kLaneRows = kLaneRows_;
   static constexpr int lane_row_of(int i) { return i / 2 % kLaneRows; }
   static float reduce_max(float x) { return x; }
+  template <typename Row>
+  static void reduce_max_in_loop(Row&) {}
   static float reduce_sum(float x) { return x; }
 };
 
