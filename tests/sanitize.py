@@ -31,6 +31,7 @@ SM90_CALLS = (
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 130, 230, 2, 32),  # the same, dq by a warpgroup of its own
+    (133, 130, 260, 2, 32),  # the same, dbias2 of two rows n by one addition
     (132, 520, 200, 1, 32),  # the same, with fewer stages
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
     (78, 1540, 130, 1, 32),  # clusters of three
@@ -54,6 +55,7 @@ MASKED_CALLS = (
     (9, 100, 450, 2, 128),
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (132, 130, 230, 2, 32),  # the same with two warpgroups
+    (133, 100, 332, 2, 32),  # the same with two rows n in a cluster
     (3, 70, 300, 40, 64),
     (1, 130, 450, 80, 32),
 )

@@ -64,12 +64,12 @@ def test_many_rows_for_few_tiles_of_dbias2(D, deterministic, dtype):
 
 
 DIVIDED = [
-    Case("columns-tails", N=300, Lq=384, H=4),
+    Case("columns-tails", N=200, Lq=768, H=4),
     Case("whole-tiles", N=70, Lq=768, H=4),
-    Case("columns", N=130, Lq=384, H=1),
-    Case("two-batches", B=2, N=120, Lq=384, H=2),
+    Case("columns", N=130, Lq=768, H=1),
+    Case("two-batches", B=2, N=120, Lq=768, H=2),
     Case("D64", N=90, Lq=768, H=3, D=64),
-    Case("no-bias1", N=200, Lq=384, H=4, bias1=False),
+    Case("no-bias1", N=100, Lq=768, H=4, bias1=False),
 ]
 MASKS = {
     "none": lambda bias1: None,
@@ -164,9 +164,15 @@ WITH_DBIAS2 = [
     Case("dbias2-ragged", N=9, Lq=203, Lk=332, H=60, D=128),
     Case("dbias2-whole", B=2, N=5, Lq=128, Lk=192, H=64, D=96, Dv=72),
 ]
+# Clusters of two rows n add to dbias2 together; of an odd N the last row n is alone.
+PAIRED = [
+    Case("pairs", N=132, Lq=130, Lk=180, H=2),
+    Case("pairs-odd", B=2, N=67, Lq=448, Lk=332, H=2, D=16),
+    Case("pairs-no-bias1", N=133, Lq=67, Lk=152, H=2, D=8, Dv=24, bias1=False),
+]
 # Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
 ONE_PASS = [
-    Case("one-round", N=132, Lq=130, Lk=180, H=2),
+    Case("one-round", N=132, Lq=130, Lk=182, H=2),
     Case("rounds", N=132, Lq=100, Lk=330, H=2),
     Case("most-with-delta", N=132, Lq=512, Lk=200, H=2),
     Case("one-step", N=132, Lq=40, Lk=190, H=3),
@@ -187,6 +193,7 @@ ONE_PASS = [
     Case("accumulators-ragged", N=5, Lq=77, Lk=330, H=40, D=72, Dv=104, bias1=False),
     Case("accumulators-long", N=9, Lq=800, Lk=300, H=32, D=48),
     *WITH_DBIAS2,
+    *PAIRED,
 ]
 
 
@@ -198,8 +205,8 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
         check(inputs)
 
 
-@pytest.mark.parametrize("case", [ACCUMULATORS, *WITH_DBIAS2], ids=lambda case: case.id)
-def test_dq_accumulators_in_float16(case):
+@pytest.mark.parametrize("case", [ACCUMULATORS, *WITH_DBIAS2, *PAIRED], ids=lambda case: case.id)
+def test_one_pass_in_float16(case):
     check(case.inputs(torch.float16, "cuda"))
 
 
@@ -211,7 +218,7 @@ def test_few_queries_of_many_rows(N):
 
 # Blocks wait for others of the same kernel, or of the one before.
 WAITING = pytest.mark.parametrize(
-    "case", [ACCUMULATORS, WITH_DBIAS2[0], ONE_PASS[1]], ids=lambda case: case.id
+    "case", [ACCUMULATORS, WITH_DBIAS2[0], ONE_PASS[1], PAIRED[1]], ids=lambda case: case.id
 )
 
 
@@ -233,10 +240,13 @@ def test_one_pass_is_what_runs(case, plans):
     inputs = case.inputs(torch.bfloat16, "cuda")
     inputs.do = torch.randn_like(evoformer_attention(*inputs.tensors()[:3]))
     plan = plan_of(inputs, plans)
-    assert plan["dkdv"].endswith("fused") or plan["dkdv"] == "dq_global"
+    if case in PAIRED:
+        assert (plan["dkdv"], plan["dbias2"]) == ("narrow_paired", "added_with_dkdv"), plan
+    else:
+        assert plan["dkdv"].endswith("fused") or plan["dkdv"] == "dq_global"
     assert "dq" not in plan
     apart = plan.get("dbias2", "").endswith("_dbias2")
-    assert apart == (case.bias2 and case not in WITH_DBIAS2), plan
+    assert apart == (case.bias2 and case not in (*WITH_DBIAS2, *PAIRED)), plan
     assert ("computes_delta" in plan) == (case.Lq <= 512 and max(case.D, case.Dv or 0) <= 32), plan
 
 
@@ -261,11 +271,38 @@ def test_peak_memory_is_that_of_results(N, H, D):
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
 def test_one_pass_with_masks(value):
     """-1e9 on all keys of a row moves its lse into dq's place, which the pass itself overwrites."""
-    for case in (*ONE_PASS[1:4], ONE_PASS[5], ACCUMULATORS, WITH_DBIAS2[0]):
+    for case in (*ONE_PASS[1:4], ONE_PASS[5], ACCUMULATORS, WITH_DBIAS2[0], *PAIRED[:2]):
         inputs = case.inputs(torch.bfloat16, "cuda")
         inputs.bias1[:, 1::3] = value
         inputs.bias1[:, ::3, ..., 64:200] = value
         check(inputs)
+
+
+@pytest.mark.parametrize("N", [384, 129])
+def test_without_gradients_dbias2_is_zero(N, plans):
+    """Of rows n in pairs. A stage that were refilled before its dS has been read would add bias2."""
+    inputs = Case("zero", N=N, Lq=384, H=4).inputs(torch.bfloat16, "cuda")
+    inputs.do = torch.zeros_like(inputs.q)
+    for _ in range(200):
+        assert run(ours, inputs)[NAMES.index("dbias2")].count_nonzero() == 0
+    assert plans[-1]["dkdv"] == "narrow_paired"
+
+
+@pytest.mark.parametrize("hidden", ["every-second", "thirds", "lengths", "last-half"])
+def test_rows_in_pairs_that_see_other_keys(hidden):
+    inputs = Case("other-keys", N=150, Lq=200, Lk=388, H=2).inputs(torch.bfloat16, "cuda")
+    bias1 = inputs.bias1
+    if hidden == "every-second":
+        bias1[:, ::2] = -torch.inf
+    elif hidden == "thirds":
+        bias1[:, ::3, ..., :130] = -torch.inf
+        bias1[:, 1::3, ..., 130:] = -torch.inf
+    elif hidden == "lengths":
+        lengths = torch.randint(0, 389, (*bias1.shape[:4], 1), device="cuda")
+        bias1[torch.arange(388, device="cuda") >= lengths] = -torch.inf
+    else:
+        bias1[..., 194:] = -torch.inf
+    check(inputs)
 
 
 @pytest.mark.parametrize("Lk", [190, 600])

@@ -42,14 +42,20 @@ def square(L, **more):
 @pytest.mark.parametrize(
     ("call", "dkdv", "dq", "dbias2"),
     [
-        (square(384), "fused", None, "paired_dbias2"),
+        # Two rows n together, where dbias2's rows begin at multiples of 16 bytes
+        (square(128), "narrow_paired", None, "added_with_dkdv"),
+        (square(192), "narrow_paired", None, "added_with_dkdv"),
+        (square(384), "narrow_paired", None, "added_with_dkdv"),
+        (square(448, bias1=1), "narrow_paired", None, "added_with_dkdv"),
+        ({"N": 65, "Lq": 200, "Lk": 384}, "narrow_paired", None, "added_with_dkdv"),
+        (square(384, deterministic=1), "fused", None, "paired_dbias2"),
+        (square(384, clusters=0), "fused", None, "single_dbias2"),
+        (square(452), "narrow_fused", None, "square_dbias2"),
+        ({"N": 384, "Lq": 384, "Lk": 386}, "narrow_fused", None, "square_dbias2"),
         # Two tiles of keys a round, where these are less than one and a half times as many rounds
         (square(65), "narrow_fused", None, "square_dbias2"),
-        (square(128), "narrow_fused", None, "square_dbias2"),
         (square(129), "fused", None, "single_dbias2"),
-        (square(192), "fused", None, "single_dbias2"),
         (square(193), "narrow_fused", None, "square_dbias2"),
-        (square(256), "narrow_fused", None, "square_dbias2"),
         (square(257), "fused", None, "single_dbias2"),
         (square(385), "narrow_fused", None, "single_dbias2"),
         (square(512), "narrow_fused", None, "square_dbias2"),
@@ -77,7 +83,6 @@ def square(L, **more):
         ({**LONE_ROW, "Lk": 1024, "dbias2": 0}, "cluster_fused", None, None),
         ({**LONE_ROW, "Lk": 1025, "dbias2": 0}, "few_keys", "few_queries", None),
         ({**LONE_ROW, "dbias2": 0, "clusters": 0}, "few_keys", "few_queries", None),
-        (square(384, clusters=0), "fused", None, "single_dbias2"),
         (square(1536, clusters=0), "keys", "queries", "single_dbias2"),
         (square(384, no_fused=1), "keys", "queries", "paired_dbias2"),
         (square(384, dq=0), "keys", None, "paired_dbias2"),
@@ -135,7 +140,8 @@ def test_where_visible_keys_are_found(plan):
     assert plan(**one_row, row_mask=1)["dbias2"] == "paired_dbias2"
     assert "visible_keys" not in plan(**one_row, row_mask=1)
     assert "visible_keys" not in plan(**one_row)
-    assert "visible_keys" not in plan(**square(384, bias1=1))
+    assert "visible_keys" not in plan(**square(768, bias1=1))
+    assert plan(**square(384, bias1=1))["visible_keys"] == "found_in_preprocess"
     assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_in_preprocess"
 
 
@@ -143,9 +149,9 @@ def test_blocks_that_begin_beside_find_visible_keys(plan):
     """As many as are resident at once, and none where that kernel does not run: the kernel in front
     may then be the caller's, for whose end all blocks wait.
     """
-    assert plan(**square(384, bias1=1))["early_preprocess_blocks"] == str(7 * 132)
-    assert plan(**square(384, row_mask=1, blocks=114))["early_preprocess_blocks"] == str(7 * 114)
-    assert "early_preprocess_blocks" not in plan(**square(384))
+    assert plan(**square(768, bias1=1))["early_preprocess_blocks"] == str(7 * 132)
+    assert plan(**square(768, row_mask=1, blocks=114))["early_preprocess_blocks"] == str(7 * 114)
+    assert "early_preprocess_blocks" not in plan(**square(768))
     assert "early_preprocess_blocks" not in plan(**square(384, bias1=1, dbias2=0))
 
 
@@ -170,10 +176,10 @@ def test_where_delta_is_computed_with_dq(plan):
 
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
-    assert plan(**square(384))["slices"] == "8"
+    assert plan(**square(384, dq=0))["slices"] == "8"
     assert plan(**square(768))["slices"] == "2"
     assert plan(**square(1536))["slices"] == "16"
-    assert plan(**square(384, bias1=1))["most_slices"] == "16"
+    assert plan(**square(384, bias1=1, dq=0))["most_slices"] == "16"
     assert plan(**square(40, bias1=1))["most_slices"] == "5"
     assert plan(**square(384, bias1=1, deterministic=1))["slices"] == "11"
     wide = plan(N=256, Lq=1024, Lk=1024, D=64, bias1=1)
@@ -182,12 +188,12 @@ def test_slices(plan):
 
 def test_where_clusters_divide_rows_of_equal_tiles(plan):
     """Not of many tiles, nor in a fixed order, nor of square tiles, nor in clusters of four."""
-    assert plan(**square(384))["equal_tiles"] == "partitioned"
+    assert plan(**square(384, dq=0))["equal_tiles"] == "partitioned"
     assert plan(**square(768, bias1=1))["equal_tiles"] == "partitioned"
     for other in (
         square(1536, bias1=1),
         square(384, deterministic=1),
-        square(256, bias1=1),
+        square(256, bias1=1, dq=0),
         square(2048, bias1=1),
     ):
         assert "equal_tiles" not in plan(**other), other

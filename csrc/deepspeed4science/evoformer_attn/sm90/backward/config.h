@@ -38,16 +38,23 @@ struct DqDkdvConfig {
   static constexpr bool kReleasesEarly = kBuffers == 1 && !kDqInShared;
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
   static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;       // the one after the consumers (dq_warpgroup.h)
+  static constexpr bool kPairsRows = Tiles::kPairsRows;                 // and another one for dbias2 (row_pairs.h)
   static constexpr bool kTakesTurns = kDqInShared && !kHasDqWarpgroup;  // each consumer computes dq of some steps
-  static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup;  // the producers' warpgroup, which is the last one
+  // The producers' warpgroup, which is the last one.
+  static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup + kPairsRows;
   static constexpr int kNumThreads = 128 * (kProducers + 1);
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
   // Writing dq from accumulators takes many.
   static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
-  using Registers =
-      RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters, /*kHelper=*/kHasDqWarpgroup ? 56 : 0>;
+  using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters,
+                                   /*kHelper=*/
+                                   kPairsRows        ? 48
+                                   : kHasDqWarpgroup ? 56
+                                                     : 0,
+                                   /*kSecondHelper=*/kPairsRows ? 56 : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(!kComputesDelta || (kDqInShared && kClusterBlocks == 1), "a block has all queries of a row n");
+  static_assert(!kPairsRows || (kHasDqWarpgroup && kHasBias2 && kTiles == 2 && kClusterBlocks == 1), "row_pairs.h");
   static_assert(!kHasDqWarpgroup || (kDqInShared && !kSplitsKeys), "consumers store parts of dq together");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kReleasesEarly), "two more warps of the producers");
@@ -87,6 +94,16 @@ struct DqDkdvConfig {
     EmptyBarrier ready[3][kTiles];
     FullBarrier received[2][kTiles];
   };
+  // kPairsRows (row_pairs.h): half of a step's queries.
+  struct RowPairTiles {
+    static constexpr int kQueries = kColumns / 2, kWarpQueries = kQueries / 4;
+    static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kBytes = kTiles * kTileBytes;
+    uint8_t ds[2][kTiles][kTileBytes];                   // from the other block
+    alignas(128) float sums[kQueries][kTiles * kOwned];  // on their way to dbias2
+    FullBarrier full[2];                                 // the other block's dS has arrived
+    EmptyBarrier empty[2];                               // the other block has read what this one has sent
+    EmptyBarrier ready[kStages];                         // the other block's stage may be filled
+  };
   struct Nothing {};
   struct Dq {
     DqTile tiles[kQueries / kColumns];
@@ -95,6 +112,7 @@ struct DqDkdvConfig {
     EmptyBarrier full[kStages];        // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];  // kTakesTurns: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
+    alignas(kPairsRows ? 128 : 1) cute::conditional_t<kPairsRows, RowPairTiles, Nothing> pairs;
   };
   // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two
   // warps compute them.
@@ -192,6 +210,13 @@ struct DqDkdvConfig {
       args.by_heads(at.batch, at.head, tile);
       return at;
     }
+    if constexpr (kPairsRows) {  // the blocks of a cluster have neighbouring tiles
+      const int block = tile % 2;
+      args.by_heads(tile, at.head, tile / 2);
+      args.by_row_groups(at.batch, at.row, tile);
+      at.row = 2 * at.row + block;
+      return at;
+    }
     args.by_heads(tile, at.head, tile);
     args.by_row_groups(at.batch, at.row, tile);
     at.row *= kRows;
@@ -228,7 +253,12 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    if (x.warpgroups == 0 && !kSplitsKeys) return x;  // with split keys this block must add zeros to dq
+    bool computes = x.warpgroups != 0 || kSplitsKeys;  // with split keys this block must add zeros to dq
+    if constexpr (kPairsRows) {                        // the blocks of a cluster take the same tiles
+      const int other = at.row ^ 1, units = kTiles * kOwned / KeyMask::kUnit;
+      if (other < args.N) computes |= args.mask.units(args.row_index(at.batch, other), at.owned, units) != 0;
+    }
+    if (!computes) return x;
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

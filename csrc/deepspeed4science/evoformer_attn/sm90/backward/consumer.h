@@ -90,7 +90,9 @@ struct DqDkdvConsumer {
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kComputesDelta) {
-        if (dq.first) ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
+        if (dq.first && block.row < args.N) {
+          ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
+        }
       }
       if constexpr (Config::kReleasesEarly || Config::kHasDqWarpgroup) continue;
       pending.buffer = buffer;

@@ -34,7 +34,9 @@ class BackwardFill {
     args.computes_delta = !plan_.delta_with_dq;
     if (plan_.delta_with_dq) args.counters = {at<float>(plan_.delta_progress), 1};
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
-    if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2) args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
+    if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2 || plan_.pairs_rows) {
+      args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
+    }
     if (plan_.dq_global) {
       const bool are_zero = plan_.adds_dbias2;  // the accumulators lie in dbias2, which is zeroed above
       if (!are_zero)
@@ -53,8 +55,9 @@ class BackwardFill {
     args.heads_outside = plan_.cluster_blocks > 2;
     const int64_t blocks = Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
     args.queries_of_block = int32_t(ceil_div(p_.Lq, blocks * Config::kColumns) * Config::kColumns);
-    args.by_row_groups = cutlass::FastDivmod(int(ceil_div(p_.N, Config::kRows)));
-    args.num_tiles = int32_t(args.by_blocks.divisor * p_.H * args.by_row_groups.divisor * p_.B);
+    constexpr int kClusterRows = Config::kPairsRows ? 2 : 1;
+    args.by_row_groups = cutlass::FastDivmod(int(ceil_div(p_.N, Config::kRows * kClusterRows)));
+    args.num_tiles = int32_t(args.by_blocks.divisor * p_.H * args.by_row_groups.divisor * p_.B) * kClusterRows;
     args.stores_second = p_.dv != nullptr;
     if constexpr (Config::kKeys) {
       args.stores_first = p_.dk != nullptr;

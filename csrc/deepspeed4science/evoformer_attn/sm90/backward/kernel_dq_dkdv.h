@@ -1,6 +1,7 @@
 // dk and dv, math.md (14) and (12) (Config::kKeys), or dq, (13), on Hopper: a warpgroup owns 64 keys or queries of one
 // (b, n, h) and streams all queries or keys. Blocks are persistent. Producers: producer.h, row_delta.h; consumers:
-// consumer.h; either of them: zero_gradients.h; a warpgroup between them that computes dq: dq_warpgroup.h.
+// consumer.h; either of them: zero_gradients.h; warpgroups between them, for dq: dq_warpgroup.h, and for dbias2:
+// row_pairs.h.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -11,6 +12,7 @@
 #include "sm90/backward/dq_warpgroup.h"
 #include "sm90/backward/producer.h"
 #include "sm90/backward/row_delta.h"
+#include "sm90/backward/row_pairs.h"
 #include "sm90/backward/zero_gradients.h"
 
 namespace ds4s::sm90 {
@@ -31,13 +33,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * Config::kProducers);
-    const int readers = 128 * (kWarpgroups + kDqInShared) + (kClusterBlocks && args.stores_dbias2);
+    const int readers = 128 * (kWarpgroups + kDqInShared + Config::kPairsRows) + (kClusterBlocks && args.stores_dbias2);
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(readers);
     if constexpr (kDqInShared) DqShared<Config>::init(shared.dq);
     if constexpr (Config::kComputesDelta) RowDelta<Config>::init(shared.delta_barriers);
     if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers), shared.tile_queue.init();
     if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
+    if constexpr (Config::kPairsRows) RowPairs<Config>::init(shared.dq.pairs);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
@@ -49,7 +52,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
-  if constexpr (kClusterBlocks) {
+  if constexpr (kClusterBlocks || Config::kPairsRows) {
     cute::cluster_sync();
   } else {
     __syncthreads();
@@ -64,8 +67,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
   } else if (threadIdx.x < 128 * Config::kProducers) {
     if constexpr (Config::kHasDqWarpgroup) {
-      cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kHelper>();
-      DqWarpgroup<Config>::run(shared, args, maps);
+      if (!Config::kPairsRows || threadIdx.x < 128 * (kWarpgroups + 1)) {
+        cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kHelper>();
+        DqWarpgroup<Config>::run(shared, args, maps);
+      } else if constexpr (Config::kPairsRows) {
+        cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kSecondHelper>();
+        RowPairs<Config>::run(shared, args, maps);
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
@@ -88,7 +96,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     __syncwarp();
     if constexpr (Config::kSplitsKeys) cute::cluster_sync();
   }
-  if constexpr (kClusterBlocks) cute::cluster_sync();  // the other blocks may still access this block's shared memory
+  // The other blocks may still access this block's shared memory.
+  if constexpr (kClusterBlocks || Config::kPairsRows) cute::cluster_sync();
 }
 
 }  // namespace ds4s::sm90

@@ -64,6 +64,7 @@ struct BackwardKernels {
     if constexpr (Tiles::kHasDqShared) {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
       count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
+      if constexpr (kHasBias2) count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
       if (Tiles::kHasLargeClusters) {

@@ -106,6 +106,10 @@ class Sm90Backward {
       using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
       if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
       if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
+      if constexpr (kHasBias2) {
+        using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
+        if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
+      }
       if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
       if (plan_.keys == Kernel::kClusterFused) {
         launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::ClusterFused>>(waits);
@@ -160,7 +164,7 @@ class Sm90Backward {
       const int64_t owned_tiles = ceil_div(Config::kKeys ? p_.Lk : p_.Lq, Config::kOwned);
       most = balanced_blocks(std::min(device_.blocks_of(kernel), most), args.num_tiles, owned_tiles, Config::kTiles);
     }
-    start<kernel_dq_dkdv<Config>, Config>(kernel, plan_.cluster_blocks, most, args, maps);
+    start<kernel_dq_dkdv<Config>, Config>(kernel, Config::kPairsRows ? 2 : plan_.cluster_blocks, most, args, maps);
   }
   template <typename Config, int kCluster>
   void launch_dbias2(bool waits) {
@@ -205,7 +209,11 @@ class Sm90Backward {
         using Tile = typename Config::DeltaTiles::Tile;
         make_map<Tile>(maps.delta_o, o()), make_map<Tile>(maps.delta_do, do_());
       }
-      if (plan_.rounds_dbias2) make_map<typename Config::BiasTile>(maps.dbias2, rounded_dbias2(p_));
+      if constexpr (Config::kPairsRows) {
+        launches_.check(make_float_map(maps.dbias2, dense_dbias2(p_, p_.dbias2), Config::kTiles * Config::kOwned,
+                                       Config::RowPairTiles::kWarpQueries));
+      }
+      if (plan_.rounds_dbias2) make_map<typename Config::BiasTile>(maps.dbias2, dense_dbias2(p_, p_.rounded_dbias2));
     } else {
       make_map<Owned>(maps.owned_first, q()), make_map<Owned>(maps.owned_second, do_());
       make_map<Streamed>(maps.streamed_first, k()), make_map<Streamed>(maps.streamed_second, v());

@@ -50,9 +50,10 @@ struct DqDkdvMainloop : StepProducts<Config> {
     for (int g = 0; g < kColumnSteps; ++g) stmatrix_trans(address + g * 16 * BiasTile::kRowBytes, ds + 4 * g);
     announce_ds(shared, stage);
   }
-  // Stores dS = 0 for hidden keys. For keys that do not exist, the tile holds zeros already: TMA has loaded bias2 as 0.
+  // Stores dS = 0 for hidden keys. For keys that do not exist, the tile holds zeros already: TMA has loaded bias2 as 0
+  // (kPairsRows: not where it is the row n that does not exist).
   CUTLASS_DEVICE static void store_zero_ds(Shared& shared, int stage, bool exists, const ConsumerCoord& at) {
-    if (!kHasBias2 || exists) {
+    if (!kHasBias2 || exists || Config::kPairsRows) {
       auto* rows = reinterpret_cast<uint4*>(shared.stages[stage].bias2[at.tile]);
       for (int x = threadIdx.x % 128; x < BiasTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
     }

@@ -20,6 +20,7 @@ enum class Kernel : int {
   kNone,
   kFused,         // dk, dv and dq; dq in shared memory
   kNarrowFused,   // as kFused, in rounds of two tiles of keys instead of three; a warpgroup of its own computes dq
+  kNarrowPaired,  // as kNarrowFused, in clusters of two blocks for two rows n, which add to dbias2 together
   kLongFused,     // as kFused, for more queries
   kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
   kTripleFused,   // as kSplitFused, in clusters of three
@@ -34,11 +35,11 @@ enum class Kernel : int {
   kSingleDbias2,  // the same tiles without clusters
   kSquareDbias2,  // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 16;
-constexpr const char* kKernelNames[kNumKernels] = {"none",        "fused",         "narrow_fused",  "long_fused",
-                                                   "split_fused", "triple_fused",  "quad_fused",    "cluster_fused",
-                                                   "dq_global",   "keys",          "few_keys",      "queries",
-                                                   "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+constexpr int kNumKernels = 17;
+constexpr const char* kKernelNames[kNumKernels] = {
+    "none",         "fused",       "narrow_fused",  "narrow_paired", "long_fused",   "split_fused",
+    "triple_fused", "quad_fused",  "cluster_fused", "dq_global",     "keys",         "few_keys",
+    "queries",      "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
@@ -48,8 +49,9 @@ struct BackwardFacts : DeviceFacts {
 
 constexpr int kMostClusterBlocks = 8;  // the largest cluster that every device of this architecture can run
 
-inline TensorView<5> rounded_dbias2(const BwdParams& p) {
-  return {p.rounded_dbias2, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
+// dbias2 or rounded_dbias2.
+inline TensorView<5> dense_dbias2(const BwdParams& p, const void* ptr) {
+  return {ptr, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
 }
 
 struct Sm90BackwardPlan {
@@ -58,6 +60,7 @@ struct Sm90BackwardPlan {
   bool delta_with_dq = false;  // the kernel for keys computes delta; dbias2, which reads it, runs last
   bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
   bool dbias2_is_last = false;
+  bool pairs_rows = false;     // the kernel for keys adds dbias2
   bool rounds_dbias2 = false;  // N = 1: the kernel for keys stores dbias2 in the type of q
   // kernel_dbias2 cuts the rows n into so many slices. If the device chooses the number by the visible keys, this is
   // the upper bound.
@@ -164,10 +167,14 @@ class Sm90BackwardPlanner {
     // kernel_dbias2 follows a kernel that computes its delta; kDqGlobal, whose accumulators of dq may lie in the memory
     // of dbias2; and clusters of more than two blocks, which leave multiprocessors idle: it begins there.
     plan_.delta_with_dq =
-        (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused) && Tiles::Fused::kComputesDelta;
+        (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused || plan_.keys == Kernel::kNarrowPaired) &&
+        Tiles::Fused::kComputesDelta;
+    plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired;
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
-    if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2) plan_.dbias2 = dbias2_kernel();
+    if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) {
+      plan_.dbias2 = dbias2_kernel();
+    }
   }
 
   Kernel fused_kernel() const {
@@ -176,6 +183,7 @@ class Sm90BackwardPlanner {
       const bool narrow =
           Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
           2 * ceil_div(key_tiles, Tiles::NarrowFused::kTiles) < 3 * ceil_div(key_tiles, Tiles::Fused::kTiles);
+      if (can_pair_rows() && suits<typename Tiles::NarrowPaired>(Kernel::kNarrowPaired)) return Kernel::kNarrowPaired;
       if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
@@ -188,13 +196,17 @@ class Sm90BackwardPlanner {
     }
     return Kernel::kNone;
   }
+  bool can_pair_rows() const {
+    return kHasBias2 && Tiles::NarrowPaired::kPairsRows && p_.dbias2 && !p_.deterministic && p_.N > 1 &&
+           p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
+  }
   // N = 1: the blocks of a cluster divide the keys of a (b, n, h) among themselves, and the rounded dS is dbias2. A
   // dbias2 in float32, or one that TMA cannot store (rows that do not begin at 16 bytes), comes from other kernels.
   bool splits_keys() const {
     const int64_t blocks = cluster_blocks_of(Kernel::kClusterFused);
     const bool fits = p_.N == 1 && p_.Lq <= Tiles::ClusterFused::kQueries && blocks > 1 && blocks <= kMostClusterBlocks;
     return Tiles::kHasLargeClusters && fits && device_.blocks_of(Kernel::kClusterFused) > 0 && p_.dbias2 == nullptr &&
-           (p_.rounded_dbias2 == nullptr || has_tensor_map(rounded_dbias2(p_)));
+           (p_.rounded_dbias2 == nullptr || has_tensor_map(dense_dbias2(p_, p_.rounded_dbias2)));
   }
   // Blocks in a cluster of a kernel that computes dk and dv.
   int64_t cluster_blocks_of(Kernel kernel) const {
@@ -291,7 +303,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (stores_dbias2) text.add("dbias2", "stored_with_dq");
   if (delta_with_dq) text.add("computes_delta", "with_dq");
   if (rounds_dbias2) text.add("dbias2", "rounded_with_dkdv");
-  if (dq_global.adds_dbias2) text.add("dbias2", "added_with_dkdv");
+  if (dq_global.adds_dbias2 || pairs_rows) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
   if (partitions_rows) text.add("equal_tiles", "partitioned");
   if (preprocess_finds_keys) text.add("visible_keys", "found_in_preprocess");

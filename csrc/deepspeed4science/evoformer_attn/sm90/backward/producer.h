@@ -60,7 +60,14 @@ struct DqDkdvProducer {
           load_tile<StreamedTile>(maps.streamed_second, full, stage.streamed[r].second, 0, column, at.head, at.row + r,
                                   at.batch);
         }
-        if constexpr (kHasBias2) {
+        if constexpr (Config::kPairsRows) {  // each block of the cluster loads one tile of bias2 for both
+          const int t = int(cute::block_rank_in_cluster());
+          EmptyBarrier& ready = shared.dq.pairs.ready[pipe.index];
+          ready.arrive(uint32_t(t) ^ 1);
+          ready.wait(pipe.phase);
+          load_tile_for_both<BiasTile>(maps.bias2, full, stage.bias2[t], at.owned + t * kOwned, column,
+                                       at.head * args.bias2_H, 0, at.batch * args.bias2_B);
+        } else if constexpr (kHasBias2) {
           for (int t = 0; t < kTiles; ++t) {
             int owned = at.owned + t * kOwned;
             load_tile<BiasTile>(maps.bias2, full, stage.bias2[t], kKeys ? owned : column, kKeys ? column : owned,

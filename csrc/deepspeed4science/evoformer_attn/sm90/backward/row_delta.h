@@ -48,6 +48,8 @@ class RowDelta {
     for (uint32_t phase = 0, slot_phase = 0; exists(pair); phase ^= 1) {
       const Coordinates at = locate(pair);
       const int64_t first_row = (args_.row_index(at.batch, at.row) * args_.H + at.head) * args_.Lq;
+      const bool stores =
+          !Config::kPairsRows || sees_something(at.batch, at.row);  // or only the other row n sees a key
       const int next = next_seen(pair + Scheduler::step());
       CUTLASS_PRAGMA_NO_UNROLL
       for (int part = 0; part < num_parts; part += kSlots, slot_phase ^= 1) {
@@ -73,7 +75,9 @@ class RowDelta {
         cutlass::arch::fence_view_async_shared();
         shared_.delta_barriers.full[step].arrive();
         CUTLASS_PRAGMA_UNROLL  // after the fence, which would wait for these stores
-            for (int slot = 0; slot < kSlots; ++slot) store(deltas[slot], first_row, query(part + slot));
+            for (int slot = 0; slot < kSlots; ++slot) {
+          if (stores) store(deltas[slot], first_row, query(part + slot));
+        }
       }
       pair = next;
     }
@@ -88,8 +92,16 @@ class RowDelta {
   CUTLASS_DEVICE Coordinates locate(int pair) const { return Config::locate(args_, pair * args_.by_blocks.divisor); }
   // The first pair from `pair` on that sees a key.
   CUTLASS_DEVICE int next_seen(int pair) const {
-    while (exists(pair) && args_.mask.sees_nothing(args_.by_heads.div(pair))) pair += Scheduler::step();
+    while (exists(pair) && sees_nothing(pair)) pair += Scheduler::step();
     return pair;
+  }
+  CUTLASS_DEVICE bool sees_nothing(int pair) const {
+    if constexpr (!Config::kPairsRows) return args_.mask.sees_nothing(args_.by_heads.div(pair));
+    const Coordinates at = locate(pair);
+    return !sees_something(at.batch, at.row) && !sees_something(at.batch, at.row ^ 1);
+  }
+  CUTLASS_DEVICE bool sees_something(int batch, int n) const {
+    return n < args_.N && !args_.mask.sees_nothing(args_.row_index(batch, n));
   }
 
   // A part has 16 queries; of a step's four, a warp has two.

@@ -48,7 +48,7 @@ struct StepProducts {
           ones(start_address(shared.ones)) {}
     CUTLASS_DEVICE static uint32_t first_products(const Shared& shared, int buffer, const ConsumerCoord& at) {
       if constexpr (Config::kComputesDelta) {
-        return start_address(shared.delta.terms);
+        return start_address(shared.delta.terms) & 0x3fff;  // an address in a cluster has more bits
       } else {
         return start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
       }

@@ -101,9 +101,19 @@ struct GroupedTileScheduler {
  private:
   CUTLASS_DEVICE static int2 load(const BackwardArgs& args, int pair) {
     if (pair * args.by_blocks.divisor >= args.num_tiles) return make_int2(0, 0);
-    if (Config::kClusterBlocks == 1) return args.mask.keys(args.by_heads.div(pair), args.Lk);
+    if (Config::kClusterBlocks == 1 && !Config::kPairsRows) return args.mask.keys(args.by_heads.div(pair), args.Lk);
     const typename Config::Coordinates at = Config::locate(args, pair * args.by_blocks.divisor);
+    if constexpr (Config::kPairsRows) return keys_of_cluster(args, at);
     return args.mask.keys(args.row_index(at.batch, at.row), args.Lk);
+  }
+  // The keys that one of a cluster's rows n sees.
+  CUTLASS_DEVICE static int2 keys_of_cluster(const BackwardArgs& args, const typename Config::Coordinates& at) {
+    int2 keys = make_int2(args.Lk, 0);
+    for (int n = at.row & ~1; n <= (at.row | 1) && n < args.N; ++n) {
+      const int2 of_row = args.mask.keys(args.row_index(at.batch, n), args.Lk);
+      if (of_row.x < of_row.y) keys.x = min(keys.x, of_row.x), keys.y = max(keys.y, of_row.y);
+    }
+    return keys;
   }
   CUTLASS_DEVICE void begin(const BackwardArgs& args, int pair) {
     constexpr int kKeys = Config::kTiles * Config::kOwned;

@@ -26,7 +26,7 @@ struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
-  static constexpr bool kHasDqWarpgroup = false;
+  static constexpr bool kHasDqWarpgroup = false, kPairsRows = false;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -47,6 +47,13 @@ struct WithSplitKeys : WithDqInShared<Tiles, kQueries, /*kClusterBlocks=*/2> {
 template <typename Tiles>
 struct WithDqWarpgroup : Tiles {
   static constexpr bool kHasDqWarpgroup = true;
+};
+
+// WithDqWarpgroup, in clusters of two blocks for two neighbouring rows n, which add the sum of their dS to dbias2
+// (row_pairs.h).
+template <typename Tiles>
+struct WithRowPairs : Tiles {
+  static constexpr bool kPairsRows = true;
 };
 
 constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
@@ -104,6 +111,9 @@ struct BackwardTiles {
   // (1,256,256,4,32), one H100: 0.136, with two consumers that compute dq 0.144, with three 0.161.
   using NarrowFused = std::conditional_t<
       kHeadDim <= 32, WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/512>>>, Fused>;
+  using NarrowPaired = std::conditional_t<
+      kHeadDim <= 32,
+      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/448>>>>, Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =

@@ -30,14 +30,15 @@ struct PipelineState {
 };
 
 // Registers of a thread: at launch, and after the producers have released most of theirs to the consumers (setmaxnreg,
-// within the block's allocation at launch). kHelper: of one more warpgroup, if there is one.
+// within the block's allocation at launch). kHelper, kSecondHelper: of more warpgroups, if there are any.
 constexpr int usual_producer_registers(int num_warpgroups) { return num_warpgroups == 2 ? 40 : 32; }
-template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = usual_producer_registers(kWarpgroups), int kHelper_ = 0>
+template <int kWarpgroups, int kBlocksPerSm, int kProducer_ = usual_producer_registers(kWarpgroups), int kHelper_ = 0,
+          int kSecondHelper_ = 0>
 struct RegisterShares {
-  static constexpr int kAll = kWarpgroups + 1 + (kHelper_ > 0);
+  static constexpr int kAll = kWarpgroups + 1 + (kHelper_ > 0) + (kSecondHelper_ > 0);
   static constexpr int kLaunch = 65536 / kBlocksPerSm / (128 * kAll) / 8 * 8;
-  static constexpr int kProducer = kProducer_, kHelper = kHelper_;
-  static constexpr int kShare = (kLaunch * kAll - kProducer - kHelper) / kWarpgroups / 8 * 8;
+  static constexpr int kProducer = kProducer_, kHelper = kHelper_, kSecondHelper = kSecondHelper_;
+  static constexpr int kShare = (kLaunch * kAll - kProducer - kHelper - kSecondHelper) / kWarpgroups / 8 * 8;
   static constexpr int kConsumer = kShare < 240 ? kShare : 240;
 };
 

@@ -51,6 +51,23 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// The same for float32, with boxes of box0 x box1 elements whose rows are not swizzled.
+template <int kRank>
+cudaError_t make_float_map(CUtensorMap& map, const TensorView<kRank>& t, int box0, int box1) {
+  auto encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorInsufficientDriver;
+  cuuint64_t size[kRank], stride_bytes[kRank - 1];
+  cuuint32_t box[kRank], step[kRank];
+  for (int d = 0; d < kRank; ++d) {
+    size[d] = cuuint64_t(t.size[d]), box[d] = d == 0 ? box0 : d == 1 ? box1 : 1, step[d] = 1;
+    if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : 4 * cuuint64_t(t.stride[d]);
+  }
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kRank, const_cast<void*>(t.ptr), size,
+                                 stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // The same with boxes of one tile (smem_tile.h), of num_rows rows n.
 template <typename scalar_t, typename Tile>
 cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor, int num_rows = 1) {
