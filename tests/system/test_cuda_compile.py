@@ -222,6 +222,22 @@ def loads_before_wait(code):
     return found
 
 
+def reads_behind_remote_stores(code):
+    """Kernels of a disassembly that load from shared memory behind a store to another block, and
+    then arrive at a barrier. Such a load waits behind the store, and may come after the arrival,
+    which says that it has been done (sm90/backward/row_pairs.h). Stores wait for their own loads.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        before = ""  # STAS; or LDS, if it comes behind a STAS
+        for step in re.findall(r"\b(STAS|LDS|SYNCS\.ARRIVE|SYNCS|BAR|HG?MMA)\b", kernel):
+            if step == "SYNCS.ARRIVE" and before == "LDS":
+                found.append(kernel.partition(":")[0])
+                break
+            before = step if step == "STAS" or (step == "LDS" and before) else ""
+    return found
+
+
 def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
@@ -275,6 +291,7 @@ def test_unit(unit, nvcc, compilations):
         assert not consumers_that_spill(code)
         assert not overwritten_operands(code)
         assert not loads_before_wait(code)
+        assert not reads_behind_remote_stores(code)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ struct DqShared {
     const typename Config::Coordinates& block;
     const typename Config::OwnedPipe& owned_pipe;
     bool first, last;  // among the tiles of this (b, n, h) with a visible key
+    // kPairsRows: whether this row n sees one of the keys, or only the other row n. Unseen keys may be NaN.
+    bool sees_keys = true;
   };
 
   // Multiplies dS of step `index` if that step is this warpgroup's. Waiting for the other warpgroups' parts of dS ends,
@@ -56,7 +58,10 @@ struct DqShared {
     if (!state.first) load(sum, mine);
     shared.dq.full[pipe.index].wait(pipe.phase);
     if constexpr (Config::kHasDqWarpgroup) cutlass::arch::fence_view_async_shared();  // for the consumers' stores
-    multiply(sum, start_address(shared.stages[pipe.index].bias2), start_address(shared.owned[state.owned_pipe.index]));
+    if (!Config::kPairsRows || state.sees_keys) {
+      multiply(sum, start_address(shared.stages[pipe.index].bias2),
+               start_address(shared.owned[state.owned_pipe.index]));
+    }
     shared.empty[pipe.index].arrive();
     if (!state.last) {
       store(mine, sum);

@@ -20,7 +20,8 @@ struct DqWarpgroup {
          tiles.advance(shared, args), owned_pipe.advance()) {
       const typename Config::Visible visible = shared.visible[owned_pipe.index];
       const bool first = uniform(visible.first) != 0, last = uniform(visible.tile) + 1 == uniform(visible.end);
-      const typename Dq::TileState state{maps, visible.at, owned_pipe, first, last};
+      const bool sees_keys = uniform(visible.warpgroups) != 0;
+      const typename Dq::TileState state{maps, visible.at, owned_pipe, first, last, sees_keys};
       const int num_steps = uniform(visible.num_steps);
       if (first) Dq::wait_for_stores(at);
       CUTLASS_PRAGMA_NO_UNROLL

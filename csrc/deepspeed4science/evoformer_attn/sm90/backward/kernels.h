@@ -27,6 +27,10 @@ struct BackwardKernels {
   template <typename Shape>
   using OfDbias2 = Dbias2Config<scalar_t, kHeadDim, Shape>;
 
+  // Whether kNarrowPaired exists. Its dS is rounded before the sum over n; float16 would lose small ones.
+  static constexpr bool kPairsRows =
+      kHasBias2 && Tiles::NarrowPaired::kPairsRows && std::is_same_v<scalar_t, cutlass::bfloat16_t>;
+
   // Queries each device once per process.
   static cudaError_t query(BackwardFacts& facts) {
     static std::atomic<const BackwardFacts*> known[64];
@@ -64,7 +68,7 @@ struct BackwardKernels {
     if constexpr (Tiles::kHasDqShared) {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
       count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
-      if constexpr (kHasBias2) count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
+      if constexpr (kPairsRows) count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
       if (Tiles::kHasLargeClusters) {

@@ -106,7 +106,7 @@ class Sm90Backward {
       using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
       if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
       if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
-      if constexpr (kHasBias2) {
+      if constexpr (Kernels::kPairsRows) {
         using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
         if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
       }

@@ -26,21 +26,23 @@ class RowPairs {
   using Coordinates = typename Config::Coordinates;
   using Tiles = typename Config::RowPairTiles;
   using DsTile = typename Config::BiasTile;
-  static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned, kWarpQueries = Tiles::kWarpQueries;
+  static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned;
+  static constexpr int kQueries = Tiles::kQueries, kWarpQueries = Tiles::kWarpQueries;
   static constexpr int kPasses = kWarpQueries / 2;  // 16 lanes read 64 keys of a query
   using Part = uint2[kTiles][kPasses];              // four keys of a query
 
  public:
   CUTLASS_DEVICE static void init(Tiles& tiles) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      tiles.full[buffer].init(1), tiles.empty[buffer].init(4);
-      tiles.full[buffer].arrive_and_expect_tx(Tiles::kBytes);
+    for (int i = 0; i < 2; ++i) {
+      tiles.full[i].init(1), tiles.empty[i].init(4);
+      tiles.full[i].arrive_and_expect_tx(Tiles::kBytes);
     }
     for (auto& barrier : tiles.ready) barrier.init(1);
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
-    RowPairs pairs(shared, maps);
+    const ConsumerCoord at = ConsumerCoord::of_helper();
+    RowPairs pairs(shared, maps, at);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (PublishedTileScheduler<Config> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -57,26 +59,28 @@ class RowPairs {
       shared.owned_empty[owned_pipe.index].arrive();
     }
     // The last sums are added: the next kernel may read dbias2 when this one has ended.
-    if (pairs.at_.lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (at.lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     ptx::wait_for_kernel_before();
   }
 
  private:
-  CUTLASS_DEVICE RowPairs(Shared& shared, const DqDkdvMaps& maps)
-      : shared_(shared), maps_(maps), at_(ConsumerCoord::of_helper()), rank_(int(cute::block_rank_in_cluster())) {}
+  CUTLASS_DEVICE RowPairs(Shared& shared, const DqDkdvMaps& maps, const ConsumerCoord& at)
+      : shared_(shared), maps_(maps), at_(at), thread_(32 * at.warp + at.lane) {}
 
   // Keeps half of a step's dS and sends the other half. The stage may be released afterwards: the reads of the kept
   // half have ended, since they come before those of the sent half, whose results the stores need. The other way round
   // they would wait behind stores to the other block, and could come after the arrival that releases the stage.
   CUTLASS_DEVICE void exchange(int stage) {
     const uint8_t* ds = shared_.stages[stage].bias2[0];
-    read(kept_, ds + rank_ * Tiles::kTileBytes, DsTile::kBytes);
-    send(ds + (rank_ ^ 1) * Tiles::kTileBytes);
+    const uint32_t rank = cute::block_rank_in_cluster();
+    read(kept_, ds + rank * kQueries * DsTile::kRowBytes, DsTile::kBytes);
+    send(ds + (rank == 0 ? kQueries * DsTile::kRowBytes : 0), rank ^ 1);
   }
   // Adds the kept half and the other block's to dbias2. query: the step's first one.
   CUTLASS_DEVICE void add(const Coordinates& block, int query) {
     Tiles& tiles = shared_.dq.pairs;
     const int buffer = count_ & 1;
+    const uint32_t rank = cute::block_rank_in_cluster();
     if (at_.lane == 0) cute::tma_store_wait<0>();  // of the sums of the step before
     tiles.full[buffer].wait(count_ >> 1 & 1);
     __syncwarp();
@@ -87,39 +91,39 @@ class RowPairs {
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPasses; ++i) {
-        const float4 x = unpack(kept_[t][i]), y = unpack(theirs[t][i]);
-        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][kOwned * t + at_.lane % 16 * 4]) =
-            make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+        float x[4], y[4];
+        unpack(x, kept_[t][i]), unpack(y, theirs[t][i]);
+        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][kOwned * t + thread_ % 16 * 4]) =
+            make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]);
       }
     }
     cute::tma_store_fence();
     __syncwarp();
     if (at_.lane == 0) {
-      tiles.empty[buffer].arrive(uint32_t(rank_) ^ 1);
-      const int in_step = rank_ * Tiles::kQueries + at_.warp * kWarpQueries;
-      cute::SM90_TMA_REDUCE_ADD_5D::copy(&maps_.dbias2, tiles.sums[at_.warp * kWarpQueries], block.owned,
-                                         query + in_step, block.head, 0, block.batch);
+      tiles.empty[buffer].arrive(rank ^ 1);
+      cute::SM90_TMA_REDUCE_ADD_5D::copy(&maps_.dbias2, tiles.sums[kWarpQueries * at_.warp], block.owned,
+                                         query + kQueries * int(rank) + kWarpQueries * at_.warp, block.head, 0,
+                                         block.batch);
       cute::tma_store_arrive();
     }
     ++count_;
   }
 
-  // This lane's first query of a half.
+  // This thread's first query of a half.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 16; }
-  CUTLASS_DEVICE static float4 unpack(const uint2& four) {
+  CUTLASS_DEVICE static void unpack(float (&x)[4], const uint2& four) {
     const float2 low = ptx::unpack<scalar_t>(four.x), high = ptx::unpack<scalar_t>(four.y);
-    return make_float4(low.x, low.y, high.x, high.y);
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
   }
-  // ds: queries of a half. Every second query's chunks are at an offset that differs in two bits.
+  // Reads every second one of a warp's queries. The swizzle of a query's chunks differs by 2 from one to the next.
   CUTLASS_DEVICE void read(Part& part, const uint8_t* ds, int tile_bytes) const {
     static_assert(kWarpQueries == 8 && DsTile::kRowBytes == 128, "swizzled offsets");
-    const uint32_t mine =
-        shared_address(ds) + DsTile::offset(first_query(), at_.lane % 16 / 2) + at_.lane % 2 * sizeof(uint2);
+    const uint32_t mine = shared_address(ds) + DsTile::offset(first_query(), thread_ % 16 / 2) + thread_ % 2 * 8;
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPasses; ++i) {
-        part[t][i] = load_two((mine ^ (32 * i)) + t * tile_bytes + 2 * i * DsTile::kRowBytes);
+        part[t][i] = load_two((mine ^ (32 * i)) + t * tile_bytes + i * 2 * DsTile::kRowBytes);
       }
     }
   }
@@ -128,28 +132,26 @@ class RowPairs {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
     return x;
   }
-  CUTLASS_DEVICE void send(const uint8_t* ds) const {
-    Tiles& tiles = shared_.dq.pairs;
+  CUTLASS_DEVICE void send(const uint8_t* ds, uint32_t other) const {
     const int buffer = count_ & 1;
-    const uint32_t other = uint32_t(rank_) ^ 1;
+    Tiles& tiles = shared_.dq.pairs;
     if (count_ >= 2) tiles.empty[buffer].wait(((count_ >> 1) - 1) & 1);
     const uint32_t full = cute::set_block_rank(shared_address(&tiles.full[buffer]), other);
-    const int mine = 16 * (32 * at_.warp + at_.lane);
-    const uint32_t to = cute::set_block_rank(shared_address(tiles.ds[buffer][0]), other) + mine;
+    const uint32_t to = cute::set_block_rank(shared_address(tiles.ds[buffer][0]), other) + 16 * thread_;
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < Tiles::kTileBytes; x += 128 * 16) {
-        store_async(to + t * Tiles::kTileBytes + x, *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + x + mine),
-                    full);
+        store_async(to + t * Tiles::kTileBytes + x,
+                    *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + x + 16 * thread_), full);
       }
     }
   }
 
   Shared& shared_;
   const DqDkdvMaps& maps_;
-  const ConsumerCoord at_;
-  const int rank_;
+  const ConsumerCoord& at_;
+  const int thread_;
   int count_ = 0;  // steps that have been added
   Part kept_;
 };
