@@ -306,7 +306,8 @@ def test_unit(unit, nvcc, compilations):
 )
 def test_exponentials_do_not_wait(unit, compilations):
     """In the usual loops of the forward. ptxas may compute the exponents of 32 scores one after the
-    other in one register, which each of them then waits for.
+    other in one register, which each of them then waits for. The third loop, which repeats a block
+    whose reference was too small, runs rarely.
     """
     folder, log = compilations[unit]
     log.result()
@@ -318,7 +319,7 @@ def test_exponentials_do_not_wait(unit, compilations):
         sources = re.findall(r"\bMUFU\.EX2 R\d+, \S*?(R\d+)", block)
         if len(sources) == 32:
             repeated.append(sum(map(operator.eq, sources, sources[1:])))
-    assert repeated.count(0) == 2, repeated
+    assert repeated.count(0) >= 2, repeated
 
 
 @pytest.mark.parametrize(
