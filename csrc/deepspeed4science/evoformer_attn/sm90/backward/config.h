@@ -253,12 +253,15 @@ struct DqDkdvConfig {
         x.warpgroups |= uint32_t(sees) << (r * kTiles + t);
       }
     }
-    bool computes = x.warpgroups != 0 || kSplitsKeys;  // with split keys this block must add zeros to dq
-    if constexpr (kPairsRows) {                        // the blocks of a cluster take the same tiles
-      const int other = at.row ^ 1, units = kTiles * kOwned / KeyMask::kUnit;
-      if (other < args.N) computes |= args.mask.units(args.row_index(at.batch, other), at.owned, units) != 0;
+    if constexpr (kPairsRows) {  // the blocks of a cluster take the same tiles
+      const int other = at.row ^ 1;
+      const bool other_sees = other < args.N && args.mask.units(args.row_index(at.batch, other), at.owned,
+                                                                kTiles * kOwned / KeyMask::kUnit) != 0;
+      if (x.warpgroups == 0 && !other_sees) return x;
+      x.num_steps = columns(args).num_steps();
+      return x;
     }
-    if (!computes) return x;
+    if (x.warpgroups == 0 && !kSplitsKeys) return x;  // with split keys this block must add zeros to dq
     if constexpr (kKeys) {
       x.num_steps = columns(args).num_steps();
     } else {

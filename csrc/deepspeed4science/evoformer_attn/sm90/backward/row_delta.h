@@ -48,8 +48,8 @@ class RowDelta {
     for (uint32_t phase = 0, slot_phase = 0; exists(pair); phase ^= 1) {
       const Coordinates at = locate(pair);
       const int64_t first_row = (args_.row_index(at.batch, at.row) * args_.H + at.head) * args_.Lq;
-      const bool stores =
-          !Config::kPairsRows || sees_something(at.batch, at.row);  // or only the other row n sees a key
+      // kPairsRows: the other row n sees something, this one perhaps nothing.
+      const bool sees = at.row < args_.N && !args_.mask.sees_nothing(args_.row_index(at.batch, at.row));
       const int next = next_seen(pair + Scheduler::step());
       CUTLASS_PRAGMA_NO_UNROLL
       for (int part = 0; part < num_parts; part += kSlots, slot_phase ^= 1) {
@@ -76,7 +76,7 @@ class RowDelta {
         shared_.delta_barriers.full[step].arrive();
         CUTLASS_PRAGMA_UNROLL  // after the fence, which would wait for these stores
             for (int slot = 0; slot < kSlots; ++slot) {
-          if (stores) store(deltas[slot], first_row, query(part + slot));
+          if (!Config::kPairsRows || sees) store(deltas[slot], first_row, query(part + slot));
         }
       }
       pair = next;
@@ -98,10 +98,10 @@ class RowDelta {
   CUTLASS_DEVICE bool sees_nothing(int pair) const {
     if constexpr (!Config::kPairsRows) return args_.mask.sees_nothing(args_.by_heads.div(pair));
     const Coordinates at = locate(pair);
-    return !sees_something(at.batch, at.row) && !sees_something(at.batch, at.row ^ 1);
-  }
-  CUTLASS_DEVICE bool sees_something(int batch, int n) const {
-    return n < args_.N && !args_.mask.sees_nothing(args_.row_index(batch, n));
+    for (int n = at.row & ~1; n <= (at.row | 1) && n < args_.N; ++n) {
+      if (!args_.mask.sees_nothing(args_.row_index(at.batch, n))) return false;
+    }
+    return true;
   }
 
   // A part has 16 queries; of a step's four, a warp has two.
