@@ -90,7 +90,7 @@ struct DqDkdvConsumer {
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kComputesDelta) {
-        if (dq.first && block.row < args.N) {
+        if (dq.first && (!Config::kPairsRows || block.row < args.N)) {
           ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
         }
       }

@@ -48,8 +48,9 @@ class RowDelta {
     for (uint32_t phase = 0, slot_phase = 0; exists(pair); phase ^= 1) {
       const Coordinates at = locate(pair);
       const int64_t first_row = (args_.row_index(at.batch, at.row) * args_.H + at.head) * args_.Lq;
-      // kPairsRows: the other row n sees something, this one perhaps nothing.
-      const bool sees = at.row < args_.N && !args_.mask.sees_nothing(args_.row_index(at.batch, at.row));
+      // kPairsRows: perhaps only the other row n of the cluster sees something.
+      const bool sees =
+          !Config::kPairsRows || (at.row < args_.N && !args_.mask.sees_nothing(args_.row_index(at.batch, at.row)));
       const int next = next_seen(pair + Scheduler::step());
       CUTLASS_PRAGMA_NO_UNROLL
       for (int part = 0; part < num_parts; part += kSlots, slot_phase ^= 1) {
@@ -76,7 +77,7 @@ class RowDelta {
         shared_.delta_barriers.full[step].arrive();
         CUTLASS_PRAGMA_UNROLL  // after the fence, which would wait for these stores
             for (int slot = 0; slot < kSlots; ++slot) {
-          if (!Config::kPairsRows || sees) store(deltas[slot], first_row, query(part + slot));
+          if (sees) store(deltas[slot], first_row, query(part + slot));
         }
       }
       pair = next;

@@ -48,7 +48,8 @@ struct StepProducts {
           ones(start_address(shared.ones)) {}
     CUTLASS_DEVICE static uint32_t first_products(const Shared& shared, int buffer, const ConsumerCoord& at) {
       if constexpr (Config::kComputesDelta) {
-        return start_address(shared.delta.terms) & 0x3fff;  // an address in a cluster has more bits
+        const uint32_t start = start_address(shared.delta.terms);
+        return Config::kPairsRows ? start & 0x3fff : start;  // in a cluster, an address has the block's number, too
       } else {
         return start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
       }
