@@ -46,12 +46,9 @@ struct DqDkdvConfig {
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
   // Writing dq from accumulators takes many.
   static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
+  static constexpr int kDqRegisters = kPairsRows ? 48 : 56, kDbias2Registers = 56;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters,
-                                   /*kHelper=*/
-                                   kPairsRows        ? 48
-                                   : kHasDqWarpgroup ? 56
-                                                     : 0,
-                                   /*kSecondHelper=*/kPairsRows ? 56 : 0>;
+                                   kHasDqWarpgroup ? kDqRegisters : 0, kPairsRows ? kDbias2Registers : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(!kComputesDelta || (kDqInShared && kClusterBlocks == 1), "a block has all queries of a row n");
   static_assert(!kPairsRows || (kHasDqWarpgroup && kHasBias2 && kTiles == 2 && kClusterBlocks == 1), "row_pairs.h");
