@@ -21,7 +21,8 @@ def check():
     from deepspeed4science.reference import evoformer_attention as reference
     q = torch.randn(1, 1, 4, 1, 8, requires_grad=True)
     got, = torch.autograd.grad(attention(q, q, q).square().sum(), q)
-    expected, = torch.autograd.grad(reference(q, q, q).square().sum(), q)
+    x = q.double()  # in float32, the reference's own error exceeds the tolerance now and then
+    expected, = torch.autograd.grad(reference(x, x, x).square().sum(), q)
     torch.testing.assert_close(got, expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16
