@@ -40,7 +40,6 @@ template <typename scalar_t_,    // half_t; bfloat16_t (Sm80); float
           int kHeadDimValue_ = kSingleValueIteration_ || kHeadDim_ < 64 ? kHeadDim_ : 64,
           bool kTf32_ = false,  // float only: TF32 tensor cores instead of full precision
           int kStripes_ = 1,    // key blocks that arrive in shared memory together
-          int kInFlight_ = 1,   // of these, key blocks whose scores a warp computes before their softmax
           // Warps resident on a multiprocessor. They share four register files: 8, 12 or 16 warps leave 255, 168 or 128
           // registers a thread. O takes one register a lane for each column of V.
           int kWarpsWanted_ = getWarpsPerSm<scalar_t_, ArchTag>(),
@@ -62,7 +61,6 @@ struct AttentionKernel {
   static constexpr bool kSingleValueIteration = kSingleValueIteration_;
   static constexpr int kKeysPerBlock = kKeysPerBlock_;
   static constexpr int kStripes = kStripes_;
-  static constexpr int kInFlight = kInFlight_;
   static constexpr int kKeysPerStage = kKeysPerBlock * kStripes;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimValue = kHeadDimValue_;
@@ -77,7 +75,6 @@ struct AttentionKernel {
   static_assert(kQueriesPerBlock % 32 == 0 && kQueriesPerBlock >= 32 && kQueriesPerBlock <= 128, "32 to 128 queries");
   static_assert(kKeysPerBlock % 32 == 0 && kKeysPerBlock >= 32 && kKeysPerBlock <= 128, "32 to 128 keys");
   static_assert(kStripes == 1 || kSingleValueIteration, "several value iterations take one key block after another");
-  static_assert(kStripes % kInFlight == 0, "whole groups of key blocks");
   static_assert(kKeysPerStage <= kNumThreads, "a thread brings one element of a row bias");
   static_assert(kHeadDim % 16 == 0 && kHeadDimValue % 16 == 0, "tiers are multiples of 16");
 
@@ -155,7 +152,7 @@ struct AttentionKernel {
   static constexpr bool kSendsEarly = kAsync && sizeof(scalar_t) == 2;
   static constexpr int kStages = kAsync && kSingleValueIteration ? 2 : 1;
   static constexpr int kLoopBytes = QTile::kBytes + kStages * kStageBytes + kBias2Bytes;
-  static_assert(!kStagesBias2 || (kAsync && kSingleValueIteration && kIsComplete && Bias2::kIsMatrix && kInFlight == 1),
+  static_assert(!kStagesBias2 || (kAsync && kSingleValueIteration && kIsComplete && Bias2::kIsMatrix),
                 "a lane copies 16 bytes of a matrix bias at a time, for one key block after another");
   static constexpr int kMergeBytes = kWarpsN > 1 ? kWarpsM * 32 * (kTilesO * 8 + 2 * Mma::kLaneRows) * 4 : 0;
   static constexpr int kEndBytes = kMergeBytes > OTile::kBytes ? kMergeBytes : OTile::kBytes;

@@ -37,7 +37,7 @@ struct Sm80Forward {
   using Kernel = AttentionKernel<scalar_t, ArchTag, kAligned, kTiles.queries, kTiles.keys, kSingleValueIteration,
                                  kHasBias1 || kHasBias2, Choose<kHasBias1, BroadcastA>::template Type,
                                  Choose<kHasBias2, BroadcastB>::template Type, kTiles.head_dim, kTiles.head_dim_value,
-                                 kTf32, kTiles.stripes, kTiles.in_flight, kTiles.warps,
+                                 kTf32, kTiles.stripes, kTiles.warps,
                                  /*kIsComplete=*/true, kTiles.stages_bias2>;
 
   static int64_t workspace_bytes(const FwdParams& p) { return make_plan(p, kUnit).workspace_bytes; }

@@ -63,8 +63,8 @@ struct ForwardLoads : ForwardWarp<K> {
   struct SegmentStart {
     Loader<KTile> k;
     Loader<VTile> v;
-    Frag1 bias1[K::kInFlight];
-    Frag2 bias2[K::kInFlight];
+    Frag1 bias1;
+    Frag2 bias2;
     RowElement element;
     float shift;
   };
@@ -88,10 +88,7 @@ struct ForwardLoads : ForwardWarp<K> {
       for (int t = 0; t < K::kStripes; ++t) send_bias2(t, segment, segment.begin + t * K::kKeysPerBlock);
       return;
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int t = 0; t < K::kInFlight; ++t) {
-      load_matrices(start.bias1[t], start.bias2[t], segment, segment.begin + t * K::kKeysPerBlock);
-    }
+    load_matrices(start.bias1, start.bias2, segment, segment.begin);
   }
 
   // A loader whose address was kept. Multiples of its stride, and unless kKeepsPlaces its place in a tile, would be

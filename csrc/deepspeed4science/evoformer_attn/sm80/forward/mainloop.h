@@ -123,8 +123,8 @@ struct ForwardBlock : ForwardLoads<K> {
                                   SegmentStart& start, bool is_sent, bool is_first) {
     constexpr bool kInRegisters = kWhole && K::kKeepsLoaders;
     constexpr bool kLoadsLate = K::kLoadsLate && kFixesReference == K::kFixesReference;
-    Frag1(&bias1)[K::kInFlight] = start.bias1;
-    Frag2(&bias2)[K::kInFlight] = start.bias2;
+    Frag1& bias1 = start.bias1;
+    Frag2& bias2 = start.bias2;
     if (!is_sent) {
       __syncthreads();  // the block's constants; the last reads of K and V
       this->locate(start, sConstants()->pointers, segment.begin);
@@ -158,56 +158,41 @@ struct ForwardBlock : ForwardLoads<K> {
       // 1.25 instead of 1.38 ms at D = 64, 1.20 instead of 1.31 at D = 128.
       int keys_left = segment.end - first;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int stripe = 0; stripe < K::kStripes; stripe += K::kInFlight) {
+      for (int stripe = 0; stripe < K::kStripes; ++stripe) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
         // Scores, math.md (1) and (1a): the shift of a row bias is already subtracted.
-        float s[K::kInFlight][4][8];
+        float s[4][8];
         const int key = first + stripe * K::kKeysPerBlock;
-        auto load_next_matrices = [&](int t) {
+        auto load_next_matrices = [&] {
           if constexpr (K::kStagesBias2) return;
-          this->load_matrices(bias1[t], bias2[t], segment, key + (K::kInFlight + t) * K::kKeysPerBlock);
+          this->load_matrices(bias1, bias2, segment, key + K::kKeysPerBlock);
         };
-        if constexpr (K::kStagesBias2) this->fetch_bias2(bias2[0], stripe);
-        CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < K::kInFlight; ++t) {
-          this->init_scores(s[t], stage, stripe + t);
-          this->multiply_qk(s[t], q, stage, stripe + t);
-          this->scale_scores(s[t], stage, stripe + t);
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < K::kInFlight; ++t) {
-          add_matrices(s[t], bias1[t], bias2[t]);
-          if constexpr (!kLoadsLate) {
-            load_next_matrices(t);
-            if constexpr (!K::kHasRowBias) this->mask_past_end(s[t], key + t * K::kKeysPerBlock);
-          }
+        if constexpr (K::kStagesBias2) this->fetch_bias2(bias2, stripe);
+        this->init_scores(s, stage, stripe);
+        this->multiply_qk(s, q, stage, stripe);
+        this->scale_scores(s, stage, stripe);
+        add_matrices(s, bias1, bias2);
+        if constexpr (!kLoadsLate) {
+          load_next_matrices();
+          if constexpr (!K::kHasRowBias) this->mask_past_end(s, key);
         }
 
         // Probabilities and O += P V, math.md (7).
         if constexpr (kFixesReference) {
-          if (is_first && step + stripe == 0) softmax.begin(s[0]);
+          if (is_first && step + stripe == 0) softmax.begin(s);
         } else {
-          Row largest[K::kInFlight];
-          bool moves = false;
-          CUTLASS_PRAGMA_UNROLL
-          for (int t = 0; t < K::kInFlight; ++t) moves |= softmax.must_move(largest[t], s[t]);
-          if (moves) {
-            softmax.move(largest_of(largest));
+          Row largest;
+          if (softmax.must_move(largest, s)) {
+            softmax.move(largest);
             softmax.rescale(o, softmax.m_prime);
           }
         }
+        softmax.to_exponents(s);
+        if constexpr (kLoadsLate) load_next_matrices();
+        softmax.exponentiate(s);
+        if constexpr (K::kStagesBias2) this->send_bias2(stripe, segment, key + kKeys);
         CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < K::kInFlight; ++t) {
-          softmax.to_exponents(s[t]);
-          if constexpr (kLoadsLate) load_next_matrices(t);
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int t = 0; t < K::kInFlight; ++t) {
-          softmax.exponentiate(s[t]);
-          if constexpr (K::kStagesBias2) this->send_bias2(stripe, segment, key + kKeys);
-          CUTLASS_PRAGMA_UNROLL
-          for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s[t], step, stage, stripe + t);
-        }
+        for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s, step, stage, stripe);
       }
 
       if constexpr (K::kAsync) {
@@ -226,16 +211,6 @@ struct ForwardBlock : ForwardLoads<K> {
   CUTLASS_DEVICE void add_matrices(float (&s)[4][8], const Frag1& bias1, const Frag2& bias2) const {
     if constexpr (K::Bias1::kIsMatrix) this->add_fragment(s, reinterpret_cast<const scalar_t*>(&bias1));
     if constexpr (K::Bias2::kIsMatrix) this->add_fragment(s, reinterpret_cast<const scalar_t*>(&bias2));
-  }
-  CUTLASS_DEVICE static Row largest_of(const Row (&rows)[K::kInFlight]) {
-    Row largest = rows[0];
-    CUTLASS_PRAGMA_UNROLL
-    for (int t = 1; t < K::kInFlight; ++t) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row)
-        largest[lane_row] = fmaxf(largest[lane_row], rows[t][lane_row]);
-    }
-    return largest;
   }
 };
 

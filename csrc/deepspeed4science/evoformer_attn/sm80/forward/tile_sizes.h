@@ -8,7 +8,7 @@ namespace ds4s {
 
 // The fields are AttentionKernel's template parameters of the same names.
 struct ForwardTileSizes {
-  int queries, keys, stripes, in_flight, warps;
+  int queries, keys, stripes, warps;
   int head_dim, head_dim_value;  // tiers of D and Dv; past kLargestTier, the number of channels computed at a time
   bool stages_bias2 = false;
 };
@@ -34,31 +34,31 @@ constexpr ForwardTileSizes forward_tiles() {
   constexpr int D = kHeadDim, Dv = kHeadDimValue;
   constexpr bool kHasBias = kHasBias1 || kHasBias2;
   // Not timed; chosen for 44 KiB of shared memory, which compute capability 7.5 has, and no spills.
-  if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 1, 8, 64, 64};
+  if (kLargest > kLargestTier) return {64, sizeof(scalar_t) == 4 ? 32 : 64, 1, 8, 64, 64};
   // One key block at a time where shared memory is short, K and V pass through registers, or S is wide (float).
   constexpr bool kRoomy = sizeof(scalar_t) == 2 && kAligned && ArchTraits<ArchTag>::kHasCpAsync;
   constexpr bool kStaged = kRoomy && shared_kib_of_multiprocessor() >= 228;
-  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, 1, kWarps, D, Dv};
+  if (sizeof(scalar_t) == 4) return {kLargest > 64 ? 32 : 64, 32, 1, kWarps, D, Dv};
   // With two, one, five and six stripes instead of four: (1,768,768,4,32) 1.09, 1.13, 1.02 and 1.01 of the time; with
-  // 16 warps 1.20, with two stripes in flight 1.17. Without biases 1.09 ms with one stripe and 1.14 with four: the loop
-  // then waits for K and V only.
+  // 16 warps 1.20, with the scores of two stripes at a time 1.17. Without biases 1.09 ms with one stripe and 1.14 with
+  // four: the loop then waits for K and V only.
   if (kLargest <= 32) {
     constexpr int kStripes = kRoomy && kHasBias && blocks_fit<scalar_t, 3, 128, 128, D, Dv>() ? 4 : 1;
     // Without bias2 128 registers are enough for 16 warps: (1,256,512,8,32) 0.90, with bias1 0.91 of the time.
     constexpr bool kFits = kRoomy && !kHasBias2 && blocks_fit<scalar_t, 4, 128, 32 * kStripes, D, Dv>();
-    return {128, 32, kStripes, 1, kFits ? 16 : kWarps, D, Dv};
+    return {128, 32, kStripes, kFits ? 16 : kWarps, D, Dv};
   }
   // Loading bias2 through shared memory takes no registers: (1,48,768,16,48) 0.476 instead of 0.517 ms, with one stripe
   // 0.492; (1,256,1024,4,64) 1.16 instead of 1.26, because 12 warps fit. Wider heads have no shared memory left; at
   // D <= 32 it is slower.
   constexpr bool kStagesBias2 = kStaged && kHasBias2 && kLargest > 32 && kLargest <= 64;
-  if (kStagesBias2) return {128, 32, 2, 1, 12, D, Dv, kStagesBias2};
+  if (kStagesBias2) return {128, 32, 2, 12, D, Dv, kStagesBias2};
   // (1,48,768,16,48): 0.52 ms, with one stripe 0.57, and 8 warps 0.67. (1,256,1024,4,64) with bias1 alone: 8 warps,
-  // with 64 queries a block and two stripes in flight, take 1.04 of the time, at 384 1.08.
-  if (kRoomy && (kLargest <= 48 || (kStaged && kLargest <= 64))) return {128, 32, kStaged ? 2 : 1, 1, 12, D, Dv};
-  if (kLargest <= 64) return {64, 32, 1, 1, kWarps, D, Dv};
+  // with 64 queries a block and the scores of two stripes at a time, take 1.04 of the time, at 384 1.08.
+  if (kRoomy && (kLargest <= 48 || (kStaged && kLargest <= 64))) return {128, 32, kStaged ? 2 : 1, 12, D, Dv};
+  if (kLargest <= 64) return {64, 32, 1, kWarps, D, Dv};
   // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30.
-  return {128, 32, kStaged ? 2 : 1, 1, kWarps, D, Dv};
+  return {128, 32, kStaged ? 2 : 1, kWarps, D, Dv};
 }
 
 }  // namespace ds4s

@@ -46,13 +46,6 @@ CUTLASS_DEVICE void store_async(uint32_t address, const float* four, uint32_t an
       : "memory");
 }
 
-CUTLASS_DEVICE void store_async(uint32_t address, const uint4& x, uint32_t announces) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(announces)
-      : "memory");
-}
-
 // Loads four floats from another block's shared memory (9.7.9.8).
 CUTLASS_DEVICE float4 load_four(uint32_t address) {
   float4 x;

@@ -142,8 +142,8 @@ class RowPairs {
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < Tiles::kTileBytes; x += 128 * 16) {
-        store_async(to + t * Tiles::kTileBytes + x,
-                    *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + x + 16 * thread_), full);
+        ptx::store_async(to + t * Tiles::kTileBytes + x,
+                         *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + x + 16 * thread_), full);
       }
     }
   }

@@ -27,11 +27,11 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Boxes of box0 x box1 elements, box3 in dimension 3, 1 in every other, with rows swizzled over their whole width.
-// Elements outside the tensor are read as 0 and not written.
+// Boxes of box0 x box1 elements, box3 in dimension 3, 1 in every other. Elements outside the tensor are read as 0 and
+// not written.
 template <int kRank>
-cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0, int box1,
-                            int box3 = 1) {
+cudaError_t encode_tensor_map(CUtensorMap& map, CUtensorMapDataType type, int element_bytes, CUtensorMapSwizzle swizzle,
+                              const TensorView<kRank>& t, int box0, int box1, int box3) {
   auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorInsufficientDriver;
   cuuint64_t size[kRank], stride_bytes[kRank - 1];
@@ -40,35 +40,32 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
     size[d] = cuuint64_t(t.size[d]);
     box[d] = d == 0 ? box0 : d == 1 ? box1 : d == 3 ? box3 : 1;
     step[d] = 1;
-    if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : 2 * cuuint64_t(t.stride[d]);
+    if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : element_bytes * cuuint64_t(t.stride[d]);
   }
-  CUtensorMapSwizzle swizzle = box0 == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                               : box0 == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                            : CU_TENSOR_MAP_SWIZZLE_32B;
   CUresult result =
       encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The same for float32, with boxes of box0 x box1 elements whose rows are not swizzled.
+// Of 16-bit elements, rows swizzled over their whole width.
 template <int kRank>
-cudaError_t make_float_map(CUtensorMap& map, const TensorView<kRank>& t, int box0, int box1) {
-  auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorInsufficientDriver;
-  cuuint64_t size[kRank], stride_bytes[kRank - 1];
-  cuuint32_t box[kRank], step[kRank];
-  for (int d = 0; d < kRank; ++d) {
-    size[d] = cuuint64_t(t.size[d]), box[d] = d == 0 ? box0 : d == 1 ? box1 : 1, step[d] = 1;
-    if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : 4 * cuuint64_t(t.stride[d]);
-  }
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kRank, const_cast<void*>(t.ptr), size,
-                                 stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const TensorView<kRank>& t, int box0, int box1,
+                            int box3 = 1) {
+  CUtensorMapSwizzle swizzle = box0 == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                               : box0 == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                            : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode_tensor_map(map, type, /*element_bytes=*/2, swizzle, t, box0, box1, box3);
 }
 
-// The same with boxes of one tile (smem_tile.h), of num_rows rows n.
+// Of float32, rows as they are.
+template <int kRank>
+cudaError_t make_float_map(CUtensorMap& map, const TensorView<kRank>& t, int box0, int box1) {
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, /*element_bytes=*/4, CU_TENSOR_MAP_SWIZZLE_NONE, t,
+                           box0, box1, /*box3=*/1);
+}
+
+// make_tensor_map with boxes of one tile (smem_tile.h), of num_rows rows n.
 template <typename scalar_t, typename Tile>
 cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor, int num_rows = 1) {
   constexpr auto kType = cutlass::platform::is_same<scalar_t, cutlass::half_t>::value
