@@ -32,7 +32,8 @@ SM90_CALLS = (
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 130, 230, 2, 32),  # the same, dq by a warpgroup of its own
     (133, 130, 260, 2, 32),  # the same, dbias2 of two rows n by one addition
-    (132, 520, 200, 1, 32),  # the same, with fewer stages
+    (132, 520, 200, 1, 32),  # the same, for more queries
+    (132, 100, 202, 1, 32),  # with sums of dbias2 in rows of their own
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
     (78, 1540, 130, 1, 32),  # clusters of three
     (60, 2310, 130, 1, 32),  # clusters of four
@@ -56,6 +57,7 @@ MASKED_CALLS = (
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (132, 130, 230, 2, 32),  # the same with two warpgroups
     (133, 100, 332, 2, 32),  # the same with two rows n in a cluster
+    (133, 460, 140, 2, 32),  # the same for more queries
     (3, 70, 300, 40, 64),
     (1, 130, 450, 80, 32),
 )

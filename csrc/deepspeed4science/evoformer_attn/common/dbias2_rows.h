@@ -1,5 +1,6 @@
 // Rows of dbias2 are made to add up to 0, math.md (16a), and rounded to the type of q if they are wanted in it. One
-// warp does a row. It holds its sums in registers, or reads them twice if there are too many.
+// warp does a row. It holds its sums in registers, or reads them twice if there are too many. Rows of sums may lie
+// further apart than Lk.
 #pragma once
 
 #include "common/ptx.h"
@@ -10,12 +11,13 @@ namespace ds4s {
 template <typename scalar_t>
 class Dbias2Rows {
  public:
-  CUTLASS_DEVICE explicit Dbias2Rows(const BwdParams& p) : p_(p), lane_(int(threadIdx.x) % 32) {}
+  CUTLASS_DEVICE explicit Dbias2Rows(const BwdParams& p, int64_t stride)
+      : p_(p), stride_(stride), lane_(int(threadIdx.x) % 32) {}
 
   // row: of [B, H, Lq].
   CUTLASS_DEVICE void finish(int64_t row) const {
     if (p_.dbias2 == nullptr) return;  // not wanted, or an earlier kernel has written rounded_dbias2
-    p_.Lk % 2 == 0 && is_aligned() ? finish_by<2>(row * p_.Lk) : finish_by<1>(row * p_.Lk);
+    p_.Lk % 2 == 0 && is_aligned() ? finish_by<2>(row) : finish_by<1>(row);
   }
 
  private:
@@ -29,14 +31,15 @@ class Dbias2Rows {
     T x[kWidth];
   };
 
-  // The row begins at element `first`; a lane's loads have kWidth neighbours.
+  // A lane's loads have kWidth neighbours.
   template <int kWidth>
-  CUTLASS_DEVICE void finish_by(int64_t first) const {
+  CUTLASS_DEVICE void finish_by(int64_t row) const {
     using Sums = Vector<float, kWidth>;
     using Rounded = Vector<scalar_t, kWidth>;
-    auto* const sums = reinterpret_cast<Sums*>(p_.dbias2 + first);
-    auto* const rounded =
-        p_.rounded_dbias2 ? reinterpret_cast<Rounded*>(static_cast<scalar_t*>(p_.rounded_dbias2) + first) : nullptr;
+    auto* const sums = reinterpret_cast<Sums*>(p_.dbias2 + row * stride_);
+    auto* const rounded = p_.rounded_dbias2
+                              ? reinterpret_cast<Rounded*>(static_cast<scalar_t*>(p_.rounded_dbias2) + row * p_.Lk)
+                              : nullptr;
     const int64_t count = p_.Lk / kWidth;
     // One row n: kernels store dbias2, and another pass over it would take a fifth of their time.
     const bool corrects = p_.N > 1 && p_.partial_keys == 0;
@@ -100,6 +103,7 @@ class Dbias2Rows {
   }
 
   const BwdParams& p_;
+  const int64_t stride_;
   const int lane_;
 };
 

@@ -28,7 +28,7 @@ inline int64_t num_postprocess_blocks(const DeviceFacts& device) {
 inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {
   const KeyMaskBuffers<BwdParams> buffers(p);
   PostprocessArgs args{};
-  args.p = p, args.flag = flag;
+  args.p = p, args.flag = flag, args.dbias2_stride = p.Lk;
   args.shift = buffers.at(key_mask).shift;
   args.only_key = buffers.only_key(key_mask);
   return args;

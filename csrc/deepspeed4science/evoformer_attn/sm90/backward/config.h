@@ -37,16 +37,23 @@ struct DqDkdvConfig {
   // registers instead of through the buffer. Not measured with dq in shared memory at D = 48.
   static constexpr bool kReleasesEarly = kBuffers == 1 && !kDqInShared;
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
-  static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;       // the one after the consumers (dq_warpgroup.h)
-  static constexpr bool kPairsRows = Tiles::kPairsRows;                 // and another one for dbias2 (row_pairs.h)
+  static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;  // the one after the consumers (dq_warpgroup.h)
+  static constexpr bool kPairsRows = Tiles::kPairsRows;            // and another one for dbias2 (row_pairs.h)
+  static constexpr int kDsSlots = Tiles::kDsSlots, kSlotTiles = Tiles::kSlotTiles;
+  static constexpr int kSumTiles = Tiles::kSumTiles;
+  // dk and dv leave through a buffer of their own. Otherwise, and without a warpgroup for dq, through that of K and V
+  // or, with kStoresFromRegisters, without one.
+  static constexpr bool kHasResultsBuffer = kHasDqWarpgroup && !kPairsRows;
+  static constexpr bool kStoresFromRegisters = kReleasesEarly || (kHasDqWarpgroup && !kHasResultsBuffer);
   static constexpr bool kTakesTurns = kDqInShared && !kHasDqWarpgroup;  // each consumer computes dq of some steps
   // The producers' warpgroup, which is the last one.
   static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup + kPairsRows;
   static constexpr int kNumThreads = 128 * (kProducers + 1);
   static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
+  static constexpr bool kDenseProducts = kComputesDelta || kPairsRows;
   // Writing dq from accumulators takes many.
   static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
-  static constexpr int kDqRegisters = kPairsRows ? 48 : 56, kDbias2Registers = 56;
+  static constexpr int kDqRegisters = 56, kDbias2Registers = 48;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters,
                                    kHasDqWarpgroup ? kDqRegisters : 0, kPairsRows ? kDbias2Registers : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
@@ -78,8 +85,8 @@ struct DqDkdvConfig {
     alignas(
         1024) uint8_t bias2[kHasBias2 || kDqInShared ? kTiles : 1][kHasBias2 || kDqInShared ? BiasTile::kBytes : 16];
   };
-  static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * Rank1Tile::kRowBytes;
-  // The terms of -delta, of streamed or owned queries.
+  static constexpr int kProductsBytes = (kKeys ? kColumns : kOwned) * (kDenseProducts ? 16 : Rank1Tile::kRowBytes);
+  // The terms of -delta, of streamed or owned queries, in 16 bytes each (kDenseProducts) or 32.
   struct alignas(256) Products {
     uint8_t tiles[kKeys ? kStages * kRows : kBuffers * kWarpgroups][kProductsBytes];
   };
@@ -94,18 +101,18 @@ struct DqDkdvConfig {
   // kPairsRows (row_pairs.h): half of a step's queries.
   struct RowPairTiles {
     static constexpr int kQueries = kColumns / 2, kWarpQueries = kQueries / 4;
-    static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kBytes = kTiles * kTileBytes;
-    uint8_t ds[2][kTiles][kTileBytes];                   // from the other block
-    alignas(128) float sums[kQueries][kTiles * kOwned];  // on their way to dbias2
-    FullBarrier full[2];                                 // the other block's dS has arrived
-    EmptyBarrier empty[2];                               // the other block has read what this one has sent
-    EmptyBarrier ready[kStages];                         // the other block's stage may be filled
+    static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kSlotBytes = kSlotTiles * kTileBytes;
+    uint8_t ds[kDsSlots][kSlotTiles][kTileBytes];           // from the other block
+    alignas(128) float sums[kQueries][kSumTiles * kOwned];  // on their way to dbias2
+    FullBarrier full[kDsSlots];                             // the other block's dS has arrived
+    EmptyBarrier empty[kDsSlots];                           // the other block has read what this one has sent
+    EmptyBarrier ready[kStages];                            // the other block's stage may be filled
   };
   struct Nothing {};
   struct Dq {
     DqTile tiles[kQueries / kColumns];
-    // kHasDqWarpgroup: dk and dv on their way to memory. Elsewhere they leave through the buffer of owned tiles.
-    cute::conditional_t<kHasDqWarpgroup, uint8_t[kTiles][2][OwnedTile::kBytes], Nothing> results;
+    // dk and dv on their way to memory.
+    cute::conditional_t<kHasResultsBuffer, uint8_t[kTiles][2][OwnedTile::kBytes], Nothing> results;
     EmptyBarrier full[kStages];        // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];  // kTakesTurns: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h

@@ -41,17 +41,18 @@ struct DqShared {
     if (index % kTiles != at.tile) return;
     const int first_query = Config::columns(args).begin;
     if (state.first && index < kTiles) wait_for_stores(at);
-    add_step(state, index, first_query, pipe, shared, args, at);
+    add_step(state, index, first_query, pipe, shared, args, at, [] {});
   }
   // This warpgroup's stores of the last (b, n, h) leave shared memory.
   CUTLASS_DEVICE static void wait_for_stores(const ConsumerCoord& at) {
     if (at.issues()) cute::tma_store_wait<0>();
     at.sync();
   }
-  // Multiplies dS of step `index`. first_query: of this block.
+  // Multiplies dS of step `index`, and calls `beside` while the product runs. first_query: of this block.
+  template <typename Beside>
   CUTLASS_DEVICE static void add_step(const TileState& state, int index, int first_query,
                                       const typename Config::Pipe& pipe, Shared& shared, const BackwardArgs& args,
-                                      const ConsumerCoord& at) {
+                                      const ConsumerCoord& at, Beside&& beside) {
     auto& tile = shared.dq.tiles[index];
     float4* mine = reinterpret_cast<float4*>(tile.x[0][32 * at.warp + at.lane]);
     Sum sum = {};
@@ -59,9 +60,12 @@ struct DqShared {
     shared.dq.full[pipe.index].wait(pipe.phase);
     if constexpr (Config::kHasDqWarpgroup) cutlass::arch::fence_view_async_shared();  // for the consumers' stores
     if (!Config::kPairsRows || state.sees_keys) {
-      multiply(sum, start_address(shared.stages[pipe.index].bias2),
-               start_address(shared.owned[state.owned_pipe.index]));
+      start_product(sum, start_address(shared.stages[pipe.index].bias2),
+                    start_address(shared.owned[state.owned_pipe.index]));
     }
+    beside();
+    wgmma_wait<0>();
+    fence_registers(sum);
     shared.empty[pipe.index].arrive();
     if (!state.last) {
       store(mine, sum);
@@ -131,7 +135,7 @@ struct DqShared {
     }
   }
   // sum += dS K
-  CUTLASS_DEVICE static void multiply(Sum& sum, uint32_t ds, uint32_t keys) {
+  CUTLASS_DEVICE static void start_product(Sum& sum, uint32_t ds, uint32_t keys) {
     constexpr uint32_t kNextKeys = 2 * OwnedTile::kBytes >> 4, kNextDs = DsTile::kBytes >> 4;
     fence_registers(sum);
     wgmma_begin();
@@ -145,8 +149,6 @@ struct DqShared {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    fence_registers(sum);
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/dq_smem.h"
+#include "sm90/backward/row_pairs.h"
 
 namespace ds4s::sm90 {
 
@@ -16,6 +17,7 @@ struct DqWarpgroup {
     const int first_query = Config::columns(args).begin;
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
+    typename RowPairs<Config>::Slots slots;
     for (PublishedTileScheduler<Config> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
       const typename Config::Visible visible = shared.visible[owned_pipe.index];
@@ -26,7 +28,9 @@ struct DqWarpgroup {
       if (first) Dq::wait_for_stores(at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int index = 0; index < num_steps; ++index, pipe.advance()) {
-        Dq::add_step(state, index, first_query, pipe, shared, args, at);
+        Dq::add_step(state, index, first_query, pipe, shared, args, at, [&] {
+          if constexpr (Config::kPairsRows) RowPairs<Config>::send(slots, shared, pipe.index, at);
+        });
       }
       shared.owned_empty[owned_pipe.index].arrive();
       if (num_steps == 0 && first && last) Dq::store_zeros(state, shared, args, at);

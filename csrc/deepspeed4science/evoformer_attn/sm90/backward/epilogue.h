@@ -40,7 +40,7 @@ struct DqDkdvEpilogue {
       }
     }
     bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;
-    if constexpr (Config::kReleasesEarly) {
+    if constexpr (Config::kStoresFromRegisters) {
       if (stores_second) store_rows<scalar_t>(maps.second_rows, results.of_p, 1.f, at, l, block.head, n, block.batch);
       if (stores_first) {
         store_rows<scalar_t>(maps.first_rows, results.of_ds, args.scale, at, l, block.head, n, block.batch);
@@ -48,7 +48,7 @@ struct DqDkdvEpilogue {
       return;
     }
     uint8_t *first = owned.first, *second = owned.second;  // where results wait to be stored
-    if constexpr (Config::kHasDqWarpgroup) {
+    if constexpr (Config::kHasResultsBuffer) {
       first = shared.dq.results[at.tile][0], second = shared.dq.results[at.tile][1];
     } else if constexpr (kDqInShared) {
       shared.dq.keys_read[pipe.index].wait(pipe.phase);

@@ -21,7 +21,13 @@ class BackwardFill {
   KeyMaskArgs find_visible_keys() const {
     return key_mask_.arguments(at<void>(plan_.key_mask), at<void>(plan_.bias1), flag_);
   }
-  PostprocessArgs postprocess() const { return postprocess_args(p_, at<void>(plan_.key_mask), flag_); }
+  PostprocessArgs postprocess() const {
+    PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
+    args.p.dbias2 = dbias2_sums(), args.dbias2_stride = plan_.dbias2_stride;
+    return args;
+  }
+  // To which kernels add or store dbias2, in float32; or null.
+  float* dbias2_sums() const { return plan_.padded_dbias2 >= 0 ? at<float>(plan_.padded_dbias2) : p_.dbias2; }
 
   PreprocessArgs preprocess() const {
     PreprocessArgs args{};
@@ -35,7 +41,7 @@ class BackwardFill {
     if (plan_.delta_with_dq) args.counters = {at<float>(plan_.delta_progress), 1};
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2 || plan_.pairs_rows) {
-      args.dbias2 = {p_.dbias2, p_.B * p_.H * p_.Lq * p_.Lk};
+      args.dbias2 = {dbias2_sums(), p_.B * p_.H * p_.Lq * plan_.dbias2_stride};
     }
     if (plan_.dq_global) {
       const bool are_zero = plan_.adds_dbias2;  // the accumulators lie in dbias2, which is zeroed above

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
-  if constexpr (!Config::kComputesDelta) {
+  if constexpr (!Config::kDenseProducts) {
     if (threadIdx.x < Config::kProductsBytes / Rank1Tile::kRowBytes) {
       for (auto& tile : shared.products.tiles) Rank1Terms::clear(tile, threadIdx.x);
     }

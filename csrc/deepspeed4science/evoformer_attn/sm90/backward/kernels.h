@@ -68,7 +68,10 @@ struct BackwardKernels {
     if constexpr (Tiles::kHasDqShared) {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
       count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
-      if constexpr (kPairsRows) count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
+      if constexpr (kPairsRows) {
+        count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
+        count(Kernel::kLongPaired, DqDkdvGrid<OfKeys<typename Tiles::LongPaired>, 2>{});
+      }
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
       if (Tiles::kHasLargeClusters) {

@@ -17,10 +17,11 @@ class Sm90Backward {
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
     return known ? make_plan<kHeadDim, kHasBias2>(p, device).workspace_bytes : 0;
   }
-  // Whether a kernel writes rounded_dbias2 itself, so that no float32 sums are needed.
+  // Whether rounded_dbias2 needs no float32 sums besides what the plan reserves.
   static bool rounds_dbias2(const BwdParams& p) {
     BackwardFacts device;
-    return fits(p) && Kernels::query(device) == cudaSuccess && make_plan<kHeadDim, kHasBias2>(p, device).rounds_dbias2;
+    return fits(p) && Kernels::query(device) == cudaSuccess &&
+           make_plan<kHeadDim, kHasBias2>(p, device).has_own_dbias2();
   }
   static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
@@ -108,7 +109,9 @@ class Sm90Backward {
       if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
       if constexpr (Kernels::kPairsRows) {
         using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
+        using LongPaired = typename Kernels::template OfKeys<typename Tiles::LongPaired>;
         if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
+        if (plan_.keys == Kernel::kLongPaired) launch_dq_dkdv<LongPaired>(waits);
       }
       if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
       if (plan_.keys == Kernel::kClusterFused) {
@@ -210,10 +213,11 @@ class Sm90Backward {
         make_map<Tile>(maps.delta_o, o()), make_map<Tile>(maps.delta_do, do_());
       }
       if constexpr (Config::kPairsRows) {
-        launches_.check(make_float_map(maps.dbias2, dense_dbias2(p_, p_.dbias2), Config::kTiles * Config::kOwned,
-                                       Config::RowPairTiles::kWarpQueries));
+        launches_.check(make_float_map(maps.dbias2, dbias2_view(p_, fill_.dbias2_sums(), plan_.dbias2_stride),
+                                       Config::kSumTiles * Config::kOwned, Config::RowPairTiles::kWarpQueries));
       }
-      if (plan_.rounds_dbias2) make_map<typename Config::BiasTile>(maps.dbias2, dense_dbias2(p_, p_.rounded_dbias2));
+      if (plan_.rounds_dbias2)
+        make_map<typename Config::BiasTile>(maps.dbias2, dbias2_view(p_, p_.rounded_dbias2, p_.Lk));
     } else {
       make_map<Owned>(maps.owned_first, q()), make_map<Owned>(maps.owned_second, do_());
       make_map<Streamed>(maps.streamed_first, k()), make_map<Streamed>(maps.streamed_second, v());

@@ -22,6 +22,7 @@ enum class Kernel : int {
   kNarrowFused,   // as kFused, in rounds of two tiles of keys instead of three; a warpgroup of its own computes dq
   kNarrowPaired,  // as kNarrowFused, in clusters of two blocks for two rows n, which add to dbias2 together
   kLongFused,     // as kFused, for more queries
+  kLongPaired,    // as kNarrowPaired, for more queries
   kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
   kTripleFused,   // as kSplitFused, in clusters of three
   kQuadFused,     // as kSplitFused, in clusters of four
@@ -35,11 +36,11 @@ enum class Kernel : int {
   kSingleDbias2,  // the same tiles without clusters
   kSquareDbias2,  // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 17;
+constexpr int kNumKernels = 18;
 constexpr const char* kKernelNames[kNumKernels] = {
-    "none",         "fused",       "narrow_fused",  "narrow_paired", "long_fused",   "split_fused",
-    "triple_fused", "quad_fused",  "cluster_fused", "dq_global",     "keys",         "few_keys",
-    "queries",      "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+    "none",        "fused",        "narrow_fused", "narrow_paired", "long_fused",    "long_paired",
+    "split_fused", "triple_fused", "quad_fused",   "cluster_fused", "dq_global",     "keys",
+    "few_keys",    "queries",      "few_queries",  "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
@@ -49,9 +50,9 @@ struct BackwardFacts : DeviceFacts {
 
 constexpr int kMostClusterBlocks = 8;  // the largest cluster that every device of this architecture can run
 
-// dbias2 or rounded_dbias2.
-inline TensorView<5> dense_dbias2(const BwdParams& p, const void* ptr) {
-  return {ptr, {p.Lk, p.Lq, p.H, 1, p.B}, {1, p.Lk, p.Lq * p.Lk, 0, p.H * p.Lq * p.Lk}};
+// dbias2 or rounded_dbias2, or sums of dbias2 whose rows are further apart.
+inline TensorView<5> dbias2_view(const BwdParams& p, const void* ptr, int64_t row_stride) {
+  return {ptr, {p.Lk, p.Lq, p.H, 1, p.B}, {1, row_stride, p.Lq * row_stride, 0, p.H * p.Lq * row_stride}};
 }
 
 struct Sm90BackwardPlan {
@@ -62,6 +63,7 @@ struct Sm90BackwardPlan {
   bool dbias2_is_last = false;
   bool pairs_rows = false;     // the kernel for keys adds dbias2
   bool rounds_dbias2 = false;  // N = 1: the kernel for keys stores dbias2 in the type of q
+  int64_t dbias2_stride = 0;   // from one row of the sums to the next
   // kernel_dbias2 cuts the rows n into so many slices. If the device chooses the number by the visible keys, this is
   // the upper bound.
   int64_t num_slices = 1;
@@ -86,8 +88,12 @@ struct Sm90BackwardPlan {
   // Offsets in the workspace.
   int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
   int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
+  int64_t padded_dbias2 = kNotReserved;  // sums whose rows begin at multiples of 16 bytes
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
+
+  // Whether the caller's sums of dbias2 are not needed.
+  bool has_own_dbias2() const { return rounds_dbias2 || padded_dbias2 >= 0; }
 
   void print(PlanText& text) const;
 };
@@ -137,6 +143,9 @@ class Sm90BackwardPlanner {
     plan_.bias2 = layout_.reserve(bias2.copied, bias2.workspace_bytes());
     plan_.dbias2_parts =
         layout_.reserve(plan_.num_slices > 1 && p_.deterministic, plan_.num_slices * p_.B * p_.H * p_.Lq * p_.Lk * 4);
+    const bool pads = plan_.pairs_rows && p_.dbias2 == nullptr;
+    plan_.dbias2_stride = pads ? ceil_div(p_.Lk, 4) * 4 : p_.Lk;
+    plan_.padded_dbias2 = layout_.reserve(pads, p_.B * p_.H * p_.Lq * plan_.dbias2_stride * 4);
     plan_.postprocess_flag = layout_.reserve(true, 4);
     plan_.workspace_bytes = layout_.bytes();
     return plan_;
@@ -169,7 +178,7 @@ class Sm90BackwardPlanner {
     plan_.delta_with_dq =
         (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused || plan_.keys == Kernel::kNarrowPaired) &&
         Tiles::Fused::kComputesDelta;
-    plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired;
+    plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired;
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) {
@@ -184,6 +193,7 @@ class Sm90BackwardPlanner {
           Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
           2 * ceil_div(key_tiles, Tiles::NarrowFused::kTiles) < 3 * ceil_div(key_tiles, Tiles::Fused::kTiles);
       if (can_pair_rows() && suits<typename Tiles::NarrowPaired>(Kernel::kNarrowPaired)) return Kernel::kNarrowPaired;
+      if (can_pair_rows() && suits<typename Tiles::LongPaired>(Kernel::kLongPaired)) return Kernel::kLongPaired;
       if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
@@ -196,9 +206,11 @@ class Sm90BackwardPlanner {
     }
     return Kernel::kNone;
   }
+  // TMA adds to rows that begin at multiples of 16 bytes: those of dbias2, or sums of its own that are rounded later.
   bool can_pair_rows() const {
-    return kHasBias2 && Tiles::NarrowPaired::kPairsRows && p_.dbias2 && !p_.deterministic && p_.N > 1 &&
-           p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
+    const bool aligned = p_.dbias2 && p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
+    const bool pads = p_.dbias2 == nullptr && p_.rounded_dbias2 && p_.Lk % 4 != 0;
+    return kHasBias2 && Tiles::NarrowPaired::kPairsRows && (aligned || pads) && !p_.deterministic && p_.N > 1;
   }
   // N = 1: the blocks of a cluster divide the keys of a (b, n, h) among themselves, and the rounded dS is dbias2. A
   // dbias2 in float32, or one that TMA cannot store (rows that do not begin at 16 bytes), comes from other kernels.
@@ -206,7 +218,7 @@ class Sm90BackwardPlanner {
     const int64_t blocks = cluster_blocks_of(Kernel::kClusterFused);
     const bool fits = p_.N == 1 && p_.Lq <= Tiles::ClusterFused::kQueries && blocks > 1 && blocks <= kMostClusterBlocks;
     return Tiles::kHasLargeClusters && fits && device_.blocks_of(Kernel::kClusterFused) > 0 && p_.dbias2 == nullptr &&
-           (p_.rounded_dbias2 == nullptr || has_tensor_map(dense_dbias2(p_, p_.rounded_dbias2)));
+           (p_.rounded_dbias2 == nullptr || has_tensor_map(dbias2_view(p_, p_.rounded_dbias2, p_.Lk)));
   }
   // Blocks in a cluster of a kernel that computes dk and dv.
   int64_t cluster_blocks_of(Kernel kernel) const {
@@ -313,6 +325,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);
+  text.add_offset("padded_dbias2", padded_dbias2);
   text.add_offset("dbias2_parts", dbias2_parts), text.add_offset("postprocess_flag", postprocess_flag);
   text.add_offset("delta_progress", delta_progress);
   text.add("workspace_bytes", workspace_bytes);

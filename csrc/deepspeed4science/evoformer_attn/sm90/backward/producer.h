@@ -174,7 +174,12 @@ struct DqDkdvProducer {
             float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
             if constexpr (!Config::kComputesDelta) {
-              Rank1Terms::store_alone(shared.products.tiles[pipe.index * kRows + r], in_step, value.y);
+              auto& terms = shared.products.tiles[pipe.index * kRows + r];
+              if constexpr (Config::kDenseProducts) {
+                reinterpret_cast<uint4*>(terms)[in_step] = Rank1Terms::terms_alone(value.y);
+              } else {
+                Rank1Terms::store_alone(terms, in_step, value.y);
+              }
             }
           } else {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;

@@ -15,7 +15,8 @@
 #pragma once
 
 #include "sm90/backward/cluster_barrier.h"
-#include "sm90/backward/dq_smem.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/maps.h"
 
 namespace ds4s::sm90 {
 
@@ -27,19 +28,45 @@ class RowPairs {
   using Tiles = typename Config::RowPairTiles;
   using DsTile = typename Config::BiasTile;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned;
+  static constexpr int kSlots = Config::kDsSlots, kSlotTiles = Config::kSlotTiles, kSumTiles = Config::kSumTiles;
   static constexpr int kQueries = Tiles::kQueries, kWarpQueries = Tiles::kWarpQueries;
   static constexpr int kPasses = kWarpQueries / 2;  // 16 lanes read 64 keys of a query
   using Part = uint2[kTiles][kPasses];              // four keys of a query
 
  public:
+  using Slots = PipelineState<kSlots>;
+
   CUTLASS_DEVICE static void init(Tiles& tiles) {
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kSlots; ++i) {
       tiles.full[i].init(1), tiles.empty[i].init(4);
-      tiles.full[i].arrive_and_expect_tx(Tiles::kBytes);
+      tiles.full[i].arrive_and_expect_tx(Tiles::kSlotBytes);
     }
     for (auto& barrier : tiles.ready) barrier.init(1);
   }
 
+  // Called by the warpgroup for dq: sends half of a step's dS.
+  CUTLASS_DEVICE static void send(Slots& slots, Shared& shared, int stage, const ConsumerCoord& at) {
+    Tiles& tiles = shared.dq.pairs;
+    const uint32_t rank = cute::block_rank_in_cluster(), other = rank ^ 1;
+    const int mine = 16 * (32 * at.warp + at.lane);
+    const uint8_t* ds = shared.stages[stage].bias2[0] + (rank == 0 ? kQueries * DsTile::kRowBytes : 0) + mine;
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < kTiles; ++t) {
+      const int in_slot = t % kSlotTiles;
+      constexpr int kPieces = Tiles::kTileBytes / (128 * 16);
+      uint4 pieces[kPieces];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPieces; ++i) pieces[i] = *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + i * 2048);
+      if (in_slot == 0) tiles.empty[slots.index].wait(slots.phase ^ 1);
+      const uint32_t full = cute::set_block_rank(shared_address(&tiles.full[slots.index]), other);
+      const uint32_t to = cute::set_block_rank(shared_address(tiles.ds[slots.index][in_slot]), other) + mine;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPieces; ++i) ptx::store_async(to + i * 2048, pieces[i], full);
+      if (in_slot == kSlotTiles - 1) slots.advance();
+    }
+  }
+
+  // The warpgroup for dbias2.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_helper();
     RowPairs pairs(shared, maps, at);
@@ -52,9 +79,7 @@ class RowPairs {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 0; step < num_steps; ++step, pipe.advance()) {
         shared.dq.full[pipe.index].wait(pipe.phase);
-        pairs.exchange(pipe.index);
-        shared.empty[pipe.index].arrive();
-        pairs.add(visible.at, step * Config::kColumns);
+        pairs.add(visible.at, step * Config::kColumns, pipe.index);
       }
       shared.owned_empty[owned_pipe.index].arrive();
     }
@@ -67,48 +92,55 @@ class RowPairs {
   CUTLASS_DEVICE RowPairs(Shared& shared, const DqDkdvMaps& maps, const ConsumerCoord& at)
       : shared_(shared), maps_(maps), at_(at), thread_(32 * at.warp + at.lane) {}
 
-  // Keeps half of a step's dS and sends the other half. The stage may be released afterwards: the reads of the kept
-  // half have ended, since they come before those of the sent half, whose results the stores need. The other way round
-  // they would wait behind stores to the other block, and could come after the arrival that releases the stage.
-  CUTLASS_DEVICE void exchange(int stage) {
-    const uint8_t* ds = shared_.stages[stage].bias2[0];
-    const uint32_t rank = cute::block_rank_in_cluster();
-    read(kept_, ds + rank * kQueries * DsTile::kRowBytes, DsTile::kBytes);
-    send(ds + (rank == 0 ? kQueries * DsTile::kRowBytes : 0), rank ^ 1);
-  }
-  // Adds the kept half and the other block's to dbias2. query: the step's first one.
-  CUTLASS_DEVICE void add(const Coordinates& block, int query) {
+  // Adds the half of a step's dS that is kept and the other block's to dbias2. query: the step's first one.
+  CUTLASS_DEVICE void add(const Coordinates& block, int query, int stage) {
     Tiles& tiles = shared_.dq.pairs;
-    const int buffer = count_ & 1;
     const uint32_t rank = cute::block_rank_in_cluster();
-    if (at_.lane == 0) cute::tma_store_wait<0>();  // of the sums of the step before
-    tiles.full[buffer].wait(count_ >> 1 & 1);
-    __syncwarp();
-    if (at_.issues()) tiles.full[buffer].arrive_and_expect_tx(Tiles::kBytes);
-    Part theirs;
-    read(theirs, tiles.ds[buffer][0], Tiles::kTileBytes);
+    const uint8_t* ds = shared_.stages[stage].bias2[0] + rank * kQueries * DsTile::kRowBytes;
+    Part kept;
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < kTiles; ++t) read(kept[t], ds + t * DsTile::kBytes);
+    release(stage, kept);
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
+      const int in_slot = t % kSlotTiles, column = kOwned * (t % kSumTiles);
+      FullBarrier& full = tiles.full[slots_.index];
+      if (column == 0 && at_.lane == 0) cute::tma_store_wait<0>();  // the sums that were there have left
+      if (in_slot == 0) full.wait(slots_.phase);
+      if (in_slot == 0 || column == 0) __syncwarp();
+      if (in_slot == 0 && at_.issues()) full.arrive_and_expect_tx(Tiles::kSlotBytes);
+      uint2 theirs[kPasses];
+      read(theirs, tiles.ds[slots_.index][in_slot]);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPasses; ++i) {
         float x[4], y[4];
-        unpack(x, kept_[t][i]), unpack(y, theirs[t][i]);
-        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][kOwned * t + thread_ % 16 * 4]) =
+        unpack(x, kept[t][i]), unpack(y, theirs[i]);
+        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][column + thread_ % 16 * 4]) =
             make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]);
       }
+      const bool all = column + kOwned == kSumTiles * kOwned, releases = in_slot == kSlotTiles - 1;
+      if (all) cute::tma_store_fence();
+      if (all || releases) __syncwarp();
+      if (releases && at_.lane == 0) tiles.empty[slots_.index].arrive(rank ^ 1);
+      if (releases) slots_.advance();
+      if (all && at_.lane == 0) {
+        cute::SM90_TMA_REDUCE_ADD_5D::copy(
+            &maps_.dbias2, tiles.sums[kWarpQueries * at_.warp], block.owned + kOwned * (t + 1 - kSumTiles),
+            query + kQueries * int(rank) + kWarpQueries * at_.warp, block.head, 0, block.batch);
+        cute::tma_store_arrive();
+      }
     }
-    cute::tma_store_fence();
-    __syncwarp();
-    if (at_.lane == 0) {
-      tiles.empty[buffer].arrive(rank ^ 1);
-      cute::SM90_TMA_REDUCE_ADD_5D::copy(&maps_.dbias2, tiles.sums[kWarpQueries * at_.warp], block.owned,
-                                         query + kQueries * int(rank) + kWarpQueries * at_.warp, block.head, 0,
-                                         block.batch);
-      cute::tma_store_arrive();
-    }
-    ++count_;
   }
 
+  // Releases a stage of which `part` has been read. Loads may wait behind another warp's stores to the other block, and
+  // an arrival does not wait for them: its address depends on what they load.
+  CUTLASS_DEVICE void release(int stage, const Part& part) const {
+    uint32_t all = 0;
+    for (auto& of_tile : part) {
+      for (auto& four : of_tile) all |= four.x | four.y;
+    }
+    (&shared_.empty[stage])[all & zero_].arrive();
+  }
   // This thread's first query of a half.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 16; }
   CUTLASS_DEVICE static void unpack(float (&x)[4], const uint2& four) {
@@ -116,44 +148,23 @@ class RowPairs {
     x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
   }
   // Reads every second one of a warp's queries. The swizzle of a query's chunks differs by 2 from one to the next.
-  CUTLASS_DEVICE void read(Part& part, const uint8_t* ds, int tile_bytes) const {
+  CUTLASS_DEVICE void read(uint2 (&part)[kPasses], const uint8_t* ds) const {
     static_assert(kWarpQueries == 8 && DsTile::kRowBytes == 128, "swizzled offsets");
     const uint32_t mine = shared_address(ds) + DsTile::offset(first_query(), thread_ % 16 / 2) + thread_ % 2 * 8;
     CUTLASS_PRAGMA_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPasses; ++i) {
-        part[t][i] = load_two((mine ^ (32 * i)) + t * tile_bytes + i * 2 * DsTile::kRowBytes);
-      }
-    }
+    for (int i = 0; i < kPasses; ++i) part[i] = load_two((mine ^ (32 * i)) + i * 2 * DsTile::kRowBytes);
   }
   CUTLASS_DEVICE static uint2 load_two(uint32_t address) {
     uint2 x;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
     return x;
   }
-  CUTLASS_DEVICE void send(const uint8_t* ds, uint32_t other) const {
-    const int buffer = count_ & 1;
-    Tiles& tiles = shared_.dq.pairs;
-    if (count_ >= 2) tiles.empty[buffer].wait(((count_ >> 1) - 1) & 1);
-    const uint32_t full = cute::set_block_rank(shared_address(&tiles.full[buffer]), other);
-    const uint32_t to = cute::set_block_rank(shared_address(tiles.ds[buffer][0]), other) + 16 * thread_;
-    CUTLASS_PRAGMA_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < Tiles::kTileBytes; x += 128 * 16) {
-        ptx::store_async(to + t * Tiles::kTileBytes + x,
-                         *reinterpret_cast<const uint4*>(ds + t * DsTile::kBytes + x + 16 * thread_), full);
-      }
-    }
-  }
-
   Shared& shared_;
   const DqDkdvMaps& maps_;
   const ConsumerCoord& at_;
   const int thread_;
-  int count_ = 0;  // steps that have been added
-  Part kept_;
+  const uint32_t zero_ = threadIdx.y;  // always 0, which ptxas does not know
+  Slots slots_;
 };
 
 }  // namespace ds4s::sm90

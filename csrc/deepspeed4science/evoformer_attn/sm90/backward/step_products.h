@@ -47,12 +47,13 @@ struct StepProducts {
           products(first_products(shared, buffer, at)),
           ones(start_address(shared.ones)) {}
     CUTLASS_DEVICE static uint32_t first_products(const Shared& shared, int buffer, const ConsumerCoord& at) {
+      uint32_t start;
       if constexpr (Config::kComputesDelta) {
-        const uint32_t start = start_address(shared.delta.terms);
-        return Config::kPairsRows ? start & 0x3fff : start;  // in a cluster, an address has the block's number, too
+        start = start_address(shared.delta.terms);
       } else {
-        return start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
+        start = start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
       }
+      return Config::kPairsRows ? start & 0x3fff : start;  // in a cluster, an address has the block's number, too
     }
   };
 
@@ -96,6 +97,8 @@ struct StepProducts {
   CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage, int step) {
     if constexpr (Config::kComputesDelta) {
       Rank1Terms::start_dense_columns<kColumns>(dp, operands.ones, operands.products + step * kColumns);
+    } else if constexpr (Config::kDenseProducts) {
+      Rank1Terms::start_dense_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
     } else if constexpr (kKeys) {
       Rank1Terms::start_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);
     } else {

@@ -27,6 +27,7 @@ struct DqDkdvTiles {
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
   static constexpr bool kHasDqWarpgroup = false, kPairsRows = false;
+  static constexpr int kDsSlots = 0, kSlotTiles = 0, kSumTiles = 0;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -51,9 +52,13 @@ struct WithDqWarpgroup : Tiles {
 
 // WithDqWarpgroup, in clusters of two blocks for two neighbouring rows n, which add the sum of their dS to dbias2
 // (row_pairs.h).
-template <typename Tiles>
+template <typename Tiles,
+          int kDsSlots_,    // buffers for dS of the other block,
+          int kSlotTiles_,  // each of so many of a block's two tiles of keys
+          int kSumTiles_>   // tiles whose sums lie in shared memory at a time
 struct WithRowPairs : Tiles {
   static constexpr bool kPairsRows = true;
+  static constexpr int kDsSlots = kDsSlots_, kSlotTiles = kSlotTiles_, kSumTiles = kSumTiles_;
 };
 
 constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
@@ -114,8 +119,12 @@ struct BackwardTiles {
   // All kernels of (1,384,384,4,32), one H100: 0.311, with a kernel for dbias2 0.344; of (1,256,256,4,32) 0.115 and
   // 0.139. Not measured at D = 16.
   using NarrowPaired = std::conditional_t<
-      kHeadDim == 32,
-      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/448>>>>, Fused>;
+      kHeadDim <= 32,
+      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2, 2, 1>,
+      Fused>;
+  using LongPaired = std::conditional_t<
+      kHeadDim <= 32,
+      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 3, 1, 1>, Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =

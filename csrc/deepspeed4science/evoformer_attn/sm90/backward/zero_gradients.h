@@ -19,7 +19,9 @@ struct ZeroGradients {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
-      if (tiles.first) store(args, maps, Config::locate(args, tiles.tile), tiles.end - tiles.tile, thread);
+      if (!tiles.first) continue;
+      const Coordinates at = Config::locate(args, tiles.tile);
+      if (!Config::kPairsRows || at.row < args.N) store(args, maps, at, tiles.end - tiles.tile, thread);
     }
   }
   // at: of the first tile; num_tiles: from it to the last one. Called by kThreads threads.
