@@ -27,11 +27,11 @@ SM90_CALLS = (
     (18, 40, 72, 1, 32),  # stages of rows n are used again, in two slices that both add to dbias2
     (9, 100, 72, 1, 32),  # clusters of two blocks load K and V for each other
     (5, 200, 130, 1, 128),  # the same, with an odd number of stages
-    (300, 120, 200, 2, 32),  # clusters divide the rows n of dbias2
+    (300, 200, 200, 2, 48),  # clusters divide the rows n of dbias2
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 130, 230, 2, 32),  # the same, dq by a warpgroup of its own
-    (133, 130, 260, 2, 32),  # the same, dbias2 of two rows n by one addition
+    (131, 130, 260, 2, 32),  # the same, dbias2 of two rows n by one addition
     (132, 520, 200, 1, 32),  # the same, for more queries
     (132, 100, 202, 1, 32),  # with sums of dbias2 in rows of their own
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
@@ -40,7 +40,8 @@ SM90_CALLS = (
     (1, 130, 520, 2, 32),  # clusters of five, each block with a part of the keys
     (132, 100, 200, 2, 48),  # dk, dv and dq in one kernel for wider heads
     (132, 400, 130, 1, 48),  # the same in clusters of two blocks
-    (3, 70, 300, 40, 64),  # dq by additions to accumulators in L2
+    (3, 70, 302, 40, 64),  # dq by additions to accumulators in L2
+    (3, 60, 300, 40, 64),  # the same with two rows n in a cluster
     (2, 40, 301, 60, 128),
     (2, 60, 300, 60, 128),  # dbias2 by additions, too
     (1, 130, 130, 140, 32),  # N = 1: blocks have a second tile
@@ -56,9 +57,9 @@ MASKED_CALLS = (
     (9, 100, 450, 2, 128),
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (132, 130, 230, 2, 32),  # the same with two warpgroups
-    (133, 100, 332, 2, 32),  # the same with two rows n in a cluster
-    (133, 460, 140, 2, 32),  # the same for more queries
-    (3, 70, 300, 40, 64),
+    (131, 100, 332, 2, 32),  # the same with two rows n in a cluster
+    (131, 460, 140, 2, 32),  # the same for more queries
+    (3, 60, 300, 40, 64),
     (1, 130, 450, 80, 32),
 )
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}

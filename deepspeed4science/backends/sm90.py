@@ -51,7 +51,7 @@ class Sm90Backend(CudaBackend):
         p, head_dim = problem, max(problem.D, problem.Dv)
         if p.N == 1:
             return head_dim <= 32 and p.Lq <= 768 and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
-        pairs = p.dtype == torch.bfloat16 and 16 < head_dim <= 32 and p.Lq <= 768
+        pairs = p.dtype == torch.bfloat16 and head_dim <= 32 and p.Lq <= 768
         return pairs and p.Lk % 4 != 0
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:

@@ -119,13 +119,21 @@ def square(L, **more):
         ),
         (
             {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48},
+            *("dq_global_paired", None, "added_with_dkdv"),
+        ),
+        (
+            {"N": 48, "Lq": 768, "Lk": 766, "H": 16, "D": 48},
             *("dq_global", None, "paired_dbias2"),
+        ),
+        (
+            {"N": 64, "Lq": 768, "Lk": 768, "H": 8, "D": 64},
+            *("dq_global_paired", None, "added_with_dkdv"),
         ),
         (
             {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48, "deterministic": 1},
             *("split_fused", None, "paired_dbias2"),
         ),
-        (
+        (  # accumulators beside dbias2 would raise peak memory
             {"N": 256, "Lq": 1024, "Lk": 1024, "D": 64},
             *("dq_global", None, "paired_dbias2"),
         ),

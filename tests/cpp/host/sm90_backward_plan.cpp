@@ -41,7 +41,8 @@ int main(int argc, char** argv) {
   BackwardFacts device;
   device.num_multiprocessors = int(given["blocks"]);
   for (int64_t& blocks : device.resident_blocks) blocks = given["blocks"];
-  for (Kernel kernel : {Kernel::kNarrowPaired, Kernel::kLongPaired, Kernel::kSplitFused, Kernel::kPairedDbias2}) {
+  for (Kernel kernel : {Kernel::kNarrowPaired, Kernel::kLongPaired, Kernel::kDqGlobalPaired, Kernel::kSplitFused,
+                        Kernel::kPairedDbias2}) {
     device.resident_blocks[int(kernel)] = 2 * given["clusters"];
   }
   device.resident_blocks[int(Kernel::kTripleFused)] = 2 * given["clusters"] / 3 * 3;

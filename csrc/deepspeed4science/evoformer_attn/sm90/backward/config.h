@@ -58,7 +58,8 @@ struct DqDkdvConfig {
                                    kHasDqWarpgroup ? kDqRegisters : 0, kPairsRows ? kDbias2Registers : 0>;
   static_assert(!kDqInShared || (kKeys && kRows == 1), "a block has all keys of a row n, one after another");
   static_assert(!kComputesDelta || (kDqInShared && kClusterBlocks == 1), "a block has all queries of a row n");
-  static_assert(!kPairsRows || (kHasDqWarpgroup && kHasBias2 && kTiles == 2 && kClusterBlocks == 1), "row_pairs.h");
+  static_assert(!kPairsRows || (kHasBias2 && kRows == 1 && kTiles == 2 && kClusterBlocks == 1), "row_pairs.h");
+  static_assert(!kPairsRows || kHasDqWarpgroup || kDqInGlobal, "row_pairs.h");
   static_assert(!kHasDqWarpgroup || (kDqInShared && !kSplitsKeys), "consumers store parts of dq together");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kReleasesEarly), "two more warps of the producers");
@@ -116,7 +117,6 @@ struct DqDkdvConfig {
     EmptyBarrier full[kStages];        // dS of all tiles is stored
     EmptyBarrier keys_read[kBuffers];  // kTakesTurns: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
-    alignas(kPairsRows ? 128 : 1) cute::conditional_t<kPairsRows, RowPairTiles, Nothing> pairs;
   };
   // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two
   // warps compute them.
@@ -134,7 +134,7 @@ struct DqDkdvConfig {
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
-    static constexpr int kDsStages = 4, kSums = 4;
+    static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = 4;
     alignas(1024) uint8_t ds[kDsStages][kTiles][BiasTile::kBytes];
     float4 sums[kSums][64 * 16 / 4];
   };
@@ -144,6 +144,8 @@ struct DqDkdvConfig {
     EmptyBarrier accumulator_free, added;
     int accumulator;  // index of the accumulator that accumulator_free announces
   };
+  // Elsewhere a block's tiles are known beforehand (tile_scheduler.h).
+  static constexpr bool kTakesTiles = kDqInGlobal && !kPairsRows;
   using Queue =
       TileQueue</*kReaders=*/4 * kWarpgroups + 3>;  // kDqInGlobal: read by all warps but the one that fills it
   // What the producer publishes to the consumers about a tile.
@@ -172,6 +174,7 @@ struct DqDkdvConfig {
     alignas(kDqInShared ? 1024 : 1) cute::conditional_t<kDqInShared, Dq, Nothing> dq;
     cute::conditional_t<kComputesDelta, DeltaBarriers, Nothing> delta_barriers;
     cute::conditional_t<kDqInGlobal, DqGlobalTiles, Nothing> dq_global;
+    alignas(kPairsRows ? 128 : 1) cute::conditional_t<kPairsRows, RowPairTiles, Nothing> pairs;
     // The ones that -delta is multiplied by (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
     cute::conditional_t<kComputesDelta, Nothing, Products> products;
@@ -183,7 +186,7 @@ struct DqDkdvConfig {
     FullBarrier owned_full[kBuffers], full[kStages];
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kDqInGlobal, DqGlobalBarriers, Nothing> dq_global_barriers;
-    cute::conditional_t<kDqInGlobal, Queue, Nothing> tile_queue;
+    cute::conditional_t<kTakesTiles, Queue, Nothing> tile_queue;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
@@ -206,6 +209,17 @@ struct DqDkdvConfig {
 
   CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
     Coordinates at;
+    if constexpr (kPairsRows && kDqInGlobal) {  // the blocks of a cluster have neighbouring tiles
+      int pair;
+      args.by_blocks(pair, at.owned, tile / 2);
+      // A cluster takes every so many-th tile: not always the same keys, which may be hidden in all rows n.
+      at.owned = args.by_blocks.rem(at.owned + pair) * kTiles * kOwned;
+      const int block = tile % 2;
+      args.by_row_groups(tile, at.row, pair);
+      args.by_heads(at.batch, at.head, tile);
+      at.row = 2 * at.row + block;
+      return at;
+    }
     args.by_blocks(tile, at.owned, tile);
     at.owned *= kTiles * kOwned;
     // One head after another, so that its bias2 (kDqInGlobal: and dbias2) stays in L2; here kRows is 1.

@@ -52,7 +52,9 @@ struct DqDkdvConsumer {
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kDqInGlobal: every warpgroup computes a part of dq of all keys; hidden keys have P = 0.
-      const bool computes = kDqInGlobal ? computed : (visible.warpgroups >> at.warpgroup & 1) != 0;
+      const bool computes = !kDqInGlobal         ? (visible.warpgroups >> at.warpgroup & 1) != 0
+                            : Config::kPairsRows ? visible.warpgroups != 0  // or only the other row n sees keys
+                                                 : computed;
       if constexpr (kDqInGlobal) dq_global.state.begins = true;
       Results results{};
       if (computes) {
@@ -75,6 +77,9 @@ struct DqDkdvConsumer {
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.full[pipe.index].wait(pipe.phase);
           if constexpr (kDqInShared) Mainloop::store_zero_ds(shared, pipe.index, exists, at);
+          if constexpr (kDqInGlobal && Config::kPairsRows) {
+            DqGlobal<Config>::store_zero_ds(dq_global.state, shared, at);
+          }
           if constexpr (Config::kComputesDelta) {
             if (dq.last) shared.delta_barriers.empty[step].arrive();
           }

@@ -37,12 +37,19 @@ struct DqGlobal {
 
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
     for (auto& barrier : barriers.full) barrier.init(128 * kTiles);
-    for (auto& barrier : barriers.empty) barrier.init(128 * kTiles);
+    for (auto& barrier : barriers.empty) barrier.init(128 * (kTiles + Config::kPairsRows));
     barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
   }
 
   // The index of a tile's (b, n, h), and the address of an accumulator.
-  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) { return args.by_blocks.div(tile); }
+  CUTLASS_DEVICE static int pair_of(const BackwardArgs& args, int tile) {
+    if constexpr (Config::kPairsRows) return 2 * args.by_blocks.div(tile / 2) + tile % 2;
+    return args.by_blocks.div(tile);
+  }
+  // The number of a tile among those of its (b, n, h).
+  CUTLASS_DEVICE static int number_of(const BackwardArgs& args, int tile) {
+    return args.by_blocks.rem(Config::kPairsRows ? tile / 2 : tile);
+  }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
   }
@@ -130,6 +137,16 @@ struct DqGlobal {
     state.next += kTiles * kPart;
   }
 
+  // kPairsRows: a step of keys that only the other row n sees, dS = 0, of which nothing is added to dq.
+  CUTLASS_DEVICE static void store_zero_ds(ConsumerState& state, Shared& shared, const ConsumerCoord& at) {
+    const int stage = state.given.index;
+    shared.dq_global_barriers.empty[stage].wait(state.given.phase ^ 1);
+    auto* rows = reinterpret_cast<uint4*>(shared.dq_global.ds[stage][at.tile]);
+    for (int x = threadIdx.x % 128; x < DsTile::kBytes / 16; x += 128) rows[x] = make_uint4(0, 0, 0, 0);
+    shared.dq_global_barriers.full[stage].arrive();
+    shared.dq_global_barriers.empty[stage].arrive();
+    state.given.advance(), state.taken.advance();
+  }
   // A tile without a visible key: its accumulator is left as it is.
   CUTLASS_DEVICE static void add_nothing(ConsumerState& state, Shared& shared) {
     shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
@@ -158,7 +175,9 @@ struct DqGlobal {
       int* progress = args.dq_progress + pair_of(args, tiles.tile);
       if (lane == 0) wait_for(progress, args.by_blocks.divisor);
       __syncwarp();
-      write(args, shared, address_of(args, accumulator), dq, at, args.by_blocks.rem(tiles.tile), lane);
+      if (!Config::kPairsRows || at.row < args.N) {
+        write(args, shared, address_of(args, accumulator), dq, at, number_of(args, tiles.tile), lane);
+      }
       __syncwarp();
       if (lane == 0) {
         __threadfence();

@@ -18,24 +18,26 @@ struct DqGlobalPlan {
 
   explicit operator bool() const { return num_accumulators > 0; }
 
-  // blocks: the number of blocks of the grid.
+  // blocks: the number of blocks of the grid. Where rows n are paired, the last one may be alone.
   template <typename Tiles, int kHeadDim>
   static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
+    if (blocks == 0) return {};
     if (key_blocks > kTileQueueSize * blocks) return {};
     DqGlobalPlan plan;
     plan.accumulator_size = ceil_div(p.Lq, Tiles::kColumns) * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64);
-    const int64_t pairs = p.B * p.N * p.H, elements = p.B * p.H * p.Lq * p.Lk;
+    constexpr int kRows = Tiles::kPairsRows ? 2 : 1;
+    const int64_t pairs = p.B * ceil_div(p.N, kRows) * kRows * p.H, elements = p.B * p.H * p.Lq * p.Lk;
     const int64_t most = ceil_div(3 * blocks, key_blocks) + 4;
     plan.num_counters = 2 * pairs + 2;
-    if (Tiles::kAddsDbias2 && p.Lk % 4 == 0) {  // rows of dbias2 on 16 bytes
+    if ((Tiles::kAddsDbias2 && p.Lk % 4 == 0) || Tiles::kPairsRows) {  // rows of dbias2 on 16 bytes
       // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
       // they do not raise peak memory.
       const int64_t available = elements * 2 - 8 * pairs * p.Lq - 4 * plan.num_counters;
       // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an
       // earlier (b, n, h), or write its dq.
       plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, available / 4, pairs);
-      if (plan.adds_dbias2) return plan;
+      if (plan.adds_dbias2 || Tiles::kPairsRows) return plan.adds_dbias2 ? plan : DqGlobalPlan{};
     }
     return plan.take(ceil_div(3 * blocks, 2 * key_blocks) + 4, most, elements, pairs) ? plan : DqGlobalPlan{};
   }

@@ -29,7 +29,8 @@ struct DqWarpgroup {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int index = 0; index < num_steps; ++index, pipe.advance()) {
         Dq::add_step(state, index, first_query, pipe, shared, args, at, [&] {
-          if constexpr (Config::kPairsRows) RowPairs<Config>::send(slots, shared, pipe.index, at);
+          if constexpr (Config::kPairsRows)
+            RowPairs<Config>::send(slots, shared, shared.stages[pipe.index].bias2[0], at);
         });
       }
       shared.owned_empty[owned_pipe.index].arrive();

@@ -76,7 +76,7 @@ class BackwardFill {
       if (args.stores_dbias2) args.mask.visible = nullptr, args.mask.range = nullptr;
     }
     if constexpr (Config::kDqInGlobal) {
-      const int64_t pairs = p_.B * p_.N * p_.H;
+      const int64_t pairs = (plan_.dq_global.num_counters - 2) / 2;
       args.dq_accumulators = dq_accumulators();
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
       args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + pairs;

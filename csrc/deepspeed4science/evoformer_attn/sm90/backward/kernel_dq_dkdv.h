@@ -33,14 +33,16 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < Config::kBuffers; ++b)
       shared.owned_full[b].init(1 + 32 * Config::kRows), shared.owned_empty[b].init(128 * Config::kProducers);
-    const int readers = 128 * (kWarpgroups + kDqInShared + Config::kPairsRows) + (kClusterBlocks && args.stores_dbias2);
+    const int readers =
+        128 * (kWarpgroups + kDqInShared * (1 + Config::kPairsRows)) + (kClusterBlocks && args.stores_dbias2);
     for (int s = 0; s < Config::kStages; ++s)
       shared.full[s].init(1 + 32 * Config::kRows), shared.empty[s].init(readers);
     if constexpr (kDqInShared) DqShared<Config>::init(shared.dq);
     if constexpr (Config::kComputesDelta) RowDelta<Config>::init(shared.delta_barriers);
-    if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers), shared.tile_queue.init();
+    if constexpr (Config::kDqInGlobal) DqGlobal<Config>::init(shared.dq_global_barriers);
+    if constexpr (Config::kTakesTiles) shared.tile_queue.init();
     if constexpr (kClusterBlocks) ClusterReduce<Config>::init(shared.dq);
-    if constexpr (Config::kPairsRows) RowPairs<Config>::init(shared.dq.pairs);
+    if constexpr (Config::kPairsRows) RowPairs<Config>::init(shared.pairs);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 8) Rank1Terms::clear(shared.ones, threadIdx.x), Rank1Terms::store_ones(shared.ones, threadIdx.x);
@@ -66,11 +68,15 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       DqShared<Config>::sum_in_cluster(shared, args, maps);
     }
   } else if (threadIdx.x < 128 * Config::kProducers) {
+    const bool for_dq = Config::kHasDqWarpgroup && threadIdx.x < 128 * (kWarpgroups + 1);
     if constexpr (Config::kHasDqWarpgroup) {
-      if (!Config::kPairsRows || threadIdx.x < 128 * (kWarpgroups + 1)) {
+      if (for_dq) {
         cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kHelper>();
         DqWarpgroup<Config>::run(shared, args, maps);
-      } else if constexpr (Config::kPairsRows) {
+      }
+    }
+    if constexpr (Config::kPairsRows) {
+      if (!for_dq) {
         cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kSecondHelper>();
         RowPairs<Config>::run(shared, args, maps);
       }

@@ -27,9 +27,11 @@ struct BackwardKernels {
   template <typename Shape>
   using OfDbias2 = Dbias2Config<scalar_t, kHeadDim, Shape>;
 
-  // Whether kNarrowPaired exists. Its dS is rounded before the sum over n; float16 would lose small ones.
-  static constexpr bool kPairsRows =
-      kHasBias2 && Tiles::NarrowPaired::kPairsRows && std::is_same_v<scalar_t, cutlass::bfloat16_t>;
+  // Whether kernels for pairs of rows n exist. Their dS is rounded before the sum over n; float16 would lose small
+  // ones.
+  static constexpr bool kPairsRows = kHasBias2 && std::is_same_v<scalar_t, cutlass::bfloat16_t>;
+  static constexpr bool kHasNarrowPaired = kPairsRows && Tiles::NarrowPaired::kPairsRows;
+  static constexpr bool kHasDqGlobalPaired = kPairsRows && Tiles::kHasDqGlobalPaired;
 
   // Queries each device once per process.
   static cudaError_t query(BackwardFacts& facts) {
@@ -68,7 +70,7 @@ struct BackwardKernels {
     if constexpr (Tiles::kHasDqShared) {
       count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
       count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
-      if constexpr (kPairsRows) {
+      if constexpr (kHasNarrowPaired) {
         count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
         count(Kernel::kLongPaired, DqDkdvGrid<OfKeys<typename Tiles::LongPaired>, 2>{});
       }
@@ -82,6 +84,9 @@ struct BackwardKernels {
     }
     if constexpr (kHasBias2) {
       if constexpr (Tiles::kHasDqGlobal) count(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});
+      if constexpr (kHasDqGlobalPaired) {
+        count(Kernel::kDqGlobalPaired, DqDkdvGrid<OfKeys<typename Tiles::DqGlobalPaired>, 2>{});
+      }
       count(Kernel::kPairedDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 2>{});
       count(Kernel::kSingleDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 1>{});
       count(Kernel::kSquareDbias2, Dbias2Grid<OfDbias2<typename Tiles::SquareDbias2>, 1>{});

@@ -107,7 +107,7 @@ class Sm90Backward {
       using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
       if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
       if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
-      if constexpr (Kernels::kPairsRows) {
+      if constexpr (Kernels::kHasNarrowPaired) {
         using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
         using LongPaired = typename Kernels::template OfKeys<typename Tiles::LongPaired>;
         if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
@@ -124,10 +124,14 @@ class Sm90Backward {
       using Global = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       if (plan_.keys == Kernel::kDqGlobal) launch_dq_dkdv<Global>(waits);
     }
+    if constexpr (Kernels::kHasDqGlobalPaired) {
+      using Paired = typename Kernels::template OfKeys<typename Tiles::DqGlobalPaired>;
+      if (plan_.keys == Kernel::kDqGlobalPaired) launch_dq_dkdv<Paired>(waits);
+    }
     if (plan_.dbias1_parts >= 0) {
       launches_.sum(p_.dbias1, fill_.template at<const float>(plan_.dbias1_parts), p_.B * p_.N, p_.H, p_.Lk);
     }
-    if (plan_.dq_global.adds_dbias2) launch_order_dbias2();
+    if (plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) launch_order_dbias2();
   }
   void launch_queries(bool waits) {
     using Few = typename Kernels::template OfQueries<typename Tiles::FewQueries>;

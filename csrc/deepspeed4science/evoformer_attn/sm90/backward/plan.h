@@ -18,29 +18,30 @@ namespace ds4s::sm90 {
 // The instantiations of kernel_dq_dkdv and kernel_dbias2; tile_sizes.h has their tiles.
 enum class Kernel : int {
   kNone,
-  kFused,         // dk, dv and dq; dq in shared memory
-  kNarrowFused,   // as kFused, in rounds of two tiles of keys instead of three; a warpgroup of its own computes dq
-  kNarrowPaired,  // as kNarrowFused, in clusters of two blocks for two rows n, which add to dbias2 together
-  kLongFused,     // as kFused, for more queries
-  kLongPaired,    // as kNarrowPaired, for more queries
-  kSplitFused,    // as kFused, in clusters of two blocks, each with half of the queries
-  kTripleFused,   // as kSplitFused, in clusters of three
-  kQuadFused,     // as kSplitFused, in clusters of four
-  kClusterFused,  // as kFused, for N = 1: each block of a cluster has all queries and a tile of keys
-  kDqGlobal,      // dk, dv and dq; dq by additions to accumulators in L2
-  kKeys,          // dk and dv
-  kFewKeys,       // as kKeys, for few rows n
-  kQueries,       // dq
-  kFewQueries,    // as kQueries, for few rows n
-  kPairedDbias2,  // dbias2, in clusters of two blocks that share K and V
-  kSingleDbias2,  // the same tiles without clusters
-  kSquareDbias2,  // other tiles, which cover some lengths with less overhang
+  kFused,           // dk, dv and dq; dq in shared memory
+  kNarrowFused,     // as kFused, in rounds of two tiles of keys instead of three; a warpgroup of its own computes dq
+  kNarrowPaired,    // as kNarrowFused, in clusters of two blocks for two rows n, which add to dbias2 together
+  kLongFused,       // as kFused, for more queries
+  kLongPaired,      // as kNarrowPaired, for more queries
+  kSplitFused,      // as kFused, in clusters of two blocks, each with half of the queries
+  kTripleFused,     // as kSplitFused, in clusters of three
+  kQuadFused,       // as kSplitFused, in clusters of four
+  kClusterFused,    // as kFused, for N = 1: each block of a cluster has all queries and a tile of keys
+  kDqGlobal,        // dk, dv and dq; dq by additions to accumulators in L2
+  kDqGlobalPaired,  // the same in clusters of two blocks for two rows n, which add to dbias2 together
+  kKeys,            // dk and dv
+  kFewKeys,         // as kKeys, for few rows n
+  kQueries,         // dq
+  kFewQueries,      // as kQueries, for few rows n
+  kPairedDbias2,    // dbias2, in clusters of two blocks that share K and V
+  kSingleDbias2,    // the same tiles without clusters
+  kSquareDbias2,    // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 18;
+constexpr int kNumKernels = 19;
 constexpr const char* kKernelNames[kNumKernels] = {
-    "none",        "fused",        "narrow_fused", "narrow_paired", "long_fused",    "long_paired",
-    "split_fused", "triple_fused", "quad_fused",   "cluster_fused", "dq_global",     "keys",
-    "few_keys",    "queries",      "few_queries",  "paired_dbias2", "single_dbias2", "square_dbias2"};
+    "none",         "fused",       "narrow_fused",  "narrow_paired", "long_fused",       "long_paired", "split_fused",
+    "triple_fused", "quad_fused",  "cluster_fused", "dq_global",     "dq_global_paired", "keys",        "few_keys",
+    "queries",      "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
@@ -161,8 +162,7 @@ class Sm90BackwardPlanner {
     if (of_keys && p_.dq) plan_.keys = splits_keys() ? Kernel::kClusterFused : fused_kernel();
     // Above D = 32, kDqGlobal is faster than kSplitFused (times in tile_sizes.h).
     const bool fuses = plan_.keys != Kernel::kNone && (kHeadDim <= 32 || plan_.keys != Kernel::kSplitFused);
-    if (!fuses) plan_.dq_global = plan_dq_global();
-    if (plan_.dq_global) plan_.keys = Kernel::kDqGlobal;
+    if (!fuses) choose_dq_global();
     plan_.rounds_dbias2 = plan_.keys == Kernel::kClusterFused && p_.rounded_dbias2;
     plan_.cluster_blocks = int(cluster_blocks_of(plan_.keys));
     if (plan_.keys == Kernel::kNone) {
@@ -178,7 +178,8 @@ class Sm90BackwardPlanner {
     plan_.delta_with_dq =
         (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused || plan_.keys == Kernel::kNarrowPaired) &&
         Tiles::Fused::kComputesDelta;
-    plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired;
+    plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired ||
+                       plan_.keys == Kernel::kDqGlobalPaired;
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) {
@@ -192,8 +193,10 @@ class Sm90BackwardPlanner {
       const bool narrow =
           Tiles::NarrowFused::kTiles < Tiles::Fused::kTiles &&
           2 * ceil_div(key_tiles, Tiles::NarrowFused::kTiles) < 3 * ceil_div(key_tiles, Tiles::Fused::kTiles);
-      if (can_pair_rows() && suits<typename Tiles::NarrowPaired>(Kernel::kNarrowPaired)) return Kernel::kNarrowPaired;
-      if (can_pair_rows() && suits<typename Tiles::LongPaired>(Kernel::kLongPaired)) return Kernel::kLongPaired;
+      if (Tiles::NarrowPaired::kPairsRows && can_pair_rows()) {
+        if (suits<typename Tiles::NarrowPaired>(Kernel::kNarrowPaired)) return Kernel::kNarrowPaired;
+        if (suits<typename Tiles::LongPaired>(Kernel::kLongPaired)) return Kernel::kLongPaired;
+      }
       if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
       if (suits<typename Tiles::LongFused>(Kernel::kLongFused)) return Kernel::kLongFused;
@@ -210,7 +213,8 @@ class Sm90BackwardPlanner {
   bool can_pair_rows() const {
     const bool aligned = p_.dbias2 && p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
     const bool pads = p_.dbias2 == nullptr && p_.rounded_dbias2 && p_.Lk % 4 != 0;
-    return kHasBias2 && Tiles::NarrowPaired::kPairsRows && (aligned || pads) && !p_.deterministic && p_.N > 1;
+    const bool has_kernel = Tiles::NarrowPaired::kPairsRows || (Tiles::kHasDqGlobalPaired && !pads);
+    return kHasBias2 && has_kernel && (aligned || pads) && !p_.deterministic && p_.N > 1;
   }
   // N = 1: the blocks of a cluster divide the keys of a (b, n, h) among themselves, and the rounded dS is dbias2. A
   // dbias2 in float32, or one that TMA cannot store (rows that do not begin at 16 bytes), comes from other kernels.
@@ -241,13 +245,17 @@ class Sm90BackwardPlanner {
     return 5 * computed <= 8 * key_tiles * pairs;
   }
 
-  DqGlobalPlan plan_dq_global() const {
+  void choose_dq_global() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       const bool wanted = p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
+      auto choose = [&](Kernel kernel, DqGlobalPlan plan) {
+        if (wanted && !plan_.dq_global && plan) plan_.dq_global = plan, plan_.keys = kernel;
+      };
+      const int64_t paired = can_pair_rows() ? device_.blocks_of(Kernel::kDqGlobalPaired) : 0;
       const int64_t blocks = device_.blocks_of(Kernel::kDqGlobal);
-      if (wanted && blocks > 0) return DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks);
+      choose(Kernel::kDqGlobalPaired, DqGlobalPlan::of<typename Tiles::DqGlobalPaired, kHeadDim>(p_, paired));
+      choose(Kernel::kDqGlobal, DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks));
     }
-    return {};
   }
 
   // The kernel with fewer tiles for each block.

@@ -62,7 +62,7 @@ struct DqDkdvProducer {
         }
         if constexpr (Config::kPairsRows) {  // each block of the cluster loads one tile of bias2 for both
           const int t = int(cute::block_rank_in_cluster());
-          EmptyBarrier& ready = shared.dq.pairs.ready[pipe.index];
+          EmptyBarrier& ready = shared.pairs.ready[pipe.index];
           ready.arrive(uint32_t(t) ^ 1);
           ready.wait(pipe.phase);
           load_tile_for_both<BiasTile>(maps.bias2, full, stage.bias2[t], at.owned + t * kOwned, column,

@@ -44,12 +44,12 @@ class RowPairs {
     for (auto& barrier : tiles.ready) barrier.init(1);
   }
 
-  // Called by the warpgroup for dq: sends half of a step's dS.
-  CUTLASS_DEVICE static void send(Slots& slots, Shared& shared, int stage, const ConsumerCoord& at) {
-    Tiles& tiles = shared.dq.pairs;
+  // Called by the warpgroup for dq, or by this one: sends half of a step's dS.
+  CUTLASS_DEVICE static void send(Slots& slots, Shared& shared, const uint8_t* all, const ConsumerCoord& at) {
+    Tiles& tiles = shared.pairs;
     const uint32_t rank = cute::block_rank_in_cluster(), other = rank ^ 1;
     const int mine = 16 * (32 * at.warp + at.lane);
-    const uint8_t* ds = shared.stages[stage].bias2[0] + (rank == 0 ? kQueries * DsTile::kRowBytes : 0) + mine;
+    const uint8_t* ds = all + (rank == 0 ? kQueries * DsTile::kRowBytes : 0) + mine;
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       const int in_slot = t % kSlotTiles;
@@ -70,18 +70,35 @@ class RowPairs {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_helper();
     RowPairs pairs(shared, maps, at);
-    typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
-    for (PublishedTileScheduler<Config> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args), owned_pipe.advance()) {
-      const typename Config::Visible visible = shared.visible[owned_pipe.index];
-      const int num_steps = uniform(visible.num_steps);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int step = 0; step < num_steps; ++step, pipe.advance()) {
-        shared.dq.full[pipe.index].wait(pipe.phase);
-        pairs.add(visible.at, step * Config::kColumns, pipe.index);
+    if constexpr (Config::kDqInShared) {
+      typename Config::Pipe pipe;
+      for (PublishedTileScheduler<Config> tiles(shared, args); tiles.tile < args.num_tiles;
+           tiles.advance(shared, args), owned_pipe.advance()) {
+        const typename Config::Visible visible = shared.visible[owned_pipe.index];
+        const int num_steps = uniform(visible.num_steps);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+          shared.dq.full[pipe.index].wait(pipe.phase);
+          pairs.add(visible.at, step * Config::kColumns, shared.stages[pipe.index].bias2[0], shared.empty[pipe.index]);
+        }
+        shared.owned_empty[owned_pipe.index].arrive();
       }
-      shared.owned_empty[owned_pipe.index].arrive();
+    } else {
+      PipelineState<Config::DqGlobalTiles::kDsStages> pipe;
+      for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
+           tiles.advance(shared, args), owned_pipe.advance()) {
+        const Coordinates block = Config::locate(args, tiles.tile);
+        shared.owned_full[owned_pipe.index].wait(owned_pipe.phase);
+        const int num_steps = uniform(shared.visible[owned_pipe.index].num_steps);
+        shared.owned_empty[owned_pipe.index].arrive();
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int step = 0; step < num_steps; ++step, pipe.advance()) {
+          shared.dq_global_barriers.full[pipe.index].wait(pipe.phase);
+          pairs.add(block, step * Config::kColumns, shared.dq_global.ds[pipe.index][0],
+                    shared.dq_global_barriers.empty[pipe.index]);
+        }
+      }
     }
     // The last sums are added: the next kernel may read dbias2 when this one has ended.
     if (at.lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -92,15 +109,17 @@ class RowPairs {
   CUTLASS_DEVICE RowPairs(Shared& shared, const DqDkdvMaps& maps, const ConsumerCoord& at)
       : shared_(shared), maps_(maps), at_(at), thread_(32 * at.warp + at.lane) {}
 
-  // Adds the half of a step's dS that is kept and the other block's to dbias2. query: the step's first one.
-  CUTLASS_DEVICE void add(const Coordinates& block, int query, int stage) {
-    Tiles& tiles = shared_.dq.pairs;
+  // Adds the half of a step's dS that is kept and the other block's to dbias2. query: the step's first one; empty: is
+  // told when dS has been read.
+  CUTLASS_DEVICE void add(const Coordinates& block, int query, const uint8_t* all, EmptyBarrier& empty) {
+    Tiles& tiles = shared_.pairs;
     const uint32_t rank = cute::block_rank_in_cluster();
-    const uint8_t* ds = shared_.stages[stage].bias2[0] + rank * kQueries * DsTile::kRowBytes;
+    const uint8_t* ds = all + rank * kQueries * DsTile::kRowBytes;
     Part kept;
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) read(kept[t], ds + t * DsTile::kBytes);
-    release(stage, kept);
+    if constexpr (!Config::kDqInShared) send(sent_, shared_, all, at_);
+    release(empty, kept);
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       const int in_slot = t % kSlotTiles, column = kOwned * (t % kSumTiles);
@@ -132,14 +151,14 @@ class RowPairs {
     }
   }
 
-  // Releases a stage of which `part` has been read. Loads may wait behind another warp's stores to the other block, and
+  // Releases dS of which `part` has been read. Loads may wait behind another warp's stores to the other block, and
   // an arrival does not wait for them: its address depends on what they load.
-  CUTLASS_DEVICE void release(int stage, const Part& part) const {
+  CUTLASS_DEVICE void release(EmptyBarrier& empty, const Part& part) const {
     uint32_t all = 0;
     for (auto& of_tile : part) {
       for (auto& four : of_tile) all |= four.x | four.y;
     }
-    (&shared_.empty[stage])[all & zero_].arrive();
+    (&empty)[all & zero_].arrive();
   }
   // This thread's first query of a half.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 16; }
@@ -164,7 +183,7 @@ class RowPairs {
   const ConsumerCoord& at_;
   const int thread_;
   const uint32_t zero_ = threadIdx.y;  // always 0, which ptxas does not know
-  Slots slots_;
+  Slots slots_, sent_;
 };
 
 }  // namespace ds4s::sm90

@@ -149,6 +149,8 @@ struct BackwardTiles {
   using DqGlobal =
       std::conditional_t<kHeadDim <= 64, WithDqInGlobal<DqDkdvTiles<1, 2, 64, 3, 1>, /*kAddsDbias2=*/false>,
                          WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
+  static constexpr bool kHasDqGlobalPaired = kHasDqGlobal && kHeadDim <= 64;
+  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 3, 1, 1>, DqGlobal>;
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.62, with products of 128 keys and packed bias2
   // 0.68, tiles of 64 keys 0.72. At D = 128 no more than three stages fit.
