@@ -56,6 +56,8 @@ def square(L, **more):
         (square(384), "narrow_paired", None, "added_with_dkdv"),
         (square(448, bias1=1), "narrow_paired", None, "added_with_dkdv"),
         ({"N": 65, "Lq": 200, "Lk": 384}, "narrow_paired", None, "added_with_dkdv"),
+        ({"N": 3, "Lq": 384, "Lk": 384, "H": 44}, "fused", None, "paired_dbias2"),
+        ({"N": 4, "Lq": 384, "Lk": 384, "H": 33}, "narrow_paired", None, "added_with_dkdv"),
         (square(384, deterministic=1), "fused", None, "paired_dbias2"),
         (square(384, clusters=0), "fused", None, "single_dbias2"),
         (square(452), "long_paired", None, "added_with_dkdv"),

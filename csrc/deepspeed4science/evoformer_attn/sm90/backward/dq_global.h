@@ -13,6 +13,7 @@
 //   H2  The first pairs have an accumulator each; pair x gets the (x - num_dq_accumulators + 1)-th one released.
 //   H3  A pair releases its accumulator when all its tiles have been added and all parts of its dq written.
 //   H4  The tiles of a pair fit into the queues of all blocks (DqGlobalPlan).
+// With two rows n in a cluster (kPairsRows), tiles 2 m and 2 m + 1 are the same keys of both; there are no queues.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

@@ -241,7 +241,9 @@ class Sm90BackwardPlanner {
     const int64_t clusters = device_.blocks_of(kernel) / blocks;
     if (clusters == 0) return false;
     const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;
-    const int64_t computed = ceil_div(key_tiles, Fused::kTiles) * Fused::kTiles * ceil_div(pairs, clusters) * clusters;
+    const int64_t in_clusters = Fused::kPairsRows ? p_.B * ceil_div(p_.N, 2) * 2 * p_.H : pairs;
+    const int64_t computed =
+        ceil_div(key_tiles, Fused::kTiles) * Fused::kTiles * ceil_div(in_clusters, clusters) * clusters;
     return 5 * computed <= 8 * key_tiles * pairs;
   }
 

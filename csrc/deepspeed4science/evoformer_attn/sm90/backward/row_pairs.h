@@ -6,9 +6,10 @@
 //   block 0, row n        queries 0 .. 31: kept, added      queries 32 .. 63: sent
 //   block 1, row n + 1    queries 0 .. 31: sent             queries 32 .. 63: kept, added
 //
-// A warpgroup of its own does so: each warp eight of the 32 queries, by an addition of TMA (cp.reduce.async.bulk) that
-// leaves from shared memory. Additions from registers (red) would pass through the pipe of shared memory, which is the
-// busiest part of the kernel: 0.98 instead of 0.90 of the time of two kernels at (1,384,384,4,32).
+// A warpgroup of its own adds: each warp eight of the 32 queries, by additions of TMA (cp.reduce.async.bulk) that leave
+// from shared memory. Additions from registers (red) would pass through the pipe of shared memory, which is the busiest
+// part of the kernel: 0.98 instead of 0.90 of the time of two kernels at (1,384,384,4,32). The warpgroup for dq sends,
+// while its product runs, since this one is busier; without such a warpgroup (kDqInGlobal) this one sends, too.
 //
 // Both blocks take all tiles with a key that one of the rows n sees. A row n that sees none of them, or that does not
 // exist, has dS = 0.
@@ -91,7 +92,7 @@ class RowPairs {
         const Coordinates block = Config::locate(args, tiles.tile);
         shared.owned_full[owned_pipe.index].wait(owned_pipe.phase);
         const int num_steps = uniform(shared.visible[owned_pipe.index].num_steps);
-        shared.owned_empty[owned_pipe.index].arrive();
+        pairs.arrive_after(num_steps, shared.owned_empty[owned_pipe.index]);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.dq_global_barriers.full[pipe.index].wait(pipe.phase);
@@ -151,14 +152,18 @@ class RowPairs {
     }
   }
 
-  // Releases dS of which `part` has been read. Loads may wait behind another warp's stores to the other block, and
-  // an arrival does not wait for them: its address depends on what they load.
+  // Releases dS of which `part` has been read.
   CUTLASS_DEVICE void release(EmptyBarrier& empty, const Part& part) const {
     uint32_t all = 0;
     for (auto& of_tile : part) {
       for (auto& four : of_tile) all |= four.x | four.y;
     }
-    (&empty)[all & zero_].arrive();
+    arrive_after(all, empty);
+  }
+  // Arrives when `loaded` has been loaded. Loads may wait behind stores to the other block, and an arrival does not
+  // wait for loads: so its address depends on them.
+  CUTLASS_DEVICE void arrive_after(uint32_t loaded, EmptyBarrier& barrier) const {
+    (&barrier)[loaded & zero_].arrive();
   }
   // This thread's first query of a half.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 16; }
@@ -178,6 +183,7 @@ class RowPairs {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
     return x;
   }
+
   Shared& shared_;
   const DqDkdvMaps& maps_;
   const ConsumerCoord& at_;

@@ -1,12 +1,12 @@
 // The tile schedulers of kernel_dq_dkdv's persistent blocks. A block computes
 //
-//   1. every gridDim.x-th tile (TileScheduler), where dq is in global memory only for pairs of rows n;
+//   1. every gridDim.x-th tile (TileScheduler);
 //   2. with dq in shared memory, all tiles of every gridDim.x-th (b, n, h), in clusters of every so many clusters
 //      (GroupedTileScheduler for producers, PublishedTileScheduler for consumers);
-//   3. with dq in global memory, else, the next tile that no block has taken (TileScheduler, TileQueue). The block's
-//   producer
-//      takes it from a counter and passes it to all warps. Blocks take tiles in ascending order, so the tiles of one
-//      (b, n, h) run at the same time, and no block waits for a tile that no block has taken.
+//   3. with dq in global memory, unless rows n are paired, the next tile that no block has taken (TileScheduler,
+//      TileQueue). The block's producer takes it from a counter and passes it to all warps. Blocks take tiles in
+//      ascending order, so the tiles of one (b, n, h) run at the same time, and no block waits for a tile that no block
+//      has taken.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
