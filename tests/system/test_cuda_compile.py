@@ -238,6 +238,31 @@ def reads_behind_remote_stores(code):
     return found
 
 
+def arrivals_before_reads(code):
+    """Loads from shared memory that need not have come when an arrival behind them says so, in the
+    kernels of a disassembly that store dS to another block: nothing uses what they load before.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        if "STAS.128" not in kernel:
+            continue
+        lines = re.findall(r"^\.L\w+:|/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", kernel, re.MULTILINE)
+        for n, line in enumerate(lines):
+            load = re.match(r"(?:@\S+ +)?LDS(\S*) R(\d+)", line)
+            if not load:
+                continue
+            width = 4 if "128" in load[1] else 2 if "64" in load[1] else 1
+            loaded = {f"R{int(load[2]) + x}" for x in range(width)}
+            for later in lines[n + 1 :]:
+                used = loaded & set(re.findall(r"\bR\d+\b", later))
+                if used or not later or re.match(r"(@\S+ +)?(BRA|EXIT)", later):
+                    break
+                if "SYNCS.ARRIVE" in later:
+                    found.append(line)
+                    break
+    return found
+
+
 def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
@@ -292,6 +317,7 @@ def test_unit(unit, nvcc, compilations):
         assert not overwritten_operands(code)
         assert not loads_before_wait(code)
         assert not reads_behind_remote_stores(code)
+        assert not arrivals_before_reads(code)
 
 
 @pytest.mark.parametrize(

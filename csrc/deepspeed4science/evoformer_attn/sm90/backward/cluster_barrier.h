@@ -1,5 +1,5 @@
 // Barriers, stores and loads between the blocks of a cluster: mbarrier.arrive and mbarrier.try_wait (PTX ISA 9.7.13.15)
-// with the scope of the cluster, st.async (9.7.9.12), whose barrier counts the bytes.
+// with the scope of the cluster, st.async (9.7.9.12), whose barrier counts the bytes; arrivals beside such stores.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -13,6 +13,15 @@ CUTLASS_DEVICE void arrive_relaxed(EmptyBarrier& barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    cute::set_block_rank(shared_address(&barrier), rank))
                : "memory");
+}
+
+// A zero that ptxas does not know.
+CUTLASS_DEVICE uint32_t unknown_zero() { return threadIdx.y; }
+
+// Arrives when `loaded` has been loaded from shared memory. Loads may wait behind stores to another block, and an
+// arrival does not wait for loads: so its address depends on them.
+CUTLASS_DEVICE void arrive_after(uint32_t loaded, EmptyBarrier& barrier, uint32_t zero = unknown_zero()) {
+  (&barrier)[loaded & zero].arrive();
 }
 
 #define DS4S_TRY_WAIT(SEMANTICS)                   \

@@ -69,7 +69,11 @@ struct DqDkdvConsumer {
           Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but stages must be released
-        if constexpr (Config::kReleasesEarly) shared.owned_empty[buffer].arrive();
+        if constexpr (Config::kReleasesEarly && Config::kPairsRows) {
+          arrive_after(visible.num_steps, shared.owned_empty[buffer]);
+        } else if constexpr (Config::kReleasesEarly) {
+          shared.owned_empty[buffer].arrive();
+        }
         if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);
         if (Config::kHasDqWarpgroup && at.issues()) cute::tma_store_wait<0>();  // as in finish_scores

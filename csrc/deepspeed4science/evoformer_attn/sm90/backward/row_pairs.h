@@ -92,7 +92,7 @@ class RowPairs {
         const Coordinates block = Config::locate(args, tiles.tile);
         shared.owned_full[owned_pipe.index].wait(owned_pipe.phase);
         const int num_steps = uniform(shared.visible[owned_pipe.index].num_steps);
-        pairs.arrive_after(num_steps, shared.owned_empty[owned_pipe.index]);
+        arrive_after(num_steps, shared.owned_empty[owned_pipe.index], pairs.zero_);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.dq_global_barriers.full[pipe.index].wait(pipe.phase);
@@ -158,12 +158,7 @@ class RowPairs {
     for (auto& of_tile : part) {
       for (auto& four : of_tile) all |= four.x | four.y;
     }
-    arrive_after(all, empty);
-  }
-  // Arrives when `loaded` has been loaded. Loads may wait behind stores to the other block, and an arrival does not
-  // wait for loads: so its address depends on them.
-  CUTLASS_DEVICE void arrive_after(uint32_t loaded, EmptyBarrier& barrier) const {
-    (&barrier)[loaded & zero_].arrive();
+    arrive_after(all, empty, zero_);
   }
   // This thread's first query of a half.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 16; }
@@ -188,7 +183,7 @@ class RowPairs {
   const DqDkdvMaps& maps_;
   const ConsumerCoord& at_;
   const int thread_;
-  const uint32_t zero_ = threadIdx.y;  // always 0, which ptxas does not know
+  const uint32_t zero_ = unknown_zero();
   Slots slots_, sent_;
 };
 
