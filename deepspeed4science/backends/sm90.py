@@ -45,14 +45,10 @@ class Sm90Backend(CudaBackend):
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """For one row n whose keys a cluster of blocks divides (`splits_keys` of backward/plan.h),
-        and for pairs of rows n with sums of their own (`can_pair_rows`), if these run.
-        """
-        p, head_dim = problem, max(problem.D, problem.Dv)
-        if p.N == 1:
-            return head_dim <= 32 and p.Lq <= 768 and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
-        pairs = p.dtype == torch.bfloat16 and head_dim <= 32 and p.Lq <= 768
-        return pairs and p.Lk % 4 != 0
+        """For one row n whose keys a cluster of blocks divides (`splits_keys`, backward/plan.h)."""
+        p = problem
+        narrow = max(p.D, p.Dv) <= 32
+        return p.N == 1 and narrow and p.Lq <= 768 and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         """A gradient of O may have any layout (that of a mean over L is one row, expanded). It is
