@@ -72,7 +72,7 @@ for word in words:
         command += ["-x", "c++", "/dev/null"]
     elif word.endswith(".cu"):
         command += ["-x", "c++", word]
-    elif not word.startswith(("-gencode", "--expt", "-diag", "-L")):
+    elif not word.startswith(("-gencode", "--expt", "-diag", "-L", "-Xptxas")):
         command.append(word)
 sys.exit(subprocess.run([*command, "-I{root}/include"]).returncode)
 """

@@ -193,6 +193,13 @@ def test_a_new_toolkit_behind_the_same_script_is_noticed(bare_machine: Path) -> 
         assert toolkits.find_nvcc().version == version
 
 
+def test_ptxas_has_threads_where_that_was_tried(bare_machine: Path) -> None:
+    for version, threads in (("12.9.86", False), ("13.0.88", True), ("14.1.5", True)):
+        fakes.wrapper(bare_machine / "bin" / "nvcc", fakes.toolkit(bare_machine / version, version))
+        flags = nvcc.local_flags(toolkits.find_nvcc(), toolkits.find_host_compiler())
+        assert any("split-compile" in flag for flag in flags) == threads, version
+
+
 def test_a_cuda_home_without_nvcc_is_passed_over_and_told(
     bare_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
