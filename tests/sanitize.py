@@ -31,7 +31,7 @@ SM90_CALLS = (
     (280, 9, 9, 2, 32),  # blocks have a second tile
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel; blocks compute two (n, h) each
     (132, 130, 230, 2, 32),  # the same, dq by a warpgroup of its own
-    (131, 130, 260, 2, 32),  # the same, dbias2 of two rows n by one addition
+    (131, 130, 260, 2, 32),  # the same, with a row n that has no partner for dbias2
     (132, 520, 200, 1, 32),  # the same, for more queries
     (132, 100, 202, 1, 32),  # with sums of dbias2 in rows of their own
     (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries

@@ -49,6 +49,13 @@ def ran(monkeypatch, kernels_only):
 
 
 @pytest.fixture
+def only_sm90_runs(ran):
+    """A forward and a backward run, and only kernels of Hopper's own."""
+    yield
+    assert {name[:8] for name in ran} == {"sm90_fwd", "sm90_bwd"}
+
+
+@pytest.fixture
 def plans(monkeypatch):
     """The plans of the CUDA kernels that ran, in order, each as a mapping by name."""
     from deepspeed4science.backends.cuda import CudaBackend

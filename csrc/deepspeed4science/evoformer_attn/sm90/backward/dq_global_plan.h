@@ -37,7 +37,8 @@ struct DqGlobalPlan {
       // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an
       // earlier (b, n, h), or write its dq.
       plan.adds_dbias2 = plan.take(ceil_div(5 * blocks, 4 * key_blocks) + 1, most, available / 4, pairs);
-      if (plan.adds_dbias2 || Tiles::kPairsRows) return plan.adds_dbias2 ? plan : DqGlobalPlan{};
+      if (plan.adds_dbias2) return plan;
+      if (Tiles::kPairsRows) return {};  // dbias2 is in use: accumulators cannot lie in its memory
     }
     return plan.take(ceil_div(3 * blocks, 2 * key_blocks) + 4, most, elements, pairs) ? plan : DqGlobalPlan{};
   }

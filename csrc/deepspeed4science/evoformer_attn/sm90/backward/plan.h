@@ -213,8 +213,7 @@ class Sm90BackwardPlanner {
   bool can_pair_rows() const {
     const bool aligned = p_.dbias2 && p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
     const bool pads = p_.dbias2 == nullptr && p_.rounded_dbias2 && p_.Lk % 4 != 0;
-    const bool has_kernel = Tiles::NarrowPaired::kPairsRows || (Tiles::kHasDqGlobalPaired && !pads);
-    return kHasBias2 && has_kernel && (aligned || pads) && !p_.deterministic && p_.N > 1;
+    return kHasBias2 && (aligned || pads) && !p_.deterministic && p_.N > 1;
   }
   // N = 1: the blocks of a cluster divide the keys of a (b, n, h) among themselves, and the rounded dS is dbias2. A
   // dbias2 in float32, or one that TMA cannot store (rows that do not begin at 16 bytes), comes from other kernels.
@@ -253,7 +252,8 @@ class Sm90BackwardPlanner {
       auto choose = [&](Kernel kernel, DqGlobalPlan plan) {
         if (wanted && !plan_.dq_global && plan) plan_.dq_global = plan, plan_.keys = kernel;
       };
-      const int64_t paired = can_pair_rows() ? device_.blocks_of(Kernel::kDqGlobalPaired) : 0;
+      const int64_t paired =
+          Tiles::kHasDqGlobalPaired && can_pair_rows() ? device_.blocks_of(Kernel::kDqGlobalPaired) : 0;
       const int64_t blocks = device_.blocks_of(Kernel::kDqGlobal);
       choose(Kernel::kDqGlobalPaired, DqGlobalPlan::of<typename Tiles::DqGlobalPaired, kHeadDim>(p_, paired));
       choose(Kernel::kDqGlobal, DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks));

@@ -29,7 +29,7 @@ class RowPairs {
   using Tiles = typename Config::RowPairTiles;
   using DsTile = typename Config::BiasTile;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned;
-  static constexpr int kSlots = Config::kDsSlots, kSlotTiles = Config::kSlotTiles, kSumTiles = Config::kSumTiles;
+  static constexpr int kSlots = Config::kDsSlots, kSlotTiles = Config::kSlotTiles;
   static constexpr int kQueries = Tiles::kQueries, kWarpQueries = Tiles::kWarpQueries;
   static constexpr int kPasses = kWarpQueries / 2;  // 16 lanes read 64 keys of a query
   using Part = uint2[kTiles][kPasses];              // four keys of a query
@@ -123,11 +123,11 @@ class RowPairs {
     release(empty, kept);
     CUTLASS_PRAGMA_UNROLL
     for (int t = 0; t < kTiles; ++t) {
-      const int in_slot = t % kSlotTiles, column = kOwned * (t % kSumTiles);
+      const int in_slot = t % kSlotTiles;
       FullBarrier& full = tiles.full[slots_.index];
-      if (column == 0 && at_.lane == 0) cute::tma_store_wait<0>();  // the sums that were there have left
+      if (at_.lane == 0) cute::tma_store_wait<0>();  // the sums that were there have left
       if (in_slot == 0) full.wait(slots_.phase);
-      if (in_slot == 0 || column == 0) __syncwarp();
+      __syncwarp();
       if (in_slot == 0 && at_.issues()) full.arrive_and_expect_tx(Tiles::kSlotBytes);
       uint2 theirs[kPasses];
       read(theirs, tiles.ds[slots_.index][in_slot]);
@@ -135,18 +135,18 @@ class RowPairs {
       for (int i = 0; i < kPasses; ++i) {
         float x[4], y[4];
         unpack(x, kept[t][i]), unpack(y, theirs[i]);
-        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][column + thread_ % 16 * 4]) =
+        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][thread_ % 16 * 4]) =
             make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]);
       }
-      const bool all = column + kOwned == kSumTiles * kOwned, releases = in_slot == kSlotTiles - 1;
-      if (all) cute::tma_store_fence();
-      if (all || releases) __syncwarp();
+      const bool releases = in_slot == kSlotTiles - 1;
+      cute::tma_store_fence();
+      __syncwarp();
       if (releases && at_.lane == 0) tiles.empty[slots_.index].arrive(rank ^ 1);
       if (releases) slots_.advance();
-      if (all && at_.lane == 0) {
-        cute::SM90_TMA_REDUCE_ADD_5D::copy(
-            &maps_.dbias2, tiles.sums[kWarpQueries * at_.warp], block.owned + kOwned * (t + 1 - kSumTiles),
-            query + kQueries * int(rank) + kWarpQueries * at_.warp, block.head, 0, block.batch);
+      if (at_.lane == 0) {
+        cute::SM90_TMA_REDUCE_ADD_5D::copy(&maps_.dbias2, tiles.sums[kWarpQueries * at_.warp], block.owned + kOwned * t,
+                                           query + kQueries * int(rank) + kWarpQueries * at_.warp, block.head, 0,
+                                           block.batch);
         cute::tma_store_arrive();
       }
     }

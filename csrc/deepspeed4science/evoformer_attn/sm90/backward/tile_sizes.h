@@ -27,7 +27,7 @@ struct DqDkdvTiles {
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
   static constexpr bool kHasDqWarpgroup = false, kPairsRows = false;
-  static constexpr int kDsSlots = 0, kSlotTiles = 0, kSumTiles = 0;
+  static constexpr int kDsSlots = 0, kSlotTiles = 0;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -54,11 +54,10 @@ struct WithDqWarpgroup : Tiles {
 // (row_pairs.h).
 template <typename Tiles,
           int kDsSlots_,    // buffers for dS of the other block,
-          int kSlotTiles_,  // each of so many of a block's two tiles of keys
-          int kSumTiles_>   // tiles whose sums lie in shared memory at a time
+          int kSlotTiles_>  // each of so many of a block's two tiles of keys
 struct WithRowPairs : Tiles {
   static constexpr bool kPairsRows = true;
-  static constexpr int kDsSlots = kDsSlots_, kSlotTiles = kSlotTiles_, kSumTiles = kSumTiles_;
+  static constexpr int kDsSlots = kDsSlots_, kSlotTiles = kSlotTiles_;
 };
 
 constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
@@ -120,11 +119,11 @@ struct BackwardTiles {
   // which dk and dv are stored from registers, 0.88. (1,768,768,4,32): 0.91.
   using NarrowPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2, 2, 1>,
+      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2, 2>,
       Fused>;
   using LongPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 3, 1, 1>, Fused>;
+      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 3, 1>, Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =
@@ -151,7 +150,7 @@ struct BackwardTiles {
                          WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
   // (1,48,768,16,48), one H200: 0.91, with dbias2 in a kernel of its own 1.07.
   static constexpr bool kHasDqGlobalPaired = kHasDqGlobal && kHeadDim <= 64;
-  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 3, 1, 1>, DqGlobal>;
+  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 3, 1>, DqGlobal>;
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.62, with products of 128 keys and packed bias2
   // 0.68, tiles of 64 keys 0.72. At D = 128 no more than three stages fit.

@@ -1,0 +1,86 @@
+"""Hopper's backward where two rows n add to dbias2 together (sm90/backward/row_pairs.h). More of
+its calls are in test_sm90_backward.py, among those of the other kernels.
+"""
+
+import pytest
+import torch
+
+from tests.numeric.cases import Case, sm90_marks
+from tests.numeric.law import NAMES, check, ours, run
+
+pytestmark = [*sm90_marks(), pytest.mark.usefixtures("only_sm90_runs")]
+
+# Clusters of two rows n add to dbias2 together; of an odd N the last row n is alone.
+PAIRED = [
+    Case("pairs", N=132, Lq=130, Lk=180, H=2),
+    Case("pairs-odd", B=2, N=67, Lq=448, Lk=332, H=2, D=24),
+    Case("pairs-no-bias1", N=131, Lq=67, Lk=152, H=2, D=8, Dv=24, bias1=False),
+    Case("pairs-padded", N=131, Lq=389, Lk=391, H=2),
+    Case("pairs-of-16", N=132, Lq=500, Lk=131, H=2, D=16),
+    Case("pairs-long", N=131, Lq=768, Lk=260, H=2),
+    Case("pairs-of-48", N=33, Lq=448, Lk=388, H=24, D=48),
+    Case("pairs-of-64", B=2, N=19, Lq=330, Lk=516, H=16, D=64, Dv=56),
+]
+
+
+def paired_kernel(case):
+    """The kernel for two rows n together that a call runs, if sums may be in any order; or None.
+    Above D = 32 there must also be memory for accumulators of dq, as in PAIRED.
+    """
+    head_dim = max(case.D, case.Dv or 0)
+    if head_dim > 32:
+        return "dq_global_paired" if case in PAIRED else None
+    if not case.bias2 or case.Lq > 768:
+        return None
+    return "narrow_paired" if case.Lq <= 448 else "long_paired"
+
+
+@pytest.mark.parametrize(
+    ("N", "L", "H", "D"),
+    [(384, 384, 4, 32), (129, 384, 4, 32), (200, 640, 4, 32), (24, 520, 16, 48)],
+)
+def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
+    """Of rows n in pairs: bias2 would be added if a stage were filled before its dS is read."""
+    inputs = Case("zero", N=N, Lq=L, H=H, D=D).inputs(torch.bfloat16, "cuda")
+    inputs.do = torch.zeros_like(inputs.q)
+    for _ in range(200):
+        assert run(ours, inputs)[NAMES.index("dbias2")].count_nonzero() == 0
+    assert plans[-1]["dkdv"].endswith("_paired")
+
+
+each_paired = pytest.mark.parametrize(
+    ("N", "Lq", "H", "D"), [(150, 200, 2, 32), (150, 520, 2, 32), (40, 400, 32, 48)]
+)
+
+
+@each_paired
+@pytest.mark.parametrize("hidden", ["every-second", "thirds", "lengths", "last-half"])
+def test_rows_in_pairs_that_see_other_keys(hidden, N, Lq, H, D, plans):
+    inputs = Case("other-keys", N=N, Lq=Lq, Lk=388, H=H, D=D).inputs(torch.bfloat16, "cuda")
+    bias1 = inputs.bias1
+    if hidden == "every-second":
+        bias1[:, ::2] = -torch.inf
+    elif hidden == "thirds":
+        bias1[:, ::3, ..., :130] = -torch.inf
+        bias1[:, 1::3, ..., 130:] = -torch.inf
+    elif hidden == "lengths":
+        lengths = torch.randint(0, 389, (*bias1.shape[:4], 1), device="cuda")
+        bias1[torch.arange(388, device="cuda") >= lengths] = -torch.inf
+    else:
+        bias1[..., 194:] = -torch.inf
+    check(inputs)
+    assert plans[-1]["dkdv"].endswith("_paired")
+
+
+@each_paired
+def test_unread_rows_in_pairs(N, Lq, H, D, plans):
+    """Rows n that row_mask leaves out hold NaN; the other row n of their cluster is read."""
+    inputs = Case("unread", N=N, Lq=Lq, Lk=388, H=H, D=D).inputs(torch.bfloat16, "cuda")
+    inputs.row_mask = torch.rand(1, N, device="cuda") < 0.5
+    inputs.do = torch.randn_like(inputs.q)
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.do):
+        tensor[~inputs.row_mask] = torch.nan
+    o, dq, dk, dv, dbias1, _ = check(inputs)
+    for tensor in (o, dq, dk, dv, dbias1):
+        assert (tensor[~inputs.row_mask] == 0).all()
+    assert plans[-1]["dkdv"].endswith("_paired")
