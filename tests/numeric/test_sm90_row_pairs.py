@@ -54,7 +54,10 @@ each_paired = pytest.mark.parametrize(
 
 
 @each_paired
-@pytest.mark.parametrize("hidden", ["every-second", "thirds", "lengths", "last-half"])
+@pytest.mark.parametrize(
+    "hidden",
+    ["every-second", "thirds", "lengths", "last-half", "first-tiles", "second-tiles", "other-tiles"],
+)
 def test_rows_in_pairs_that_see_other_keys(hidden, N, Lq, H, D, plans):
     inputs = Case("other-keys", N=N, Lq=Lq, Lk=388, H=H, D=D).inputs(torch.bfloat16, "cuda")
     bias1 = inputs.bias1
@@ -66,8 +69,14 @@ def test_rows_in_pairs_that_see_other_keys(hidden, N, Lq, H, D, plans):
     elif hidden == "lengths":
         lengths = torch.randint(0, 389, (*bias1.shape[:4], 1), device="cuda")
         bias1[torch.arange(388, device="cuda") >= lengths] = -torch.inf
-    else:
+    elif hidden == "last-half":
         bias1[..., 194:] = -torch.inf
+    else:  # tiles of 64 keys, two of which are a round
+        tile = torch.arange(388, device="cuda") // 64
+        of_round = torch.arange(N, device="cuda")[:, None] % 4 // 2  # the same in both rows n
+        if hidden != "other-tiles":
+            of_round = torch.full_like(of_round, hidden == "second-tiles")
+        bias1[(tile % 2 == of_round)[None, :, None, None]] = -torch.inf
     check(inputs)
     assert plans[-1]["dkdv"].endswith("_paired")
 

@@ -37,56 +37,62 @@ class RowDelta {
 
  private:
   CUTLASS_DEVICE RowDelta(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int warp)
-      : shared_(shared), args_(args), maps_(maps), warp_(warp), lane_(int(threadIdx.x) % 32) {}
+      : shared_(shared),
+        args_(args),
+        maps_(maps),
+        warp_(warp),
+        lane_(int(threadIdx.x) % 32),
+        num_parts_(Config::columns(args).num_steps() * kSlots) {}
 
   // Each (b, n, h), here a pair of (b n) and h, in the order of GroupedTileScheduler.
   CUTLASS_DEVICE void run_pairs() {
-    const int num_parts = Config::columns(args_).num_steps() * kSlots;  // of this warp's queries
     const int first = Scheduler::first_pair();
-    int pair = next_seen(first);
-    if (exists(pair)) load(locate(pair), 0), load(locate(pair), 1);
+    loaded_pair_ = first - Scheduler::step(), next_part_ = num_parts_;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) load_next(slot);
+    int pair = loaded_pair_;
     for (uint32_t phase = 0, slot_phase = 0; exists(pair); phase ^= 1) {
       const Coordinates at = locate(pair);
       const int64_t first_row = (args_.row_index(at.batch, at.row) * args_.H + at.head) * args_.Lq;
       // kPairsRows: perhaps only the other row n of the cluster sees something.
       const bool sees =
           !Config::kPairsRows || (at.row < args_.N && !args_.mask.sees_nothing(args_.row_index(at.batch, at.row)));
-      const int next = next_seen(pair + Scheduler::step());
+      float before = 0.f;  // of the part before
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int part = 0; part < num_parts; part += kSlots, slot_phase ^= 1) {
-        float deltas[kSlots];
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < kSlots; ++slot) {
-          shared_.delta_barriers.loaded[warp_][slot].wait(slot_phase);
-          deltas[slot] = product(shared_.delta.o[warp_][slot], shared_.delta.do_[warp_][slot]);
-          __syncwarp();
-          const int ahead = part + kSlots + slot;
-          if (ahead < num_parts) {
-            load(at, ahead);
-          } else if (exists(next)) {
-            load(locate(next), slot);
+      for (int part = 0; part < num_parts_; ++part) {
+        const int step = part / kSlots, slot = part % kSlots;
+        shared_.delta_barriers.loaded[warp_][slot].wait(slot_phase);
+        const float delta = product(shared_.delta.o[warp_][slot], shared_.delta.do_[warp_][slot]);
+        __syncwarp();
+        load_next(slot);
+        if (slot == 0) shared_.delta_barriers.empty[step].wait(phase ^ 1);
+        if (lane_ % 2 == 0) shared_.delta.terms[query(part)] = Rank1Terms::terms_alone(-delta);
+        if (slot == 1) {
+          cutlass::arch::fence_view_async_shared();
+          shared_.delta_barriers.full[step].arrive();
+          if (sees) {  // after the fence, which would wait for these stores
+            store(before, first_row, query(part - 1));
+            store(delta, first_row, query(part));
           }
+          slot_phase ^= 1;
         }
-        const int step = part / kSlots;
-        shared_.delta_barriers.empty[step].wait(phase ^ 1);
-        CUTLASS_PRAGMA_UNROLL
-        for (int slot = 0; slot < kSlots; ++slot) {
-          if (lane_ % 2 == 0) shared_.delta.terms[query(part + slot)] = Rank1Terms::terms_alone(-deltas[slot]);
-        }
-        cutlass::arch::fence_view_async_shared();
-        shared_.delta_barriers.full[step].arrive();
-        CUTLASS_PRAGMA_UNROLL  // after the fence, which would wait for these stores
-            for (int slot = 0; slot < kSlots; ++slot) {
-          if (sees) store(deltas[slot], first_row, query(part + slot));
-        }
+        before = delta;
       }
-      pair = next;
+      pair = loaded_pair_;
     }
     __syncwarp();
     if (lane_ == 0) {
       __threadfence();
       atomicAdd(args_.delta_progress, (pair - first) / Scheduler::step());
     }
+  }
+  // Loads the next part, of this pair or of the next one that sees a key.
+  CUTLASS_DEVICE void load_next(int slot) {
+    if (next_part_ == num_parts_) {
+      loaded_pair_ = next_seen(loaded_pair_ + Scheduler::step()), next_part_ = 0;
+      loaded_ = locate(loaded_pair_);
+    }
+    if (exists(loaded_pair_)) load(loaded_, next_part_++, slot);
   }
 
   CUTLASS_DEVICE bool exists(int pair) const { return pair * args_.by_blocks.divisor < args_.num_tiles; }
@@ -99,6 +105,7 @@ class RowDelta {
   CUTLASS_DEVICE bool sees_nothing(int pair) const {
     if constexpr (!Config::kPairsRows) return args_.mask.sees_nothing(args_.by_heads.div(pair));
     const Coordinates at = locate(pair);
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int n = at.row & ~1; n <= (at.row | 1) && n < args_.N; ++n) {
       if (!args_.mask.sees_nothing(args_.row_index(at.batch, n))) return false;
     }
@@ -110,9 +117,9 @@ class RowDelta {
     return part / kSlots * Config::kColumns + (warp_ * kSlots + part % kSlots) * Tile::kRows;
   }
   CUTLASS_DEVICE int query(int part) const { return first_query(part) + lane_ / 2; }
-  CUTLASS_DEVICE void load(const Coordinates& at, int part) {
+  CUTLASS_DEVICE void load(const Coordinates& at, int part, int slot) const {
     if (!cute::elect_one_sync()) return;
-    const int slot = part % kSlots, query = first_query(part);
+    const int query = first_query(part);
     FullBarrier& loaded = shared_.delta_barriers.loaded[warp_][slot];
     loaded.arrive_and_expect_tx(2 * Tile::kBytes);
     load_tile<Tile>(maps_.delta_o, loaded, shared_.delta.o[warp_][slot], 0, query, at.head, at.row, at.batch);
@@ -144,7 +151,10 @@ class RowDelta {
   Shared& shared_;
   const BackwardArgs& args_;
   const DqDkdvMaps& maps_;
-  const int warp_, lane_;
+  const int warp_, lane_, num_parts_;
+  // Of the last load: the pair, where it is, and its part after that one.
+  int loaded_pair_, next_part_;
+  Coordinates loaded_;
 };
 
 }  // namespace ds4s::sm90

@@ -82,9 +82,9 @@ struct GroupedTileScheduler {
   bool first;  // the first tile of its (b, n, h)
   int end;     // the last tile of its (b, n, h), + 1
 
-  CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args)
-      : keys_(load(args, first_pair())) {
-    begin(args, first_pair());
+  CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(make_int2(0, 0)) {
+    CUTLASS_PRAGMA_NO_UNROLL  // the first time only loads keys_
+    for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
@@ -110,6 +110,7 @@ struct GroupedTileScheduler {
   // The keys that one of a cluster's rows n sees.
   CUTLASS_DEVICE static int2 keys_of_cluster(const BackwardArgs& args, const typename Config::Coordinates& at) {
     int2 keys = make_int2(args.Lk, 0);
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int n = at.row & ~1; n <= (at.row | 1) && n < args.N; ++n) {
       const int2 of_row = args.mask.keys(args.row_index(at.batch, n), args.Lk);
       if (of_row.x < of_row.y) keys.x = min(keys.x, of_row.x), keys.y = max(keys.y, of_row.y);

@@ -28,8 +28,10 @@ struct ZeroGradients {
   CUTLASS_DEVICE static void store(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
                                    int num_tiles, int thread) {
     const int end = at.owned + num_tiles * (Config::kTiles * Config::kOwned);
-    store_keys(args, maps, at, 0, at.owned, thread);
-    store_keys(args, maps, at, min(end, args.Lk), args.Lk, thread);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int side = 0; side < 2; ++side) {
+      store_keys(args, maps, at, side == 0 ? 0 : min(end, args.Lk), side == 0 ? at.owned : args.Lk, thread);
+    }
   }
 
  private:

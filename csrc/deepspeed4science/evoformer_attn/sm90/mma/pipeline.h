@@ -143,19 +143,11 @@ CUTLASS_DEVICE void store_tile(const CUtensorMap& map, uint8_t* tile, const floa
   }
 }
 
-// Stores the first `valid` of eight elements; dst is aligned to 16 bytes. This kernel never reads them again, so L2
-// evicts them first.
+// Stores eight elements, if so many exist: head dimensions are multiples of eight. dst is aligned to 16 bytes. This
+// kernel never reads them again, so L2 evicts them first.
 template <typename scalar_t>
-CUTLASS_DEVICE void store_eight(scalar_t* dst, uint4 eight, int valid) {
-  if (valid >= 8) {
-    __stcs(reinterpret_cast<uint4*>(dst), eight);
-    return;
-  }
-  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-  CUTLASS_PRAGMA_UNROLL
-  for (int e = 0; e < 7; ++e) {
-    if (e < valid) reinterpret_cast<uint16_t*>(dst)[e] = uint16_t(pairs[e / 2] >> 16 * (e % 2));
-  }
+CUTLASS_DEVICE void store_eight(scalar_t* dst, uint4 eight, int left) {
+  if (left > 0) __stcs(reinterpret_cast<uint4*>(dst), eight);
 }
 
 // Exchanges values so that each of the four lanes of a row has eight neighbours of 32 columns, from 8 (lane % 4) on.
