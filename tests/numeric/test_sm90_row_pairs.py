@@ -56,7 +56,15 @@ each_paired = pytest.mark.parametrize(
 @each_paired
 @pytest.mark.parametrize(
     "hidden",
-    ["every-second", "thirds", "lengths", "last-half", "first-tiles", "second-tiles", "other-tiles"],
+    [
+        "every-second",
+        "thirds",
+        "lengths",
+        "last-half",
+        "first-tiles",
+        "second-tiles",
+        "other-tiles",
+    ],
 )
 def test_rows_in_pairs_that_see_other_keys(hidden, N, Lq, H, D, plans):
     inputs = Case("other-keys", N=N, Lq=Lq, Lk=388, H=H, D=D).inputs(torch.bfloat16, "cuda")

@@ -125,18 +125,23 @@ class RowPairs {
     for (int t = 0; t < kTiles; ++t) {
       const int in_slot = t % kSlotTiles;
       FullBarrier& full = tiles.full[slots_.index];
-      if (at_.lane == 0) cute::tma_store_wait<0>();  // the sums that were there have left
       if (in_slot == 0) full.wait(slots_.phase);
       __syncwarp();
       if (in_slot == 0 && at_.issues()) full.arrive_and_expect_tx(Tiles::kSlotBytes);
       uint2 theirs[kPasses];
       read(theirs, tiles.ds[slots_.index][in_slot]);
+      float4 sums[kPasses];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPasses; ++i) {
         float x[4], y[4];
         unpack(x, kept[t][i]), unpack(y, theirs[i]);
-        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][thread_ % 16 * 4]) =
-            make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]);
+        sums[i] = make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]);
+      }
+      if (at_.lane == 0) cute::tma_store_wait<0>();  // the last sums have left
+      __syncwarp();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPasses; ++i) {
+        *reinterpret_cast<float4*>(&tiles.sums[first_query() + 2 * i][thread_ % 16 * 4]) = sums[i];
       }
       const bool releases = in_slot == kSlotTiles - 1;
       cute::tma_store_fence();

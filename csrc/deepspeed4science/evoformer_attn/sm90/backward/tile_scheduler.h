@@ -84,7 +84,7 @@ struct GroupedTileScheduler {
 
   CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(make_int2(0, 0)) {
     CUTLASS_PRAGMA_NO_UNROLL  // the first time only loads keys_
-    for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
+        for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
