@@ -83,8 +83,9 @@ struct GroupedTileScheduler {
   int end;     // the last tile of its (b, n, h), + 1
 
   CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(make_int2(0, 0)) {
-    CUTLASS_PRAGMA_NO_UNROLL  // the first time only loads keys_
-        for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
+    // The first time only loads keys_. In a loop, because a second copy of this code would cost more than its time.
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
