@@ -1,5 +1,5 @@
-"""`python -m benchmarks run | replay | layers | blocks | ceilings | host | startup | show | plot |
-results`
+"""`python -m benchmarks run | replay | beside | layers | blocks | ceilings | host | startup |
+show | plot | results`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.environment import describe
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.result_file import make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
-from benchmarks.shapes import GROUPS, WORKLOADS, select
+from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select
 from benchmarks.startup import measure_startups
 from benchmarks.timing import MAX_RUNS
 
@@ -86,7 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(command=_replay)
 
-    for command in (run, host, startup, replay, *models_cli.add_commands(commands)):
+    beside = commands.add_parser(
+        "beside", help="versions of this package in turn: folders or revisions, with nvcc's flags"
+    )
+    beside.add_argument("versions", nargs="+", metavar="[NAME=]WHAT[@FLAGS]")
+    beside.add_argument("--shapes", default="tri384", help="ids or groups, with commas")
+    beside.add_argument("--masks", help="each workload under each of these, with commas, or all")
+    beside.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
+    beside.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
+    beside.add_argument("--rounds", type=int, default=9)
+    beside.set_defaults(command=_beside)
+
+    for command in (run, host, startup, replay, beside, *models_cli.add_commands(commands)):
         command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -202,12 +213,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     device = torch.device("cuda")
     environment = describe(device, commit=arguments.commit)
-    workloads = [
-        workload.with_mask(mask)
-        for workload in select(arguments.shapes.split(","))
-        for mask in masks.named(arguments.masks.split(","))
-        if workload.N == workload.L or not mask.hides_rows
-    ]
+    workloads = _under_masks(arguments)
     settings = {
         "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
         "gradients": "dq, dk, dv, dbias2",
@@ -233,6 +239,59 @@ def _replay(arguments: argparse.Namespace) -> int:
         result = make_result(environment, "graph-replay", settings=settings, results=results)
         save(arguments, environment, result)
     return 0
+
+
+def _beside(arguments: argparse.Namespace) -> int:
+    from benchmarks.beside import METHOD, Version, measure
+
+    environment = describe(torch.device(arguments.device), commit=arguments.commit)
+    versions = [Version.of(text) for text in arguments.versions]
+    dtype = str(DTYPES[arguments.dtype]).removeprefix("torch.")
+    settings = {"dtype": dtype, "gradients": "dq, dk, dv, dbias2", "method": METHOD}
+    rows: list[dict[str, object]] = []
+    try:
+        for workload, direction, microseconds in measure(
+            versions,
+            _under_masks(arguments),
+            directions=arguments.direction.split(","),
+            dtype=dtype,
+            device=arguments.device,
+            rounds=arguments.rounds,
+        ):
+            first = microseconds[versions[0].name]
+            figures = (f"{name} {us:.1f} us {us / first:.3f}" for name, us in microseconds.items())
+            print(f"{workload.id:<20} {direction:<4}", *figures, sep="   ", flush=True)
+            rows += [
+                {
+                    "family": environment.cuda_family or "cpu",
+                    "commit": name,
+                    "shape": workload.shape,
+                    "direction": direction,
+                    "mask": workload.mask.id,
+                    "dtype": dtype,
+                    "median_us": [round(us, 2)],
+                }
+                for name, us in microseconds.items()
+            ]
+            result = make_result(environment, "variants", settings=settings, results=rows)
+            save(arguments, environment, result)
+    except (ValueError, RuntimeError) as error:
+        print(error)
+        return 2
+    return 0
+
+
+def _under_masks(arguments: argparse.Namespace) -> list[Workload]:
+    """The workloads, under each of the masks that fit them if any are named."""
+    workloads = select(arguments.shapes.split(","))
+    if not arguments.masks:
+        return list(workloads)
+    return [
+        workload.with_mask(mask)
+        for workload in workloads
+        for mask in masks.named(arguments.masks.split(","))
+        if workload.N == workload.L or not mask.hides_rows
+    ]
 
 
 def _list(_: argparse.Namespace) -> int:

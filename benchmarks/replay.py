@@ -72,8 +72,8 @@ def measure_replays(
     for workload in workloads:
         # A backward runs on the stream of its forward, and a graph holds what one stream does.
         with torch.cuda.stream(stream):
-            calls = _calls(workload, dtype)
-            us = {d: _microseconds(calls[d], workload, d, stream) for d in directions}
+            made = calls(workload, dtype, torch.device("cuda"))
+            us = {d: _microseconds(made[d], workload, d, stream) for d in directions}
         for direction in directions:
             yield ReplayRow(
                 family,
@@ -85,8 +85,11 @@ def measure_replays(
             )
 
 
-def _calls(workload: Workload, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    inputs = make_inputs(workload, dtype=dtype, device=torch.device("cuda"), seed=0)
+def calls(
+    workload: Workload, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """A call by direction; `bwd` computes dq, dk, dv and dbias2."""
+    inputs = make_inputs(workload, dtype=dtype, device=device, seed=0)
     peer = Ours()
     leaves = peer.adapt(inputs)
     trained = [tensor.requires_grad_() for name in "qkv" if (tensor := leaves[name]) is not None]

@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -417,6 +418,20 @@ template __global__ void ds4s::backward_dq_dkdv<Backward::Owned<Backward::Gradie
 template __global__ void ds4s::backward_dbias2<Backward::Dbias2>(
     const __grid_constant__ Backward::Params, int);
 """
+
+
+def test_each_instruction_has_a_line(nvcc, includes):
+    """scripts/instructions: with all lines and calls told apart, counts add up to the whole."""
+    if not disassembler():
+        pytest.skip("no nvdisasm")
+    script, name = REPOSITORY / "scripts" / "instructions", "sm90_fwd_fp16_d64_none"
+    printed = compiled([sys.executable, script, name, "--depth", 99, "--lines", 99999])
+    _, *kernels = re.split(r"^(?=\d+ instructions: )", printed, flags=re.MULTILINE)
+    assert any("forward" in kernel for kernel in kernels)
+    for kernel in kernels:
+        total, *counts = (int(line.split()[0]) for line in kernel.splitlines())
+        assert total == sum(counts) > 100
+    assert "mainloop.h:" in printed
 
 
 class Nvrtc:

@@ -33,6 +33,8 @@ RUN_BY = {
     r"python -m deepspeed4science cache clear": "tests/system/test_cache_tools.py::test_clear",
     r"python -m deepspeed4science run( .*)?": "tests/clients/test_lightning.py::"
     "test_every_rank_is_switched",
+    r"scripts/instructions .*": "tests/system/test_cuda_compile.py::"
+    "test_each_instruction_has_a_line",
     r"python -m benchmarks plot FILE.json": "tests/unit/test_benchmarks.py::"
     "test_result_file_reads_back_as_table_and_plot",
     r"python -m benchmarks results": "tests/unit/test_benchmark_results.py::"
@@ -44,6 +46,7 @@ RUN_BY = {
 NEEDS = {
     r"scripts/(test|check)( .*)?": "nothing: these are what runs the tests",
     r"scripts/(format|gpu|same_code)( .*)?": "a working tree to change, a GPU, an older revision",
+    r"python -m benchmarks beside .*": "a GPU, an older revision",
     r"pip install .*": "a network",
     r"torchrun --nproc-per-node 2 -m benchmarks.many_gpus": "two GPUs",
     r"python -m benchmarks (run|replay|layers|blocks|host|startup)( .*)?": "a GPU, or minutes",
