@@ -1,5 +1,6 @@
 """examples/axial_parallel.py: over two processes it learns what it learns in one."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,10 @@ def test_losses_are_those_of_one_process():
     """On a length that two processes do not share evenly."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["examples/axial_parallel.py", "--length=21", "--steps=4", "--blocks=1"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}  # also where it is not installed
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"^ *\d+ +(\d+\.\d+) +(\d+\.\d+)$", done.stdout, re.M)
     assert len(losses) == 4, done.stdout + done.stderr
