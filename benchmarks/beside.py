@@ -50,13 +50,15 @@ class Version:
         """A folder with nothing but this version's parts.
 
         Raises:
-            ValueError: there is no such folder or revision.
+            ValueError: there is no such folder or revision, or it is none of this package.
         """
         place.mkdir()
-        folder = Path(self.what)
+        folder = Path(self.what).resolve()
         if folder.is_dir():
+            if missing := [part for part in PARTS if not (folder / part).is_dir()]:
+                raise ValueError(f"{self.what}: no version of this package: no {missing[0]}")
             for part in PARTS:
-                (place / part).symlink_to((folder / part).resolve(strict=True))
+                (place / part).symlink_to(folder / part)
             return place
         packed = subprocess.run(
             ["git", "-C", str(ROOT), "archive", self.what, *PARTS], capture_output=True
@@ -125,7 +127,14 @@ def measure(
     device: str,
     rounds: int,
 ) -> Iterator[tuple[Workload, str, dict[str, float]]]:
-    """Of each workload and direction, the microseconds of a call of each version."""
+    """Of each workload and direction, the microseconds of a call of each version.
+
+    Raises:
+        ValueError: two versions have one name, or Version.unpack.
+        RuntimeError: a version's process has ended.
+    """
+    if len({version.name for version in versions}) < len(versions):
+        raise ValueError("two versions have the same name; NAME=WHAT gives one another name")
     with ExitStack() as stack:
         here = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers = []

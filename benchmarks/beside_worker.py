@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.replay import calls
+from benchmarks.replay import calls, capture, replay_ms
 from benchmarks.shapes import select
 
 
@@ -36,43 +36,19 @@ def prepare(workload: str, direction: str, dtype: str, device: str) -> Callable[
     [chosen] = select([workload])
     kind = getattr(torch, dtype)
     if device == "cuda":
-        return on_gpu(lambda: calls(chosen, kind, torch.device("cuda"))[direction])
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            call = calls(chosen, kind, torch.device(device))[direction]
+            graph = capture(call, stream, num_calls=1)
+        return lambda num_calls: replay_ms(graph, num_calls) * 1e-3 / num_calls
     call = calls(chosen, kind, torch.device(device))[direction]
+    call()  # compiles
 
     def timed(num_calls: int) -> float:
         begin = time.perf_counter()
         for _ in range(num_calls):
             call()
         return (time.perf_counter() - begin) / num_calls
-
-    timed(2)
-    return timed
-
-
-def on_gpu(make: Callable[[], Callable[[], object]]) -> Callable[[int], float]:
-    """A backward runs on the stream of its forward, and a graph holds what one stream does: all is
-    made on that stream.
-    """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        call = make()
-        for _ in range(2):
-            call()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            results = call()
-    torch.cuda.synchronize()
-
-    def timed(num_calls: int, results: object = results) -> float:  # results stay in memory
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(num_calls):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3 / num_calls
 
     return timed
 

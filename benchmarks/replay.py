@@ -70,7 +70,6 @@ def measure_replays(
     """One row after another; `bwd` computes dq, dk, dv and dbias2."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for workload in workloads:
-        # A backward runs on the stream of its forward, and a graph holds what one stream does.
         with torch.cuda.stream(stream):
             made = calls(workload, dtype, torch.device("cuda"))
             us = {d: _microseconds(made[d], workload, d, stream) for d in directions}
@@ -112,6 +111,15 @@ def _microseconds(
 ) -> float:
     num_calls = int(SCORES_IN_A_GRAPH / workload.num_scores)
     num_calls = max(2, min(50, num_calls if direction == "fwd" else num_calls // 3))
+    return _steady_ms(capture(call, stream, num_calls)) * 1e3 / num_calls
+
+
+def capture(
+    call: Callable[[], object], stream: torch.cuda.Stream, num_calls: int
+) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, on the current stream. A backward runs on the stream of its
+    forward, and a graph holds what one stream does: the call's tensors were made on it, too.
+    """
     for _ in range(3):
         call()
     stream.synchronize()
@@ -119,7 +127,7 @@ def _microseconds(
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(num_calls):
             call()
-    return _steady_ms(graph) * 1e3 / num_calls
+    return graph
 
 
 def _steady_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -127,19 +135,21 @@ def _steady_ms(graph: torch.cuda.CUDAGraph) -> float:
     medians = []
     for _ in range(NUM_BURSTS):
         time.sleep(PAUSE_SECONDS)
-        _replay_ms(graph)
-        times, end = [_replay_ms(graph)], time.perf_counter() + BURST_SECONDS
+        replay_ms(graph)
+        times, end = [replay_ms(graph)], time.perf_counter() + BURST_SECONDS
         while time.perf_counter() < end:
-            times.append(_replay_ms(graph))
+            times.append(replay_ms(graph))
         medians.append(median(times))
     return median(medians)
 
 
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph, num_replays: int = 1) -> float:
+    """Milliseconds of so many replays."""
     start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record()
-    graph.replay()
+    for _ in range(num_replays):
+        graph.replay()
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end))

@@ -47,9 +47,8 @@ class CompileJob:
     include_dirs: tuple[Path, ...]
     link_flags: tuple[str, ...]  # for linking; may name no folder of this machine
     identity: tuple[tuple[str, str], ...]  # (what, value): compiler version, target, NVCC_* ...
-    local_flags: tuple[
-        str, ...
-    ] = ()  # -L, -ccbin, threads: they change no code and are not in the key
+    # -L, -ccbin, threads: they change no code and are not in the key.
+    local_flags: tuple[str, ...] = ()
     problem: str = ""  # why `compiler` is None, and what to do about it
     memory_bytes: int = 1 << 30  # that compiling it may need, which limits how many run at once
     usual_seconds: float | None = field(default=None, compare=False)  # duration of compiling it

@@ -4,7 +4,6 @@ published examples also run where there is one.
 """
 
 import ctypes
-import importlib.util
 import operator
 import os
 import re
@@ -20,6 +19,16 @@ from op_builder import paths
 from op_builder.ops.instantiations import CudaKernel
 from op_builder.toolchain import cutlass, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc import FLAGS
+from tests.system.machine_code import (
+    arrivals_before_reads,
+    consumers_that_spill,
+    disassembler,
+    instructions_by_kernel,
+    loads_before_wait,
+    overwritten_operands,
+    reads_behind_remote_stores,
+    wheel_folders,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = tuple(
@@ -134,136 +143,6 @@ def compiled(command):
     return done.stdout + done.stderr
 
 
-def wheel_folders(package):
-    """Where the NVIDIA wheels put things: <site-packages>/nvidia/<package>."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec else ()
-    return [Path(root) / package for root in roots or () if (Path(root) / package).is_dir()]
-
-
-def disassembler():
-    """nvdisasm from the wheel nvidia-cuda-nvdisasm or beside nvcc; None: PTX has to do."""
-    folders = [folder / "bin" for folder in wheel_folders("cu13")]
-    if nvcc_path := toolkits.find_nvcc().path:
-        folders.append(nvcc_path.parent)
-    return next((f / "nvdisasm" for f in folders if (f / "nvdisasm").is_file()), None)
-
-
-def consumers_that_spill(code):
-    """Kernels of a disassembly that multiply by wgmma and touch local memory between their products
-    and exponentials: behind where computing warps take registers over from loading ones, or without
-    such a point anywhere. What is moved once a tile, before and after the loop, costs nothing.
-    """
-    found = []
-    for kernel in code.split("\n.text.")[1:]:
-        _, point, consumers = kernel.partition("USETMAXREG.TRY_ALLOC")
-        computing = consumers if point else kernel
-        hot = [m.start() for m in re.finditer(r"\b(HGMMA|MUFU\.EX2)\b", computing)]
-        if "HGMMA." in kernel and re.search(r"\b(LDL|STL)\b", computing[hot[0] : hot[-1]]):
-            found.append(kernel.partition(":")[0])
-    return found
-
-
-def overwritten_operands(code):
-    """Instructions of a disassembly that write to a register which an unfinished wgmma still reads.
-
-    ptxas takes an operand's registers for free behind its last use, and that is where the product
-    is issued, not where it is waited for (docs/kernels/sm90.md).
-    """
-    found = []
-    for kernel in code.split("\n.text.")[1:]:
-        lines, labels = [], {}
-        for line in kernel.splitlines():
-            if label := re.match(r"(\.L\w+):", line):
-                labels[label[1]] = len(lines)
-            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-                lines.append(instruction[1])
-        for start, line in enumerate(lines):
-            if operand := re.search(r"HGMMA\.\S+ R\d+, R(\d+), gdesc", line):
-                registers = range(int(operand[1]), int(operand[1]) + 4)
-                found += written_before_wait(lines, labels, start, registers)
-    return found
-
-
-def written_before_wait(lines, labels, start, registers):
-    """From the product at `start` on, all ways: what is written until the wait for its group."""
-    seen, ahead = set(), [(start, -1)]
-    while ahead:
-        n, later = ahead.pop()  # groups behind the product's own; -1: not committed yet
-        while n < len(lines) and (n, later) not in seen:
-            seen.add((n, later))
-            line = lines[n]
-            if "HGMMA" in line:
-                later += "gsb0" in line
-            elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
-                if int(wait[1]) <= later:
-                    break
-            elif target := re.match(r"(?:@\S+ +)?(?!ST|RED)([A-Z]\S*) R(\d+)\b", line):
-                width = 4 if ".128" in target[1] else 2 if re.search("64|WIDE", target[1]) else 1
-                if any(int(target[2]) + x in registers for x in range(width)):
-                    yield line
-            if branch := re.match(r"(@\S+ +)?BRA\S* .*?(\.L\w+)", line):
-                ahead.append((labels[branch[2]], later))
-                if not branch[1]:
-                    break
-            n += 1
-
-
-def loads_before_wait(code):
-    """Kernels of a disassembly that load by LDG.CONSTANT before they wait for the kernel in front.
-
-    A kernel that may begin beside the one in front reads what that writes after griddepcontrol.wait
-    and by ptx::load_written: __ldg is free to move to before the wait.
-    """
-    found = []
-    for kernel in code.split("\n.text.")[1:]:
-        before, wait, _ = kernel.partition("ACQBULK")
-        if wait and re.search(r"\bLDG\.\S*CONSTANT\b", before):
-            found.append(kernel.partition(":")[0])
-    return found
-
-
-def reads_behind_remote_stores(code):
-    """Kernels of a disassembly that load from shared memory behind a store to another block, and
-    then arrive at a barrier. Such a load waits behind the store, and may come after the arrival,
-    which says that it has been done (sm90/backward/row_pairs.h). Stores wait for their own loads.
-    """
-    found = []
-    for kernel in code.split("\n.text.")[1:]:
-        before = ""  # STAS; or LDS, if it comes behind a STAS
-        for step in re.findall(r"\b(STAS|LDS|SYNCS\.ARRIVE|SYNCS|BAR|HG?MMA)\b", kernel):
-            if step == "SYNCS.ARRIVE" and before == "LDS":
-                found.append(kernel.partition(":")[0])
-                break
-            before = step if step == "STAS" or (step == "LDS" and before) else ""
-    return found
-
-
-def arrivals_before_reads(code):
-    """Loads from shared memory that need not have come when an arrival behind them says so, in the
-    kernels of a disassembly that store dS to another block: nothing uses what they load before.
-    """
-    found = []
-    for kernel in code.split("\n.text.")[1:]:
-        if "STAS.128" not in kernel:
-            continue
-        lines = re.findall(r"^\.L\w+:|/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", kernel, re.MULTILINE)
-        for n, line in enumerate(lines):
-            load = re.match(r"(?:@\S+ +)?LDS(\S*) R(\d+)", line)
-            if not load:
-                continue
-            width = 4 if "128" in load[1] else 2 if "64" in load[1] else 1
-            loaded = {f"R{int(load[2]) + x}" for x in range(width)}
-            for later in lines[n + 1 :]:
-                used = loaded & set(re.findall(r"\bR\d+\b", later))
-                if used or not later or re.match(r"(@\S+ +)?(BRA|EXIT)", later):
-                    break
-                if "SYNCS.ARRIVE" in later:
-                    found.append(line)
-                    break
-    return found
-
-
 def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
@@ -295,6 +174,16 @@ def compilations(request, nvcc, includes, tmp_path_factory):
                 begun[unit] = folder, pool.submit(compile_unit, unit, nvcc, includes, folder)
         yield begun
         pool.shutdown(cancel_futures=True)
+
+
+def machine_code(unit, compilations):
+    """The disassembly of a unit's kernels."""
+    folder, log = compilations[unit]
+    log.result()
+    if not (tool := disassembler()):
+        pytest.skip("no nvdisasm")
+    [cubin] = folder.glob("*.cubin")
+    return compiled([tool, "-c", cubin])
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.id)
@@ -336,13 +225,8 @@ def test_exponentials_do_not_wait(unit, compilations):
     other in one register, which each of them then waits for. The third loop, which repeats a block
     whose reference was too small, runs rarely.
     """
-    folder, log = compilations[unit]
-    log.result()
-    if not (tool := disassembler()):
-        pytest.skip("no nvdisasm")
-    [cubin] = folder.glob("*.cubin")
     repeated = []  # by block of 32 exponentials: how many read the register of the one before
-    for block in re.split(r"\bBRA\b", compiled([tool, "-c", cubin])):
+    for block in re.split(r"\bBRA\b", machine_code(unit, compilations)):
         sources = re.findall(r"\bMUFU\.EX2 R\d+, \S*?(R\d+)", block)
         if len(sources) == 32:
             repeated.append(sum(map(operator.eq, sources, sources[1:])))
@@ -365,17 +249,11 @@ def test_one_kernel_for_all_gradients_spills_nothing(unit, compilations):
 
 @pytest.mark.parametrize("unit", [sm90_unit("bwd", "bf16", 32, "bias2")], ids=lambda unit: unit.id)
 def test_pairs_of_rows_have_little_code(unit, compilations):
-    """Rounds of keys begin and end with instructions that are not in the cache: 650 more, although
-    nothing executed them, cost 6 % of a backward of 256 residues.
+    """650 instructions more, of which few were executed, cost 6 % of a backward of 256 residues:
+    presumably, rounds of keys begin and end with instructions that are not in the cache.
     """
-    folder, log = compilations[unit]
-    log.result()
-    if not (tool := disassembler()):
-        pytest.skip("no nvdisasm")
-    [cubin] = folder.glob("*.cubin")
-    _, *kernels = re.split(r"^\.text\.", compiled([tool, "-c", cubin]), flags=re.MULTILINE)
-    pairs = [code for code in kernels if "WithRowPairs" in code.partition(":")[0]]
-    counts = [len(re.findall(r"^ +/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)) for code in pairs]
+    kernels = instructions_by_kernel(machine_code(unit, compilations))
+    counts = [len(lines) for name, lines in kernels.items() if "WithRowPairs" in name]
     assert len(counts) == 2 and all(1000 < count < 4500 for count in counts), counts
 
 
@@ -391,17 +269,14 @@ def test_gradients_fill_sectors(unit, compilations):
     """dq, dk and dv are stored 16 bytes a lane. Stores of 4 bytes are those of dbias1: of a lane's
     four keys, and of hidden ones.
     """
-    folder, log = compilations[unit]
-    log.result()
-    if not (tool := disassembler()):
-        pytest.skip("no nvdisasm")
-    [cubin] = folder.glob("*.cubin")
-    _, *kernels = re.split(r"^\.text\.", compiled([tool, "-c", cubin]), flags=re.MULTILINE)
-    kernels = [code for code in kernels if re.match(r"\S*backward_(fused|dq_dkdv)", code)]
+    kernels = instructions_by_kernel(machine_code(unit, compilations))
+    kernels = [
+        lines for name, lines in kernels.items() if re.search("backward_(fused|dq_dkdv)", name)
+    ]
     assert len(kernels) >= 3
-    for code in kernels:
-        assert len(re.findall(r"\bSTG\.E\.128\b", code)) >= 4
-        assert len(re.findall(r"\bSTG\.E\s", code)) <= 5
+    for lines in kernels:
+        assert sum(bool(re.search(r"\bSTG\.E\.128\b", line)) for line in lines) >= 4
+        assert sum(bool(re.search(r"\bSTG\.E\s", line)) for line in lines) <= 5
 
 
 SM70 = """\

@@ -167,7 +167,7 @@ def test_replays_are_measured_in_bursts_after_pauses(monkeypatch, seconds, expec
     )
     monkeypatch.setattr(replay, "time", clock)
     monkeypatch.setattr(replay, "BURST_SECONDS", seconds)
-    monkeypatch.setattr(replay, "_replay_ms", replay_ms)
+    monkeypatch.setattr(replay, "replay_ms", replay_ms)
     assert replay._steady_ms(None) == expected
     assert len(bursts) == replay.NUM_BURSTS
 

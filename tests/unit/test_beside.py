@@ -24,6 +24,13 @@ def test_a_version_is_nothing_but_its_parts(tmp_path):
     assert (here / "csrc").resolve() == beside.ROOT / "csrc"
     with pytest.raises(ValueError, match="no-such-revision: neither a folder nor a revision"):
         Version.of("no-such-revision").unpack(tmp_path / "none")
+    with pytest.raises(ValueError, match="no version of this package: no op_builder"):
+        Version.of(str(tmp_path / "none")).unpack(tmp_path / "empty")
+
+
+def test_one_name_is_one_version(capsys):
+    assert cli.main(["beside", ".", "."]) == 2
+    assert "two versions have the same name" in capsys.readouterr().out
 
 
 class Clock:

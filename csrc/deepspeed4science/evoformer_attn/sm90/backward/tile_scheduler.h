@@ -83,7 +83,7 @@ struct GroupedTileScheduler {
   int end;     // the last tile of its (b, n, h), + 1
 
   CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(make_int2(0, 0)) {
-    // The first time only loads keys_. In a loop, because a second copy of this code would cost more than its time.
+    // The first time only loads keys_. A loop, so that there is one copy of this code: its size costs time.
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = -1; i <= 0; ++i) begin(args, first_pair() + i * step());
   }

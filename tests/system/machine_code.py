@@ -1,0 +1,148 @@
+"""Checks of kernels' machine code, as nvdisasm prints it."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from op_builder.toolchain import toolkits
+
+
+def wheel_folders(package):
+    """Where the NVIDIA wheels put things: <site-packages>/nvidia/<package>."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else ()
+    return [Path(root) / package for root in roots or () if (Path(root) / package).is_dir()]
+
+
+def disassembler():
+    """nvdisasm from the wheel nvidia-cuda-nvdisasm or beside nvcc; None: PTX has to do."""
+    folders = [folder / "bin" for folder in wheel_folders("cu13")]
+    if nvcc_path := toolkits.find_nvcc().path:
+        folders.append(nvcc_path.parent)
+    return next((f / "nvdisasm" for f in folders if (f / "nvdisasm").is_file()), None)
+
+
+def consumers_that_spill(code):
+    """Kernels of a disassembly that multiply by wgmma and touch local memory between their products
+    and exponentials: behind where computing warps take registers over from loading ones, or without
+    such a point anywhere. What is moved once a tile, before and after the loop, costs nothing.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        _, point, consumers = kernel.partition("USETMAXREG.TRY_ALLOC")
+        computing = consumers if point else kernel
+        hot = [m.start() for m in re.finditer(r"\b(HGMMA|MUFU\.EX2)\b", computing)]
+        if "HGMMA." in kernel and re.search(r"\b(LDL|STL)\b", computing[hot[0] : hot[-1]]):
+            found.append(kernel.partition(":")[0])
+    return found
+
+
+def overwritten_operands(code):
+    """Instructions of a disassembly that write to a register which an unfinished wgmma still reads.
+
+    ptxas takes an operand's registers for free behind its last use, and that is where the product
+    is issued, not where it is waited for (docs/kernels/sm90.md).
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        lines, labels = [], {}
+        for line in kernel.splitlines():
+            if label := re.match(r"(\.L\w+):", line):
+                labels[label[1]] = len(lines)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+                lines.append(instruction[1])
+        for start, line in enumerate(lines):
+            if operand := re.search(r"HGMMA\.\S+ R\d+, R(\d+), gdesc", line):
+                registers = range(int(operand[1]), int(operand[1]) + 4)
+                found += written_before_wait(lines, labels, start, registers)
+    return found
+
+
+def written_before_wait(lines, labels, start, registers):
+    """From the product at `start` on, all ways: what is written until the wait for its group."""
+    seen, ahead = set(), [(start, -1)]
+    while ahead:
+        n, later = ahead.pop()  # groups behind the product's own; -1: not committed yet
+        while n < len(lines) and (n, later) not in seen:
+            seen.add((n, later))
+            line = lines[n]
+            if "HGMMA" in line:
+                later += "gsb0" in line
+            elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
+                if int(wait[1]) <= later:
+                    break
+            elif target := re.match(r"(?:@\S+ +)?(?!ST|RED)([A-Z]\S*) R(\d+)\b", line):
+                width = 4 if ".128" in target[1] else 2 if re.search("64|WIDE", target[1]) else 1
+                if any(int(target[2]) + x in registers for x in range(width)):
+                    yield line
+            if branch := re.match(r"(@\S+ +)?BRA\S* .*?(\.L\w+)", line):
+                ahead.append((labels[branch[2]], later))
+                if not branch[1]:
+                    break
+            n += 1
+
+
+def loads_before_wait(code):
+    """Kernels of a disassembly that load by LDG.CONSTANT before they wait for the kernel in front.
+
+    A kernel that may begin beside the one in front reads what that writes after griddepcontrol.wait
+    and by ptx::load_written: __ldg is free to move to before the wait.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        before, wait, _ = kernel.partition("ACQBULK")
+        if wait and re.search(r"\bLDG\.\S*CONSTANT\b", before):
+            found.append(kernel.partition(":")[0])
+    return found
+
+
+def reads_behind_remote_stores(code):
+    """Kernels of a disassembly that load from shared memory behind a store to another block, and
+    then arrive at a barrier. Such a load waits behind the store, and may come after the arrival,
+    which says that it has been done (sm90/backward/row_pairs.h). Stores wait for their own loads.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        before = ""  # STAS; or LDS, if it comes behind a STAS
+        for step in re.findall(r"\b(STAS|LDS|SYNCS\.ARRIVE|SYNCS|BAR|HG?MMA)\b", kernel):
+            if step == "SYNCS.ARRIVE" and before == "LDS":
+                found.append(kernel.partition(":")[0])
+                break
+            before = step if step == "STAS" or (step == "LDS" and before) else ""
+    return found
+
+
+def arrivals_before_reads(code):
+    """Loads from shared memory that need not have come when an arrival behind them says so, in the
+    kernels of a disassembly that store dS to another block: nothing uses what they load before.
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        if "STAS.128" not in kernel:
+            continue
+        lines = re.findall(r"^\.L\w+:|/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", kernel, re.MULTILINE)
+        for n, line in enumerate(lines):
+            load = re.match(r"(?:@\S+ +)?LDS(\S*) R(\d+)", line)
+            if not load:
+                continue
+            width = 4 if "128" in load[1] else 2 if "64" in load[1] else 1
+            loaded = {f"R{int(load[2]) + x}" for x in range(width)}
+            for later in lines[n + 1 :]:
+                used = loaded & set(re.findall(r"\bR\d+\b", later))
+                if used or not later or re.match(r"(@\S+ +)?(BRA|EXIT)", later):
+                    break
+                if "SYNCS.ARRIVE" in later:
+                    found.append(line)
+                    break
+    return found
+
+
+def instructions_by_kernel(code):
+    """The machine instructions of each kernel of a disassembly, by its mangled name."""
+    _, *kernels = re.split(r"^\.text\.(?=\w+:)", code, flags=re.MULTILINE)
+    return {
+        kernel.partition(":")[0]: re.findall(
+            r"^ +/\*[0-9a-f]{4,}\*/ +(.*?) *;", kernel, re.MULTILINE
+        )
+        for kernel in kernels
+    }
