@@ -35,6 +35,8 @@ struct DqGlobal {
   static constexpr int kBoxes = OwnedTile::kNumBoxes, kParts = kTiles / kBoxes, kQueries = kColumns / kParts;
   static_assert(OwnedTile::kBoxColumns == 64 && kTiles % kBoxes == 0, "a warpgroup multiplies with 64 columns of K");
   using Sum = float[kQueries / 2];
+  // D <= 48: a warp has 16 of 64 columns of dq, and the last warp's do not exist.
+  static constexpr bool kHasAllColumns = Config::kHeadDim == 64 * kBoxes;
 
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
     for (auto& barrier : barriers.full) barrier.init(128 * kTiles);
@@ -133,8 +135,10 @@ struct DqGlobal {
       state.next =
           address_of(args, shared.dq_global_barriers.accumulator) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(state.next + 128 * x, sum + x);
+    if (kHasAllColumns || 16 * at.warp < Config::kHeadDim) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(state.next + 128 * x, sum + x);
+    }
     state.next += kTiles * kPart;
   }
 
@@ -214,13 +218,14 @@ struct DqGlobal {
                     at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
     float4* in = reinterpret_cast<float4*>(accumulator) + lane;
     const int count = (num_parts(args) - block + args.by_blocks.divisor - 1) / args.by_blocks.divisor * kOfPart;
+    auto has_columns = [](int x) { return kHasAllColumns || x / 32 % 4 * 16 < Config::kHeadDim; };
     auto part_of = [&](int i) { return block + i / kOfPart * args.by_blocks.divisor; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
       float4* stage = shared.dq_global.sums[i % kStages] + lane;
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kVectors; x += 32) {
-        if (i < count) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], stage[x]);
+        if (i < count && has_columns(x)) cute::SM80_CP_ASYNC_CACHEGLOBAL<float4>::copy(from(i)[x], stage[x]);
       }
       cute::cp_async_fence();
     };
@@ -232,7 +237,9 @@ struct DqGlobal {
       __syncwarp();  // all lanes' loads of this stage are there, and all have read the last one
       load(i + kStages - 1);
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kVectors; x += 32) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int x = 0; x < kVectors; x += 32) {
+        if (has_columns(x)) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
       const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
       const int query = part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
       scalar_t* rows = out + query * dq.stride[1] + column;
