@@ -34,7 +34,13 @@ SM90_CALLS = (
     (131, 130, 260, 2, 32),  # the same, with a row n that has no partner for dbias2
     (132, 520, 200, 1, 32),  # the same, for more queries
     (132, 100, 202, 1, 32),  # with sums of dbias2 in rows of their own
-    (132, 780, 70, 1, 32),  # clusters of two blocks, each with half of the queries
+    (
+        132,
+        780,
+        70,
+        1,
+        32,
+    ),  # the queries in two parts; if deterministic, in clusters of two blocks with a half each
     (78, 1540, 130, 1, 32),  # clusters of three
     (60, 2310, 130, 1, 32),  # clusters of four
     (1, 130, 520, 2, 32),  # clusters of five, each block with a part of the keys

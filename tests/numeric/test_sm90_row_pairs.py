@@ -5,8 +5,9 @@ its calls are in test_sm90_backward.py, among those of the other kernels.
 import pytest
 import torch
 
+from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
-from tests.numeric.law import NAMES, check, ours, run
+from tests.numeric.law import NAMES, check, ours, relative_error, run, violations, with_do
 
 pytestmark = [*sm90_marks(), pytest.mark.usefixtures("only_sm90_runs")]
 
@@ -18,6 +19,9 @@ PAIRED = [
     Case("pairs-padded", N=131, Lq=389, Lk=391, H=2),
     Case("pairs-of-16", N=132, Lq=500, Lk=131, H=2, D=16),
     Case("pairs-long", N=131, Lq=768, Lk=260, H=2),
+    Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=2, D=16),
+    Case("pairs-three-parts", B=2, N=66, Lq=1601, Lk=260, H=1, D=24),
+    Case("pairs-six-parts", N=132, Lq=3900, Lk=136, H=1),
     Case("pairs-of-48", N=33, Lq=448, Lk=388, H=24, D=48),
     Case("pairs-of-64", B=2, N=19, Lq=330, Lk=516, H=16, D=64, Dv=56),
 ]
@@ -30,14 +34,16 @@ def paired_kernel(case):
     head_dim = max(case.D, case.Dv or 0)
     if head_dim > 32:
         return "dq_global_paired" if case in PAIRED else None
-    if not case.bias2 or case.Lq > 768:
+    if not case.bias2 or (case.Lq > 768 and case not in PAIRED):
         return None
+    if case.Lq > 768:
+        return "parts_paired"
     return "narrow_paired" if case.Lq <= 448 else "long_paired"
 
 
 @pytest.mark.parametrize(
     ("N", "L", "H", "D"),
-    [(384, 384, 4, 32), (129, 384, 4, 32), (200, 640, 4, 32), (24, 520, 16, 48)],
+    [(384, 384, 4, 32), (129, 384, 4, 32), (200, 640, 4, 32), (90, 1100, 1, 32), (24, 520, 16, 48)],
 )
 def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
     """Of rows n in pairs: bias2 would be added if a stage were filled before its dS is read."""
@@ -49,7 +55,8 @@ def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
 
 
 each_paired = pytest.mark.parametrize(
-    ("N", "Lq", "H", "D"), [(150, 200, 2, 32), (150, 520, 2, 32), (40, 400, 32, 48)]
+    ("N", "Lq", "H", "D"),
+    [(150, 200, 2, 32), (150, 520, 2, 32), (150, 1000, 2, 32), (40, 400, 32, 48)],
 )
 
 
@@ -101,3 +108,48 @@ def test_unread_rows_in_pairs(N, Lq, H, D, plans):
     for tensor in (o, dq, dk, dv, dbias1):
         assert (tensor[~inputs.row_mask] == 0).all()
     assert plans[-1]["dkdv"].endswith("_paired")
+
+
+IN_PARTS = Case("parts", N=131, Lq=2400, Lk=132, H=1)  # four parts of the queries
+
+
+@pytest.mark.parametrize("size", [1e-34, 1e-3, 1.0, 1e32])
+def test_sums_between_parts_of_the_queries_lose_nothing(size, plans):
+    """dk and dv of one part after another are as exact as those of all queries at once, whatever
+    their size: deterministic kernels compute these.
+    """
+    inputs = with_do(IN_PARTS.inputs(torch.bfloat16, "cuda"))
+    inputs.do *= size
+    inputs.do[:, 5] = 0
+    in_parts = check(inputs)
+    assert (plans[-1]["dkdv"], plans[-1]["query_parts"]) == ("parts_paired", "4")
+    torch.use_deterministic_algorithms(True)
+    try:
+        at_once = run(ours, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = run(evoformer_attention, inputs, torch.float64)
+    for name in ("dK", "dV"):
+        x, y, reference = (of[NAMES.index(name)] for of in (in_parts, at_once, exact))
+        assert relative_error(x, reference) < 1.02 * relative_error(y, reference), name
+
+
+@pytest.mark.parametrize("query", [0, 700, 2399])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e6])
+def test_infinities_of_a_part_of_the_queries(value, query, plans):
+    """dO of one query has it in one column: so has dV of all keys. Nothing else of dV is lost."""
+    inputs = with_do(IN_PARTS.inputs(torch.bfloat16, "cuda"))
+    inputs.do[:, ::7, query, :, 3] = value
+    of_dv = NAMES.index("dV")
+    x, eager, exact = (
+        run(*call)[of_dv]
+        for call in (
+            (ours, inputs),
+            (evoformer_attention, inputs, torch.bfloat16),
+            (evoformer_attention, inputs, torch.float64),
+        )
+    )
+    assert not violations([x], [eager], [exact], [torch.finfo(x.dtype).eps], ["dV"])
+    others = [column for column in range(32) if column != 3]
+    assert relative_error(x[..., others], exact[..., others]) < 0.004
+    assert plans[-1]["dkdv"] == "parts_paired"

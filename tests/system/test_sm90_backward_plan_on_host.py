@@ -18,6 +18,7 @@ OFFSETS = (
         "dbias1_parts",
         "bias2",
         "padded_dbias2",
+        "part_exponents",
         "dbias2_parts",
         "postprocess_flag",
         "delta_progress",
@@ -81,11 +82,16 @@ def square(L, **more):
         (square(256, D=48), "fused", None, "paired_dbias2"),
         (square(256, no_fused=1), "keys", "queries", "square_dbias2"),
         (square(766), "long_fused", None, "paired_dbias2"),
-        (square(1536), "split_fused", None, "paired_dbias2"),
-        (square(1600), "triple_fused", None, "paired_dbias2"),
-        (square(2304), "triple_fused", None, "paired_dbias2"),
+        # The queries in parts
+        (square(772), "parts_paired", None, "added_with_dkdv"),
+        (square(4096), "parts_paired", None, "added_with_dkdv"),
+        (square(1023, dbias2=0, rounded_dbias2=1, H=1), "parts_paired", None, "added_with_dkdv"),
+        # or divided among the blocks of a cluster
+        (square(1534), "split_fused", None, "paired_dbias2"),
+        (square(1600, deterministic=1), "triple_fused", None, "paired_dbias2"),
+        (square(2303), "triple_fused", None, "paired_dbias2"),
         (square(2305), "quad_fused", None, "paired_dbias2"),
-        (square(3072), "quad_fused", None, "paired_dbias2"),
+        (square(3072, deterministic=1), "quad_fused", None, "paired_dbias2"),
         (square(3073), "keys", "queries", "paired_dbias2"),
         (square(2048, clusters=0), "keys", "queries", "single_dbias2"),
         ({"N": 8, "Lq": 2048, "Lk": 2048, "H": 2}, "keys", "queries", "paired_dbias2"),
@@ -164,7 +170,7 @@ def test_where_visible_keys_are_found(plan):
     assert plan(**one_row, row_mask=1)["dbias2"] == "paired_dbias2"
     assert "visible_keys" not in plan(**one_row, row_mask=1)
     assert "visible_keys" not in plan(**one_row)
-    assert "visible_keys" not in plan(**square(1024, bias1=1))
+    assert "visible_keys" not in plan(**square(1022, bias1=1))
     assert plan(**square(384, bias1=1))["visible_keys"] == "found_in_preprocess"
     assert plan(**square(384, bias1=1, dbias2=0))["visible_keys"] == "found_in_preprocess"
 
@@ -173,9 +179,9 @@ def test_blocks_that_begin_beside_find_visible_keys(plan):
     """As many as are resident at once, and none where that kernel does not run: the kernel in front
     may then be the caller's, for whose end all blocks wait.
     """
-    assert plan(**square(1024, bias1=1))["early_preprocess_blocks"] == str(7 * 132)
-    assert plan(**square(1024, row_mask=1, blocks=114))["early_preprocess_blocks"] == str(7 * 114)
-    assert "early_preprocess_blocks" not in plan(**square(1024))
+    assert plan(**square(1022, bias1=1))["early_preprocess_blocks"] == str(7 * 132)
+    assert plan(**square(1022, row_mask=1, blocks=114))["early_preprocess_blocks"] == str(7 * 114)
+    assert "early_preprocess_blocks" not in plan(**square(1022))
     assert "early_preprocess_blocks" not in plan(**square(384, bias1=1, dbias2=0))
 
 
@@ -199,11 +205,21 @@ def test_where_delta_is_computed_with_dq(plan):
         assert "computes_delta" not in found and "delta_progress" not in found, other
 
 
+def test_parts_of_the_queries(plan):
+    """As few as fit into shared memory."""
+    assert "query_parts" not in plan(**square(768))
+    for Lq, parts in ((772, "2"), (1536, "2"), (1540, "3"), (10_000, "14")):
+        found = plan(N=100, Lq=Lq, Lk=512)
+        assert found["query_parts"] == parts and "part_exponents" in found
+        found = plan(N=100, Lq=Lq, Lk=512, deterministic=1)
+        assert "query_parts" not in found and "part_exponents" not in found
+
+
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
     assert plan(**square(384, dq=0))["slices"] == "8"
     assert plan(**square(766))["slices"] == "2"
-    assert plan(**square(1536))["slices"] == "16"
+    assert plan(**square(1534))["slices"] == "16"
     assert plan(**square(384, bias1=1, dq=0))["most_slices"] == "16"
     assert plan(**square(40, bias1=1))["most_slices"] == "5"
     assert plan(**square(384, bias1=1, deterministic=1))["slices"] == "11"
@@ -216,10 +232,10 @@ def test_where_clusters_divide_rows_of_equal_tiles(plan):
     assert plan(**square(384, dq=0))["equal_tiles"] == "partitioned"
     assert plan(**square(766, bias1=1))["equal_tiles"] == "partitioned"
     for other in (
-        square(1536, bias1=1),
+        square(1534, bias1=1),
         square(384, deterministic=1),
         square(256, bias1=1, dq=0),
-        square(2048, bias1=1),
+        square(2046, bias1=1),
     ):
         assert "equal_tiles" not in plan(**other), other
 
@@ -243,6 +259,8 @@ def test_pieces_of_the_workspace_are_apart(plan):
             call = {"B": 1, "H": 4, "D": 32, **square(384)}
         if step == 2:
             call = {"B": 1, "H": 4, "D": 32, "dbias2": 0, "rounded_dbias2": 1, **square(389)}
+        if step == 3:
+            call = {"B": 1, "H": 4, "D": 32, **square(1028)}
         found = plan(**call)
         rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
         matrix = call["B"] * call["H"] * call["Lq"] * call["Lk"]
@@ -259,6 +277,7 @@ def test_pieces_of_the_workspace_are_apart(plan):
             * call["Lq"]
             * (call["Lk"] + -call["Lk"] % 4),
             "delta_progress": 4,
+            "part_exponents": 132 * (call["Lk"] // 64) * 4 * 2,
             "dbias2_parts": 4 * matrix * int(found.get("slices", 1)),
         }
         pieces = sorted((int(found[name]), name) for name in OFFSETS if name in found)

@@ -41,8 +41,8 @@ int main(int argc, char** argv) {
   BackwardFacts device;
   device.num_multiprocessors = int(given["blocks"]);
   for (int64_t& blocks : device.resident_blocks) blocks = given["blocks"];
-  for (Kernel kernel : {Kernel::kNarrowPaired, Kernel::kLongPaired, Kernel::kDqGlobalPaired, Kernel::kSplitFused,
-                        Kernel::kPairedDbias2}) {
+  for (Kernel kernel : {Kernel::kNarrowPaired, Kernel::kLongPaired, Kernel::kPartsPaired, Kernel::kDqGlobalPaired,
+                        Kernel::kSplitFused, Kernel::kPairedDbias2}) {
     device.resident_blocks[int(kernel)] = 2 * given["clusters"];
   }
   device.resident_blocks[int(Kernel::kTripleFused)] = 2 * given["clusters"] / 3 * 3;
@@ -50,7 +50,7 @@ int main(int argc, char** argv) {
   device.resident_blocks[int(Kernel::kClusterFused)] = given["clusters"] / 4 * 8;
   for (Kernel kernel :
        {Kernel::kFused, Kernel::kNarrowFused, Kernel::kNarrowPaired, Kernel::kLongFused, Kernel::kLongPaired,
-        Kernel::kSplitFused, Kernel::kTripleFused, Kernel::kQuadFused, Kernel::kClusterFused}) {
+        Kernel::kPartsPaired, Kernel::kSplitFused, Kernel::kTripleFused, Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
   const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)

@@ -137,6 +137,14 @@ CUTLASS_DEVICE uint4 load_16(const void* gmem) {
   return x;
 }
 
+// Loads 16 bytes into x if `wanted`. ptxas would wait for the load where a branch ends.
+CUTLASS_DEVICE void load_if(bool wanted, const void* gmem, uint32_t (&x)[4]) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
+               : "l"(gmem), "r"(int(wanted))
+               : "memory");
+}
+
 // Stores 16 bytes by st.global (9.7.9.11): also where the compiler does not know that the address is global.
 CUTLASS_DEVICE void store_16(void* gmem, const uint4& x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)

@@ -56,8 +56,10 @@ struct BackwardArgs {
   float unit;  // 1 / scale
   float c;     // scale log2(e)
 
-  // kernel_dq_dkdv in clusters.
-  int32_t queries_of_block;  // the last block of a cluster may have fewer
+  // kernel_dq_dkdv in clusters that divide the queries, or with kHasQueryParts.
+  int32_t queries_of_part;  // of a block of the cluster, or at a time; the last part may have fewer
+  int32_t num_query_parts;
+  uint16_t* part_exponents;  // [blocks, tiles of keys, warps]: of dk and dv between two parts (partial_sums.h)
   bool heads_outside;        // tiles are numbered rows n first, then heads
 
   // The index of a row n among all B N.

@@ -39,6 +39,7 @@ struct DqDkdvConfig {
   static_assert(kClusterBlocks <= 2, "1, or 2: a launch says how many");
   static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;  // the one after the consumers (dq_warpgroup.h)
   static constexpr bool kPairsRows = Tiles::kPairsRows;            // and another one for dbias2 (row_pairs.h)
+  static constexpr bool kHasQueryParts = Tiles::kHasQueryParts;    // one part of the queries after another
   static constexpr int kDsSlots = Tiles::kDsSlots, kSlotTiles = Tiles::kSlotTiles;
   // dk and dv leave through a buffer of their own. Otherwise, and without a warpgroup for dq, through that of K and V
   // or, with kStoresFromRegisters, without one.
@@ -60,6 +61,7 @@ struct DqDkdvConfig {
   static_assert(!kPairsRows || (kHasBias2 && kRows == 1 && kTiles == 2 && kClusterBlocks == 1), "row_pairs.h");
   static_assert(!kPairsRows || kHasDqWarpgroup || kDqInGlobal, "row_pairs.h");
   static_assert(!kHasDqWarpgroup || (kDqInShared && !kSplitsKeys), "consumers store parts of dq together");
+  static_assert(!kHasQueryParts || (kPairsRows && kStoresFromRegisters && !kComputesDelta), "partial_sums.h");
   static_assert(kKeys || kColumns == Rank1Tile::kRows, "the product of -delta and ones");
   static_assert(!kDqInGlobal || (kKeys && kRows == 1 && kReleasesEarly), "two more warps of the producers");
   static_assert(kRows <= 3, "a warp of the producers for each row n, and one for tiles");
@@ -70,9 +72,9 @@ struct DqDkdvConfig {
   static constexpr int kHeadSteps = (kHeadDim + 15) / 16, kColumnSteps = kColumns / 16;
   static_assert(StreamedTile::kBytes % 1024 == 0, "tiles lie one behind the other");
 
-  // One tile of a block: kRows rows n from `row` on, kTiles owned tiles from `owned` on.
+  // One tile of a block: kRows rows n from `row` on, kTiles owned tiles from `owned` on, and a part of the queries.
   struct Coordinates {
-    int owned, head, row, batch;
+    int owned, head, row, batch, part;
   };
   template <typename Tile>
   struct Pair {
@@ -192,22 +194,23 @@ struct DqDkdvConfig {
   using Pipe = PipelineState<kStages>;
   using OwnedPipe = PipelineState<kBuffers>;
 
-  // The columns that a block streams: all, or in a cluster its part in whole steps.
+  // The columns that a block streams for a tile: all or, in whole steps, its part of a cluster's or the tile's part.
   struct Columns {
     int begin, end;
     CUTLASS_DEVICE int num_steps() const { return (end - begin + kColumns - 1) / kColumns; }
   };
-  CUTLASS_DEVICE static Columns columns(const BackwardArgs& args) {
+  CUTLASS_DEVICE static Columns columns(const BackwardArgs& args, int part) {
     int all = kKeys ? args.Lq : args.Lk;
-    if (kClusterBlocks == 1) return {0, all};
-    const int begin = kSplitsKeys ? 0 : rank() * args.queries_of_block;
-    return {begin, min(begin + args.queries_of_block, all)};
+    if (kClusterBlocks == 1 && !kHasQueryParts) return {0, all};
+    const int begin = kSplitsKeys ? 0 : (kHasQueryParts ? part : rank()) * args.queries_of_part;
+    return {begin, min(begin + args.queries_of_part, all)};
   }
   CUTLASS_DEVICE static int rank() { return kClusterBlocks == 1 ? 0 : int(cute::block_rank_in_cluster()); }
   CUTLASS_DEVICE static int num_owned(const BackwardArgs& args) { return kKeys ? args.Lk : args.Lq; }
 
-  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile) {
+  CUTLASS_DEVICE static Coordinates locate(const BackwardArgs& args, int tile, int part = 0) {
     Coordinates at;
+    at.part = part;
     if constexpr (kPairsRows && kDqInGlobal) {  // the blocks of a cluster have neighbouring tiles
       int pair;
       args.by_blocks(pair, at.owned, tile / 2);
@@ -221,22 +224,15 @@ struct DqDkdvConfig {
     }
     args.by_blocks(tile, at.owned, tile);
     at.owned *= kTiles * kOwned;
-    // One head after another, so that its bias2 (kDqInGlobal: and dbias2) stays in L2; here kRows is 1.
-    if (kDqInGlobal || (kClusterBlocks > 1 && args.heads_outside)) {
-      args.by_row_groups(tile, at.row, tile);
-      args.by_heads(at.batch, at.head, tile);
-      return at;
-    }
-    if constexpr (kPairsRows) {  // the blocks of a cluster have neighbouring tiles
-      const int block = tile % 2;
-      args.by_heads(tile, at.head, tile / 2);
-      args.by_row_groups(at.batch, at.row, tile);
-      at.row = 2 * at.row + block;
-      return at;
-    }
-    args.by_heads(tile, at.head, tile);
-    args.by_row_groups(at.batch, at.row, tile);
-    at.row *= kRows;
+    const int block = kPairsRows ? tile % 2 : 0;  // the blocks of a cluster have neighbouring tiles
+    if constexpr (kPairsRows) tile /= 2;
+    // One head after another, so that its bias2 (kDqInGlobal and kPairsRows: and dbias2) stays in L2.
+    const bool heads_outside = kDqInGlobal || ((kClusterBlocks > 1 || kHasQueryParts) && args.heads_outside);
+    int inner, outer;
+    (heads_outside ? args.by_row_groups : args.by_heads)(tile, inner, tile);
+    (heads_outside ? args.by_heads : args.by_row_groups)(at.batch, outer, tile);
+    at.head = heads_outside ? outer : inner;
+    at.row = (kPairsRows ? 2 : kRows) * (heads_outside ? inner : outer) + block;
     return at;
   }
   // The steps of a tile: all queries, or the steps with visible keys.
@@ -250,7 +246,7 @@ struct DqDkdvConfig {
   using KeySteps = VisibleSteps<kRows>;
   CUTLASS_DEVICE static auto steps(const BackwardArgs& args, const Coordinates& at) {
     if constexpr (kKeys) {
-      return QuerySteps{columns(args).begin};
+      return QuerySteps{columns(args, at.part).begin};
     } else {
       return KeySteps(args.mask, args.row_index(at.batch, at.row), min(kRows, args.N - at.row), args.Lk);
     }
@@ -275,12 +271,12 @@ struct DqDkdvConfig {
       const bool other_sees = other < args.N && args.mask.units(args.row_index(at.batch, other), at.owned,
                                                                 kTiles * kOwned / KeyMask::kUnit) != 0;
       if (x.warpgroups == 0 && !other_sees) return x;
-      x.num_steps = columns(args).num_steps();
+      x.num_steps = columns(args, at.part).num_steps();
       return x;
     }
     if (x.warpgroups == 0 && !kSplitsKeys) return x;  // with split keys this block must add zeros to dq
     if constexpr (kKeys) {
-      x.num_steps = columns(args).num_steps();
+      x.num_steps = columns(args, at.part).num_steps();
     } else {
       x.num_steps = steps(args, at).count();
     }

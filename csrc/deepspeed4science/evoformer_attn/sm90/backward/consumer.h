@@ -65,7 +65,7 @@ struct DqDkdvConsumer {
           DqGlobalMainloop<Config>::run(shared, args, pipe, Operands(shared, buffer, at), results, dq_global.state,
                                         shared.owned_empty[buffer], block, at);
         } else {
-          const int num_steps = kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
+          const int num_steps = kKeys ? Config::columns(args, block.part).num_steps() : uniform(visible.num_steps);
           Mainloop::run_steps(shared, args, pipe, num_steps, Operands(shared, buffer, at), pending, results, dq, at);
         }
       } else {  // nothing to compute, but stages must be released
@@ -77,7 +77,9 @@ struct DqDkdvConsumer {
         if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);
         if (Config::kHasDqWarpgroup && at.issues()) cute::tma_store_wait<0>();  // as in finish_scores
-        const int num_steps = !computed ? 0 : kKeys ? Config::columns(args).num_steps() : uniform(visible.num_steps);
+        const int num_steps = !computed ? 0
+                              : kKeys   ? Config::columns(args, block.part).num_steps()
+                                        : uniform(visible.num_steps);
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.full[pipe.index].wait(pipe.phase);
           if constexpr (kDqInShared) Mainloop::store_zero_ds(shared, pipe.index, exists, at);

@@ -39,7 +39,7 @@ struct DqShared {
   CUTLASS_DEVICE static void add(const TileState& state, int index, const typename Config::Pipe& pipe, Shared& shared,
                                  const BackwardArgs& args, const ConsumerCoord& at) {
     if (index % kTiles != at.tile) return;
-    const int first_query = Config::columns(args).begin;
+    const int first_query = Config::columns(args, state.block.part).begin;
     if (state.first && index < kTiles) wait_for_stores(at);
     add_step(state, index, first_query, pipe, shared, args, at, [] {});
   }
@@ -78,7 +78,7 @@ struct DqShared {
   // Stores dq = 0 of a (b, n, h) that sees no key.
   CUTLASS_DEVICE static void store_zeros(const TileState& state, Shared& shared, const BackwardArgs& args,
                                          const ConsumerCoord& at) {
-    const typename Config::Columns columns = Config::columns(args);
+    const typename Config::Columns columns = Config::columns(args, state.block.part);
     wait_for_stores(at);
     const Sum zeros = {};
     for (int index = at.tile; index < columns.num_steps(); index += Config::kTakesTurns ? kTiles : 1) {
@@ -90,7 +90,7 @@ struct DqShared {
   // over all blocks, in the order of the blocks.
   CUTLASS_DEVICE static void sum_in_cluster(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_thread<kTiles>();
-    const int num_blocks = int(cute::cluster_shape().x), num_steps = Config::columns(args).num_steps();
+    const int num_blocks = int(cute::cluster_shape().x), num_steps = Config::columns(args, /*part=*/0).num_steps();
     const auto block = Config::locate(args, int(cute::cluster_id_in_grid().x) * args.by_blocks.divisor);
     const typename Config::OwnedPipe owned_pipe;
     const TileState state{maps, block, owned_pipe, true, true};

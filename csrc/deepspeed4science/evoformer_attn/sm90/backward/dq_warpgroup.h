@@ -14,7 +14,6 @@ struct DqWarpgroup {
 
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
     const ConsumerCoord at = ConsumerCoord::of_helper();
-    const int first_query = Config::columns(args).begin;
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     typename RowPairs<Config>::Slots slots;
@@ -25,6 +24,7 @@ struct DqWarpgroup {
       const bool sees_keys = uniform(visible.warpgroups) != 0;
       const typename Dq::TileState state{maps, visible.at, owned_pipe, first, last, sees_keys};
       const int num_steps = uniform(visible.num_steps);
+      const int first_query = Config::columns(args, visible.at.part).begin;
       if (first) Dq::wait_for_stores(at);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int index = 0; index < num_steps; ++index, pipe.advance()) {

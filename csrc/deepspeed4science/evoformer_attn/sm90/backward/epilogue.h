@@ -4,6 +4,7 @@
 
 #include "sm90/backward/cluster_reduce.h"
 #include "sm90/backward/maps.h"
+#include "sm90/backward/partial_sums.h"
 #include "sm90/backward/step_products.h"
 
 namespace ds4s::sm90 {
@@ -32,11 +33,19 @@ struct DqDkdvEpilogue {
         int k = l + 16 * at.warp + at.lane / 4 + 8 * r;
         if (at.lane % 4 != 0 || k >= args.Lk) continue;
         int64_t bn = int64_t(block.batch) * args.N + n;
-        if (args.stores_dbias1) {
+        if (!Config::kPairsRows && args.stores_dbias1) {
           args.dbias1[(bn * args.H + block.head) * args.Lk + k] = sum;
         } else if (computed) {
           atomicAdd(args.dbias1 + bn * args.Lk + k, sum);
         }
+      }
+    }
+    if constexpr (Config::kHasQueryParts) {
+      if (block.part > 0 && !computed) return;  // the first part has stored zeros
+      if (computed && args.num_query_parts > 1) {
+        const PartialSums<Config> sums(args, maps, block, l, at);
+        if (block.part > 0) sums.add_to(results.of_ds, results.of_p);
+        if (block.part + 1 < args.num_query_parts) return sums.store(results.of_ds, results.of_p);
       }
     }
     bool stores_first = args.stores_first, stores_second = kKeys && args.stores_second;

@@ -58,9 +58,11 @@ class BackwardFill {
     BackwardArgs args = common(waits);
     const int64_t num_owned = Config::kKeys ? p_.Lk : p_.Lq;
     args.by_blocks = cutlass::FastDivmod(int(ceil_div(num_owned, Config::kTiles * Config::kOwned)));
-    args.heads_outside = plan_.cluster_blocks > 2;
-    const int64_t blocks = Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
-    args.queries_of_block = int32_t(ceil_div(p_.Lq, blocks * Config::kColumns) * Config::kColumns);
+    args.heads_outside = plan_.heads_outside;
+    const int64_t parts = Config::kHasQueryParts ? plan_.query_parts : Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
+    const int64_t of_part = ceil_div(p_.Lq, parts * Config::kColumns) * Config::kColumns;
+    args.queries_of_part = int32_t(of_part), args.num_query_parts = int32_t(ceil_div(p_.Lq, of_part));
+    args.part_exponents = at<uint16_t>(plan_.part_exponents);
     constexpr int kClusterRows = Config::kPairsRows ? 2 : 1;
     args.by_row_groups = cutlass::FastDivmod(int(ceil_div(p_.N, Config::kRows * kClusterRows)));
     args.num_tiles = int32_t(args.by_blocks.divisor * p_.H * args.by_row_groups.divisor * p_.B) * kClusterRows;

@@ -73,6 +73,7 @@ struct BackwardKernels {
       if constexpr (kHasNarrowPaired) {
         count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
         count(Kernel::kLongPaired, DqDkdvGrid<OfKeys<typename Tiles::LongPaired>, 2>{});
+        count(Kernel::kPartsPaired, DqDkdvGrid<OfKeys<typename Tiles::PartsPaired>, 2>{});
       }
       count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
       count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});

@@ -110,8 +110,10 @@ class Sm90Backward {
       if constexpr (Kernels::kHasNarrowPaired) {
         using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
         using LongPaired = typename Kernels::template OfKeys<typename Tiles::LongPaired>;
+        using PartsPaired = typename Kernels::template OfKeys<typename Tiles::PartsPaired>;
         if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
         if (plan_.keys == Kernel::kLongPaired) launch_dq_dkdv<LongPaired>(waits);
+        if (plan_.keys == Kernel::kPartsPaired) launch_dq_dkdv<PartsPaired>(waits);
       }
       if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
       if (plan_.keys == Kernel::kClusterFused) {

@@ -23,6 +23,7 @@ enum class Kernel : int {
   kNarrowPaired,    // as kNarrowFused, in clusters of two blocks for two rows n, which add to dbias2 together
   kLongFused,       // as kFused, for more queries
   kLongPaired,      // as kNarrowPaired, for more queries
+  kPartsPaired,     // as kNarrowPaired, for any number of queries, in parts
   kSplitFused,      // as kFused, in clusters of two blocks, each with half of the queries
   kTripleFused,     // as kSplitFused, in clusters of three
   kQuadFused,       // as kSplitFused, in clusters of four
@@ -37,11 +38,11 @@ enum class Kernel : int {
   kSingleDbias2,    // the same tiles without clusters
   kSquareDbias2,    // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 19;
+constexpr int kNumKernels = 20;
 constexpr const char* kKernelNames[kNumKernels] = {
-    "none",         "fused",       "narrow_fused",  "narrow_paired", "long_fused",       "long_paired", "split_fused",
-    "triple_fused", "quad_fused",  "cluster_fused", "dq_global",     "dq_global_paired", "keys",        "few_keys",
-    "queries",      "few_queries", "paired_dbias2", "single_dbias2", "square_dbias2"};
+    "none",        "fused",        "narrow_fused", "narrow_paired", "long_fused",    "long_paired",      "parts_paired",
+    "split_fused", "triple_fused", "quad_fused",   "cluster_fused", "dq_global",     "dq_global_paired", "keys",
+    "few_keys",    "queries",      "few_queries",  "paired_dbias2", "single_dbias2", "square_dbias2"};
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
@@ -68,7 +69,9 @@ struct Sm90BackwardPlan {
   // kernel_dbias2 cuts the rows n into so many slices. If the device chooses the number by the visible keys, this is
   // the upper bound.
   int64_t num_slices = 1;
-  int cluster_blocks = 1;  // of the kernel for keys
+  int cluster_blocks = 1;      // of the kernel for keys
+  int64_t query_parts = 1;     // that kernel computes so many parts of the queries one after another,
+  bool heads_outside = false;  // and all rows n of one head after those of another
   bool device_chooses_slices = false;
   bool adds_dbias2 = false;  // several slices add to one dbias2
   // Where all tiles have equally many rows n, clusters divide these by RowPartition, not in slices.
@@ -89,7 +92,8 @@ struct Sm90BackwardPlan {
   // Offsets in the workspace.
   int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
   int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
-  int64_t padded_dbias2 = kNotReserved;  // sums whose rows begin at multiples of 16 bytes
+  int64_t padded_dbias2 = kNotReserved;   // sums whose rows begin at multiples of 16 bytes
+  int64_t part_exponents = kNotReserved;  // of dk and dv between two parts of the queries (partial_sums.h)
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
@@ -147,6 +151,9 @@ class Sm90BackwardPlanner {
     const bool pads = plan_.pairs_rows && p_.dbias2 == nullptr;
     plan_.dbias2_stride = pads ? ceil_div(p_.Lk, 4) * 4 : p_.Lk;
     plan_.padded_dbias2 = layout_.reserve(pads, p_.B * p_.H * p_.Lq * plan_.dbias2_stride * 4);
+    const int64_t key_tiles = ceil_div(p_.Lk, Tiles::PartsPaired::kTiles * kOwned) * Tiles::PartsPaired::kTiles;
+    plan_.part_exponents =
+        layout_.reserve(plan_.query_parts > 1, device_.blocks_of(plan_.keys) * key_tiles * kTileExponents * 2);
     plan_.postprocess_flag = layout_.reserve(true, 4);
     plan_.workspace_bytes = layout_.bytes();
     return plan_;
@@ -179,7 +186,12 @@ class Sm90BackwardPlanner {
         (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused || plan_.keys == Kernel::kNarrowPaired) &&
         Tiles::Fused::kComputesDelta;
     plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired ||
-                       plan_.keys == Kernel::kDqGlobalPaired;
+                       plan_.keys == Kernel::kPartsPaired || plan_.keys == Kernel::kDqGlobalPaired;
+    if (plan_.keys == Kernel::kPartsPaired) plan_.query_parts = ceil_div(p_.Lq, Tiles::PartsPaired::kQueries);
+    // bias2 of the heads under way and its sums stay in L2.
+    constexpr int64_t kMostOfL2 = int64_t(24) << 20;
+    plan_.heads_outside =
+        plan_.cluster_blocks > 2 || (plan_.query_parts > 1 && p_.H * p_.Lq * p_.Lk * (2 + 4) > kMostOfL2);
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
     plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) {
@@ -196,6 +208,7 @@ class Sm90BackwardPlanner {
       if (Tiles::NarrowPaired::kPairsRows && can_pair_rows()) {
         if (suits<typename Tiles::NarrowPaired>(Kernel::kNarrowPaired)) return Kernel::kNarrowPaired;
         if (suits<typename Tiles::LongPaired>(Kernel::kLongPaired)) return Kernel::kLongPaired;
+        if (suits<typename Tiles::PartsPaired>(Kernel::kPartsPaired)) return Kernel::kPartsPaired;
       }
       if (narrow && suits<typename Tiles::NarrowFused>(Kernel::kNarrowFused)) return Kernel::kNarrowFused;
       if (suits<typename Tiles::Fused>(Kernel::kFused)) return Kernel::kFused;
@@ -236,7 +249,7 @@ class Sm90BackwardPlanner {
   template <typename Fused>
   bool suits(Kernel kernel) const {
     const int64_t blocks = cluster_blocks_of(kernel), most = blocks * Fused::kQueries;
-    if (p_.Lq > most || (blocks > 1 && p_.Lq <= most - Fused::kQueries)) return false;
+    if ((p_.Lq > most && !Fused::kHasQueryParts) || (blocks > 1 && p_.Lq <= most - Fused::kQueries)) return false;
     const int64_t clusters = device_.blocks_of(kernel) / blocks;
     if (clusters == 0) return false;
     const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;
@@ -325,6 +338,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (stores_dbias2) text.add("dbias2", "stored_with_dq");
   if (delta_with_dq) text.add("computes_delta", "with_dq");
   if (rounds_dbias2) text.add("dbias2", "rounded_with_dkdv");
+  if (query_parts > 1) text.add("query_parts", query_parts);
   if (dq_global.adds_dbias2 || pairs_rows) text.add("dbias2", "added_with_dkdv");
   if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
   if (partitions_rows) text.add("equal_tiles", "partitioned");
@@ -335,7 +349,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);
-  text.add_offset("padded_dbias2", padded_dbias2);
+  text.add_offset("padded_dbias2", padded_dbias2), text.add_offset("part_exponents", part_exponents);
   text.add_offset("dbias2_parts", dbias2_parts), text.add_offset("postprocess_flag", postprocess_flag);
   text.add_offset("delta_progress", delta_progress);
   text.add("workspace_bytes", workspace_bytes);

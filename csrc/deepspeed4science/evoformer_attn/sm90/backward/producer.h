@@ -26,7 +26,7 @@ struct DqDkdvProducer {
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kTakes> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
-      Coordinates at = Config::locate(args, tiles.tile);
+      Coordinates at = Config::locate(args, tiles.tile, tiles.part);
       typename Config::Visible visible = Config::visible(args, at);
       if constexpr (Config::kDqInShared) {
         visible.tile = tiles.tile, visible.first = tiles.first, visible.end = tiles.end;
@@ -129,7 +129,7 @@ struct DqDkdvProducer {
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args), owned_pipe.advance()) {
-      Coordinates at = Config::locate(args, tiles.tile);
+      Coordinates at = Config::locate(args, tiles.tile, tiles.part);
       int n = min(at.row + r, args.N - 1);
       Bias1OfRow<scalar_t> bias1(args, at.batch, n);
       QueryStatistics queries(args, at.batch, n, at.head);

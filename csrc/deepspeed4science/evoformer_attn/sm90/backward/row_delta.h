@@ -42,7 +42,7 @@ class RowDelta {
         maps_(maps),
         warp_(warp),
         lane_(int(threadIdx.x) % 32),
-        num_parts_(Config::columns(args).num_steps() * kSlots) {}
+        num_parts_(Config::columns(args, /*part=*/0).num_steps() * kSlots) {}
 
   // Each (b, n, h), here a pair of (b n) and h, in the order of GroupedTileScheduler.
   CUTLASS_DEVICE void run_pairs() {

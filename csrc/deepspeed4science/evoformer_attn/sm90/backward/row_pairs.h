@@ -78,10 +78,12 @@ class RowPairs {
            tiles.advance(shared, args), owned_pipe.advance()) {
         const typename Config::Visible visible = shared.visible[owned_pipe.index];
         const int num_steps = uniform(visible.num_steps);
+        const int first_query = Config::columns(args, visible.at.part).begin;
         CUTLASS_PRAGMA_NO_UNROLL
         for (int step = 0; step < num_steps; ++step, pipe.advance()) {
           shared.dq.full[pipe.index].wait(pipe.phase);
-          pairs.add(visible.at, step * Config::kColumns, shared.stages[pipe.index].bias2[0], shared.empty[pipe.index]);
+          pairs.add(visible.at, first_query + step * Config::kColumns, shared.stages[pipe.index].bias2[0],
+                    shared.empty[pipe.index]);
         }
         shared.owned_empty[owned_pipe.index].arrive();
       }

@@ -52,6 +52,7 @@ enum class TileReader { kTakes, kWarp, kLane, kConsumer };
 template <typename Config, TileReader kReader>
 struct TileScheduler {
   int tile;
+  static constexpr int part = 0;
 
   CUTLASS_DEVICE TileScheduler(typename Config::Shared& shared, const BackwardArgs& args) {
     if constexpr (Config::kTakesTiles) {
@@ -75,12 +76,14 @@ struct TileScheduler {
 };
 
 // Second order, for producers: the tiles of a (b, n, h) one after another, from the first to the last with a visible
-// key, then those of the block's next (b, n, h). A row n without a visible key has its first tile only.
+// key, then those of the block's next (b, n, h). A row n without a visible key has its first tile only. With
+// kHasQueryParts, all these tiles of one part of the queries come after those of the part before.
 template <typename Config>
 struct GroupedTileScheduler {
   int tile;
   bool first;  // the first tile of its (b, n, h)
   int end;     // the last tile of its (b, n, h), + 1
+  int part = 0;
 
   CUTLASS_DEVICE GroupedTileScheduler(typename Config::Shared&, const BackwardArgs& args) : keys_(make_int2(0, 0)) {
     // The first time only loads keys_. A loop, so that there is one copy of this code: its size costs time.
@@ -89,7 +92,15 @@ struct GroupedTileScheduler {
   }
   CUTLASS_DEVICE void advance(typename Config::Shared&, const BackwardArgs& args) {
     ++tile, first = false;
-    if (tile == end) begin(args, args.by_blocks.div(tile - 1) + step());
+    if (tile < end) return;
+    if constexpr (Config::kHasQueryParts) {
+      if (++part < args.num_query_parts) {
+        tile = begin_, first = true;
+        return;
+      }
+      part = 0;
+    }
+    begin(args, args.by_blocks.div(tile - 1) + step());
   }
 
   // The number of the block's first (b, n, h), and the distance to its next one.
@@ -127,9 +138,11 @@ struct GroupedTileScheduler {
     const bool sees = keys_.x < keys_.y;
     tile = end = pair * args.by_blocks.divisor, first = true;
     tile += sees ? keys_.x / kKeys : 0, end += sees ? (keys_.y + kKeys - 1) / kKeys : 1;
+    begin_ = tile;
     keys_ = load(args, pair + step());  // a whole (b, n, h) ahead of its use
   }
 
+  int begin_;  // the first tile of this (b, n, h)
   int2 keys_;  // the range that contains the visible keys of the next (b, n, h)
 };
 

@@ -26,7 +26,7 @@ struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
-  static constexpr bool kHasDqWarpgroup = false, kPairsRows = false;
+  static constexpr bool kHasDqWarpgroup = false, kPairsRows = false, kHasQueryParts = false;
   static constexpr int kDsSlots = 0, kSlotTiles = 0;
 };
 
@@ -59,6 +59,14 @@ struct WithRowPairs : Tiles {
   static constexpr bool kPairsRows = true;
   static constexpr int kDsSlots = kDsSlots_, kSlotTiles = kSlotTiles_;
 };
+
+// WithRowPairs, for any number of queries: a block computes one part of these after another, each of at most kQueries
+// and with all keys. dk and dv wait in memory for the next part (partial_sums.h).
+template <typename Tiles>
+struct WithQueryParts : Tiles {
+  static constexpr bool kHasQueryParts = true;
+};
+constexpr int kTileExponents = 4;  // of a tile of keys: one for each warp (partial_sums.h)
 
 constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
 
@@ -124,6 +132,9 @@ struct BackwardTiles {
   using LongPaired = std::conditional_t<
       kHeadDim <= 32,
       WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 3, 1>, Fused>;
+  // (1,1536,1536,4,32), one H100: 17.7, as SplitFused with a kernel for dbias2 19.6. The code for parts costs
+  // (1,768,768,4,32) a hundredth.
+  using PartsPaired = std::conditional_t<kHeadDim <= 32, WithQueryParts<LongPaired>, Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =

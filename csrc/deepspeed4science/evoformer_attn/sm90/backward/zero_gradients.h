@@ -19,7 +19,7 @@ struct ZeroGradients {
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
-      if (!tiles.first) continue;
+      if (!tiles.first || tiles.part > 0) continue;
       const Coordinates at = Config::locate(args, tiles.tile);
       if (!Config::kPairsRows || at.row < args.N) store(args, maps, at, tiles.end - tiles.tile, thread);
     }
