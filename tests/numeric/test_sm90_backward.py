@@ -171,7 +171,7 @@ ONE_PASS = [
     Case("rounds-of-128-odd", N=132, Lq=100, Lk=390, H=2, bias2=False),
     Case("long", N=132, Lq=520, Lk=130, H=2),
     Case("long-rounds", N=132, Lq=600, Lk=450, H=3),
-    Case("split", N=132, Lq=800, Lk=661, H=2),
+    Case("split", N=66, Lq=800, Lk=661, H=2),
     Case("split-odd", N=132, Lq=833, Lk=180, H=2, D=16, bias2=False),
     Case("three-blocks", N=44, Lq=1601, Lk=330, H=2),
     Case("three-blocks-odd", N=39, Lq=2303, Lk=130, H=2, D=16, bias2=False),

@@ -19,9 +19,9 @@ PAIRED = [
     Case("pairs-padded", N=131, Lq=389, Lk=391, H=2),
     Case("pairs-of-16", N=132, Lq=500, Lk=131, H=2, D=16),
     Case("pairs-long", N=131, Lq=768, Lk=260, H=2),
-    Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=2, D=16),
-    Case("pairs-three-parts", B=2, N=66, Lq=1601, Lk=260, H=1, D=24),
-    Case("pairs-six-parts", N=132, Lq=3900, Lk=136, H=1),
+    Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=1, D=16),
+    Case("pairs-three-parts", B=2, N=66, Lq=1601, Lk=132, H=1, D=24),
+    Case("pairs-six-parts", N=132, Lq=3900, Lk=72, H=1),
     Case("pairs-of-48", N=33, Lq=448, Lk=388, H=24, D=48),
     Case("pairs-of-64", B=2, N=19, Lq=330, Lk=516, H=16, D=64, Dv=56),
 ]
@@ -56,7 +56,7 @@ def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
 
 each_paired = pytest.mark.parametrize(
     ("N", "Lq", "H", "D"),
-    [(150, 200, 2, 32), (150, 520, 2, 32), (150, 1000, 2, 32), (40, 400, 32, 48)],
+    [(150, 200, 2, 32), (150, 520, 2, 32), (132, 800, 1, 32), (40, 400, 32, 48)],
 )
 
 
@@ -110,7 +110,7 @@ def test_unread_rows_in_pairs(N, Lq, H, D, plans):
     assert plans[-1]["dkdv"].endswith("_paired")
 
 
-IN_PARTS = Case("parts", N=131, Lq=2400, Lk=132, H=1)  # four parts of the queries
+IN_PARTS = Case("parts", N=131, Lq=2400, Lk=72, H=1)  # four parts of the queries
 
 
 @pytest.mark.parametrize("size", [1e-34, 1e-3, 1.0, 1e32])
