@@ -40,7 +40,7 @@ SM90_CALLS = (
         70,
         1,
         32,
-    ),  # the queries in two parts; if deterministic, in clusters of two blocks with a half each
+    ),  # the queries in two parts; deterministic: clusters with a half in each block
     (78, 1540, 130, 1, 32),  # clusters of three
     (60, 2310, 130, 1, 32),  # clusters of four
     (1, 130, 520, 2, 32),  # clusters of five, each block with a part of the keys
@@ -65,6 +65,7 @@ MASKED_CALLS = (
     (132, 130, 230, 2, 32),  # the same with two warpgroups
     (131, 100, 332, 2, 32),  # the same with two rows n in a cluster
     (131, 460, 140, 2, 32),  # the same for more queries
+    (131, 780, 132, 1, 32),  # the same, the queries in two parts
     (3, 60, 300, 40, 64),
     (1, 130, 450, 80, 32),
 )
