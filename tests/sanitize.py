@@ -34,13 +34,7 @@ SM90_CALLS = (
     (131, 130, 260, 2, 32),  # the same, with a row n that has no partner for dbias2
     (132, 520, 200, 1, 32),  # the same, for more queries
     (132, 100, 202, 1, 32),  # with sums of dbias2 in rows of their own
-    (
-        132,
-        780,
-        70,
-        1,
-        32,
-    ),  # the queries in two parts; deterministic: clusters with a half in each block
+    (132, 780, 70, 1, 32),  # the queries in two parts, or halves in the blocks of a cluster
     (78, 1540, 130, 1, 32),  # clusters of three
     (60, 2310, 130, 1, 32),  # clusters of four
     (1, 130, 520, 2, 32),  # clusters of five, each block with a part of the keys
