@@ -1,6 +1,17 @@
 """Fixtures of the numeric tests."""
 
+import sys
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def memory_for_other_processes():
+    """Gives back what a large test leaves in PyTorch's cache: tests in parallel share one GPU."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
