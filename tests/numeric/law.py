@@ -7,6 +7,7 @@ An ulp is never less than the distance of subnormal numbers, 6e-8 in float16. Po
 infinities are compared first and then left out.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -168,6 +169,15 @@ def run(function, inputs, dtype=None):
         o.detach(),
         *(next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves),
     )
+
+
+@contextlib.contextmanager
+def determinism(wanted=True):
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def ours(q, k, v, bias1, bias2, row_mask=None, scale=None):

@@ -3,8 +3,6 @@
 Everything else in this folder runs on it too, wherever it is the GPU's family's.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -13,22 +11,13 @@ from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
 from tests.numeric.graphs import replayed_and_direct
-from tests.numeric.law import NAMES, check, ours, relative_error, run
+from tests.numeric.law import NAMES, check, determinism, ours, relative_error, run
 from tests.numeric.test_error_law import GRADIENT_LAYOUTS
 from tests.numeric.test_sm90_row_pairs import PAIRED, paired_kernel
 
 pytestmark = [*sm90_marks(), pytest.mark.usefixtures("only_sm90_runs")]
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 both_variants = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "same-bits"])
-
-
-@contextlib.contextmanager
-def determinism(wanted):
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def plan_of(inputs, plans):

@@ -7,7 +7,16 @@ import torch
 
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
-from tests.numeric.law import NAMES, check, ours, relative_error, run, violations, with_do
+from tests.numeric.law import (
+    NAMES,
+    check,
+    determinism,
+    ours,
+    relative_error,
+    run,
+    violations,
+    with_do,
+)
 
 pytestmark = [*sm90_marks(), pytest.mark.usefixtures("only_sm90_runs")]
 
@@ -123,11 +132,8 @@ def test_sums_between_parts_of_the_queries_lose_nothing(size, plans):
     inputs.do[:, 5] = 0
     in_parts = check(inputs)
     assert (plans[-1]["dkdv"], plans[-1]["query_parts"]) == ("parts_paired", "4")
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism():
         at_once = run(ours, inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
     exact = run(evoformer_attention, inputs, torch.float64)
     for name in ("dK", "dV"):
         x, y, reference = (of[NAMES.index(name)] for of in (in_parts, at_once, exact))

@@ -61,6 +61,7 @@ class BackwardFill {
     args.heads_outside = plan_.heads_outside;
     const int64_t parts = Config::kHasQueryParts ? plan_.query_parts : Config::kSplitsKeys ? 1 : plan_.cluster_blocks;
     const int64_t of_part = ceil_div(p_.Lq, parts * Config::kColumns) * Config::kColumns;
+    // Of very many parts, rounding up to whole steps may leave the last one without a query: it is left out.
     args.queries_of_part = int32_t(of_part), args.num_query_parts = int32_t(ceil_div(p_.Lq, of_part));
     args.part_exponents = at<uint16_t>(plan_.part_exponents);
     constexpr int kClusterRows = Config::kPairsRows ? 2 : 1;
