@@ -23,10 +23,8 @@ struct WgmmaAtom;
 #define DS4S_NAMES24 DS4S_NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define DS4S_NAMES28 DS4S_NAMES24 ", %24, %25, %26, %27"
 #define DS4S_NAMES32 DS4S_NAMES28 ", %28, %29, %30, %31"
-#define DS4S_NAMES64                                                                            \
-  DS4S_NAMES32                                                                                  \
-      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
-      "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DS4S_NAMES48 DS4S_NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define DS4S_NAMES64 DS4S_NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // A to G: the numbers of the operands after the accumulators. These are a, b, scale and both majors, or the four
 // registers of a, b, scale and the major of b.
@@ -64,6 +62,7 @@ DS4S_WGMMA(128, DS4S_NAMES64, 64, 65, 66, 67, 68, 69, 70, DS4S_D32(0), DS4S_D32(
 #undef DS4S_WGMMA
 #undef DS4S_WGMMA_OF
 #undef DS4S_NAMES64
+#undef DS4S_NAMES48
 #undef DS4S_NAMES32
 #undef DS4S_NAMES28
 #undef DS4S_NAMES24
