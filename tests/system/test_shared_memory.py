@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from op_builder import paths
-from op_builder.ops import instantiations
-from op_builder.ops.instantiations import CudaKernel
 from op_builder.toolchain import cutlass, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc import FLAGS
+from tests.system.every_kernel import every_kernel
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,6 @@ constexpr int backward_bytes() {
 """
 
 
-def kernels(family):
-    rows = instantiations
-    for direction, biases in (("fwd", rows.CUDA_BIASES), ("bwd", ("none", "bias2"))):
-        for dtype in rows.CUDA_DTYPES:
-            if not rows.has_row(family, direction, dtype):
-                continue
-            wide = dtype in rows.FAMILIES[family].wide.get(direction, ())
-            for head_dim in (*rows.HEAD_DIM_TIERS, *([rows.WIDE_TIER] if wide else [])):
-                if (family, direction, dtype, head_dim) == ("sm75", "bwd", "fp32", 128):
-                    continue  # needs 67 KiB: README gives it to 96
-                for bias in biases:
-                    for aligned in (True, False):
-                        yield CudaKernel(family, direction, dtype, head_dim, bias, aligned, "")
-
-
 def assertion(kernel, limit):
     arguments = re.search(r"ds4s::Sm80(?:For|Back)ward<([^<>]*)>", kernel.source())[1]
     if kernel.direction == "fwd":
@@ -90,7 +74,7 @@ def compiled(gpus, folder):
     source = folder / "shared_memory.cu"
     folders = ("forward", "backward")
     lines = [f'#include "sm80/{direction}/launch.h"\n' for direction in folders]
-    lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in kernels(gpus.family))]
+    lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in every_kernel(gpus.family, ""))]
     source.write_text("".join(lines))
     flags = [f"-gencode=arch=compute_{one[3:]},code={one}" for one in targets]
     includes = [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]

@@ -39,8 +39,10 @@ class PartialSums {
 
  private:
   // This lane's pieces of two rows of one result. The four lanes that share a row have a quarter of it each: 16 bytes
-  // at D = 32.
+  // at D = 32, 8 at D = 16.
   class Pieces {
+    using Piece = cutlass::AlignedArray<uint32_t, kWords>;
+
    public:
     CUTLASS_DEVICE Pieces(const TensorView<5>& out, const Coordinates& block, int key, const ConsumerCoord& at) {
       const int row = key + 16 * at.warp + at.lane / 4;
@@ -63,7 +65,7 @@ class PartialSums {
       for (int r = 0; r < 2; ++r) {
         if (rows_left_ <= 8 * r) continue;
         if (words_ == kWords) {
-          *reinterpret_cast<uint4*>(row(r)) = make_uint4(words[r][0], words[r][1], words[r][2], words[r][3]);
+          *reinterpret_cast<Piece*>(row(r)) = reinterpret_cast<const Piece&>(words[r]);
         } else {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kWords - 1; ++i) {
@@ -73,7 +75,6 @@ class PartialSums {
       }
     }
     CUTLASS_DEVICE void load(Words& words) const {
-      static_assert(kWords == 4, "16 bytes");
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < 2; ++r) ptx::load_if(words_ == kWords && rows_left_ > 8 * r, row(r), words[r]);
       if (words_ == kWords) return;
