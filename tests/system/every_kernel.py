@@ -16,9 +16,9 @@ from op_builder.ops.instantiations import (
 BIASES = {"fwd": CUDA_BIASES, "bwd": ("none", "bias2")}
 
 
-def every_kernel(family: str, arch: str) -> Iterator[CudaKernel]:
-    """Those of float32 for compute capability 7.5 end at D = 96, as README says: 128 would need
-    67 KiB of shared memory.
+def every_kernel(family: str) -> Iterator[CudaKernel]:
+    """For no architecture: their sources are the same for all. Those of float32 for compute
+    capability 7.5 end at D = 96, as README says: 128 would need 67 KiB of shared memory.
     """
     for direction in DIRECTIONS:
         for dtype in CUDA_DTYPES:
@@ -30,4 +30,4 @@ def every_kernel(family: str, arch: str) -> Iterator[CudaKernel]:
                     continue
                 for bias in BIASES[direction]:
                     for aligned in (True,) if FAMILIES[family].aligned_only else (True, False):
-                        yield CudaKernel(family, direction, dtype, head_dim, bias, aligned, arch)
+                        yield CudaKernel(family, direction, dtype, head_dim, bias, aligned, arch="")

@@ -74,7 +74,7 @@ def compiled(gpus, folder):
     source = folder / "shared_memory.cu"
     folders = ("forward", "backward")
     lines = [f'#include "sm80/{direction}/launch.h"\n' for direction in folders]
-    lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in every_kernel(gpus.family, ""))]
+    lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in every_kernel(gpus.family))]
     source.write_text("".join(lines))
     flags = [f"-gencode=arch=compute_{one[3:]},code={one}" for one in targets]
     includes = [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
