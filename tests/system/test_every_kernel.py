@@ -3,7 +3,9 @@ dtypes, head dimensions, biases and alignments. test_cuda_compile.py compiles so
 machine code, which takes ten times as long.
 """
 
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,13 +80,26 @@ def complaints(source, command, folder):
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("family", "direction", "dtype"), ROWS, ids=lambda word: word)
-def test_kernels_instantiate(family, direction, dtype, command, tmp_path):
-    kernels = [
-        one for one in every_kernel(family) if (one.direction, one.dtype) == (direction, dtype)
-    ]
-    assert kernels
-    assert not complaints(one_source(kernels), command(ARCHS[family]), tmp_path)
+@pytest.fixture(scope="module")
+def found(command, tmp_path_factory):
+    """What the compiler says of each row, as a future: each core checks a row."""
+
+    def check(family, direction, dtype):
+        kernels = [
+            one for one in every_kernel(family) if (one.direction, one.dtype) == (direction, dtype)
+        ]
+        assert kernels
+        folder = tmp_path_factory.mktemp(f"{family}-{direction}-{dtype}")
+        return complaints(one_source(kernels), command(ARCHS[family]), folder)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {row: pool.submit(check, *row) for row in ROWS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+def test_kernels_instantiate(row, found):
+    assert not found[row].result()
 
 
 def test_a_kernel_that_does_not_instantiate_is_found(command, tmp_path):
