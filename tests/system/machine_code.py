@@ -115,8 +115,8 @@ def reads_behind_remote_stores(code):
 def arrivals_before_reads(code):
     """Loads from shared memory that need not have come when an arrival behind them says so, in the
     kernels of a disassembly that store dS to another block: nothing uses what they load before. An
-    arrival at the other block (RED) speaks of the slot before the one that was read last
-    (row_pairs.h), so it is the second one behind a load that has to wait for it.
+    arrival at the other block (RED) releases the slot before the one that was read last
+    (row_pairs.h): only the second such arrival behind a load releases what it reads.
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:
