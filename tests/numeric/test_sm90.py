@@ -161,10 +161,13 @@ def test_references_that_differ_among_warpgroups(B, H, dtype):
         return inputs
 
     # With 8 one key has nearly all of the weight: few elements decide about dbias1 (docs/math.md).
+    narrow = dtype == torch.float16
     for slope in (-2.0, -0.25, 0.5, 2.0):
         check_calls(partial(draw, slope), draws=16)
     for slope in (-8.0, 8.0):
-        check_calls(partial(draw_without_dbias1, slope), draws=16)
+        check_calls(
+            partial(draw_without_dbias1 if narrow else draw, slope), draws=16 if narrow else 256
+        )
     inputs = draw(0)
     inputs.bias2[..., 5, 70] = torch.nan
     inputs.bias2[..., 6, 200] = torch.inf

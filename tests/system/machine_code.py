@@ -114,9 +114,7 @@ def reads_behind_remote_stores(code):
 
 def arrivals_before_reads(code):
     """Loads from shared memory that need not have come when an arrival behind them says so, in the
-    kernels of a disassembly that store dS to another block: nothing uses what they load before. An
-    arrival at the other block (RED) releases the slot before the one that was read last
-    (row_pairs.h): only the second such arrival behind a load releases what it reads.
+    kernels of a disassembly that store dS to another block: nothing uses what they load before.
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:
@@ -129,13 +127,11 @@ def arrivals_before_reads(code):
                 continue
             width = 4 if "128" in load[1] else 2 if "64" in load[1] else 1
             loaded = {f"R{int(load[2]) + x}" for x in range(width)}
-            of_slots = 0
             for later in lines[n + 1 :]:
                 used = loaded & set(re.findall(r"\bR\d+\b", later))
                 if used or not later or re.match(r"(@\S+ +)?(BRA|EXIT)", later):
                     break
-                of_slots += bool(re.search(r"SYNCS\.ARRIVE\S*\.RED\b", later))
-                if ("SYNCS.ARRIVE" in later and ".RED" not in later) or of_slots == 2:
+                if "SYNCS.ARRIVE" in later:
                     found.append(line)
                     break
     return found

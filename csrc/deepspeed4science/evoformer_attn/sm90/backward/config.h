@@ -105,6 +105,7 @@ struct DqDkdvConfig {
     static constexpr int kQueries = kColumns / 2, kWarpQueries = kQueries / 4;
     static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kSlotBytes = kSlotTiles * kTileBytes;
     uint8_t ds[kDsSlots][kSlotTiles][kTileBytes];  // from the other block
+    alignas(128) float sums[kQueries][kOwned];     // of a tile of keys, on their way to dbias2
     FullBarrier full[kDsSlots];                    // the other block's dS has arrived
     EmptyBarrier empty[kDsSlots];                  // the other block has read what this one has sent
     EmptyBarrier ready[kStages];                   // the other block's stage may be filled
