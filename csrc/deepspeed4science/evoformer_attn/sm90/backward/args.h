@@ -29,7 +29,8 @@ struct BackwardArgs {
   int32_t* dq_num_released;   // number of entries of dq_released
   int32_t* next_tile;         // the first tile that no block has taken (tile_scheduler.h)
   int32_t* next_dbias2_tile;  // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
-  float* dbias2_global;       // kernel_dq_dkdv adds dS to it (dbias2_global.h); or null
+  int32_t dbias2_stride;      // in row_pairs.h: from one row of dbias2_global to the next
+  float* dbias2_global;       // kernel_dq_dkdv adds dS to it (dbias2_global.h, row_pairs.h); or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;

@@ -78,13 +78,17 @@ class BackwardFill {
       // dbias2 of hidden keys must be stored, too: tiles are visited as if every key were visible.
       if (args.stores_dbias2) args.mask.visible = nullptr, args.mask.range = nullptr;
     }
+    if constexpr (Config::kPairsRows) {
+      args.dbias2_global = dbias2_sums(), args.dbias2_stride = int32_t(plan_.dbias2_stride);
+    } else if constexpr (Config::kDqInGlobal) {
+      args.dbias2_global = plan_.dq_global.adds_dbias2 ? p_.dbias2 : nullptr;
+    }
     if constexpr (Config::kDqInGlobal) {
       const int64_t pairs = (plan_.dq_global.num_counters - 2) / 2;
       args.dq_accumulators = dq_accumulators();
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
       args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + pairs;
       args.dq_num_released = args.dq_released + pairs, args.next_tile = args.dq_num_released + 1;
-      args.dbias2_global = plan_.dq_global.adds_dbias2 ? p_.dbias2 : nullptr;
     }
     return args;
   }

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if constexpr (Config::kPairsRows) {
       if (!for_dq) {
         cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kSecondHelper>();
-        RowPairs<Config>::run(shared, args, maps);
+        RowPairs<Config>::run(shared, args);
       }
     }
   } else {

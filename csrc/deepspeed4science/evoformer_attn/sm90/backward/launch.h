@@ -218,10 +218,6 @@ class Sm90Backward {
         using Tile = typename Config::DeltaTiles::Tile;
         make_map<Tile>(maps.delta_o, o()), make_map<Tile>(maps.delta_do, do_());
       }
-      if constexpr (Config::kPairsRows) {
-        launches_.check(make_float_map(maps.dbias2, dbias2_view(p_, fill_.dbias2_sums(), plan_.dbias2_stride),
-                                       Config::kOwned, Config::RowPairTiles::kWarpQueries));
-      }
       if (plan_.rounds_dbias2)
         make_map<typename Config::BiasTile>(maps.dbias2, dbias2_view(p_, p_.rounded_dbias2, p_.Lk));
     } else {

@@ -222,7 +222,7 @@ class Sm90BackwardPlanner {
     }
     return Kernel::kNone;
   }
-  // TMA adds to rows that begin at multiples of 16 bytes: those of dbias2, or sums of its own that are rounded later.
+  // Four elements are added at a time, at multiples of 16 bytes: of dbias2, or of padded sums that are rounded later.
   bool can_pair_rows() const {
     const bool aligned = p_.dbias2 && p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
     const bool pads = p_.dbias2 == nullptr && p_.rounded_dbias2 && p_.Lk % 4 != 0;

@@ -27,7 +27,7 @@ struct DqDkdvTiles {
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
   static constexpr bool kHasDqWarpgroup = false, kPairsRows = false, kHasQueryParts = false;
-  static constexpr int kDsSlots = 0, kSlotTiles = 0;
+  static constexpr int kDsSlots = 0;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -53,11 +53,10 @@ struct WithDqWarpgroup : Tiles {
 // WithDqWarpgroup, in clusters of two blocks for two neighbouring rows n, which add the sum of their dS to dbias2
 // (row_pairs.h).
 template <typename Tiles,
-          int kDsSlots_,    // buffers for dS of the other block,
-          int kSlotTiles_>  // each of so many of a block's two tiles of keys
+          int kDsSlots_>  // buffers for dS of the other block
 struct WithRowPairs : Tiles {
   static constexpr bool kPairsRows = true;
-  static constexpr int kDsSlots = kDsSlots_, kSlotTiles = kSlotTiles_;
+  static constexpr int kDsSlots = kDsSlots_;
 };
 
 // WithRowPairs, for any number of queries: a block computes one part of these after another, each of at most kQueries
@@ -127,11 +126,11 @@ struct BackwardTiles {
   // which dk and dv are stored from registers, 0.88. (1,768,768,4,32): 0.91.
   using NarrowPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2, 2>,
+      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2>,
       Fused>;
   using LongPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 3, 1>, Fused>;
+      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 2>, Fused>;
   // (1,1536,1536,4,32), one H100: 17.7, as SplitFused with a kernel for dbias2 19.6. The code for parts costs
   // (1,768,768,4,32) a hundredth.
   using PartsPaired = std::conditional_t<kHeadDim <= 32, WithQueryParts<LongPaired>, Fused>;
@@ -161,7 +160,7 @@ struct BackwardTiles {
                          WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
   // (1,48,768,16,48), one H200: 0.91, with dbias2 in a kernel of its own 1.07.
   static constexpr bool kHasDqGlobalPaired = kHasDqGlobal && kHeadDim <= 64;
-  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 3, 1>, DqGlobal>;
+  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 2>, DqGlobal>;
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.62, with products of 128 keys and packed bias2
   // 0.68, tiles of 64 keys 0.72. At D = 128 no more than three stages fit.

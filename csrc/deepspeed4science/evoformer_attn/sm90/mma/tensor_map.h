@@ -58,13 +58,6 @@ cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, const Te
   return encode_tensor_map(map, type, /*element_bytes=*/2, swizzle, t, box0, box1, box3);
 }
 
-// Of float32, rows as they are.
-template <int kRank>
-cudaError_t make_float_map(CUtensorMap& map, const TensorView<kRank>& t, int box0, int box1) {
-  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, /*element_bytes=*/4, CU_TENSOR_MAP_SWIZZLE_NONE, t,
-                           box0, box1, /*box3=*/1);
-}
-
 // make_tensor_map with boxes of one tile (smem_tile.h), of num_rows rows n.
 template <typename scalar_t, typename Tile>
 cudaError_t make_tile_map(CUtensorMap& map, const TensorView<5>& tensor, int num_rows = 1) {
