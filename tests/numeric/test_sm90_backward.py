@@ -229,7 +229,7 @@ def test_one_pass_is_what_runs(case, plans):
     assert "dq" not in plan
     apart = plan.get("dbias2", "").endswith("_dbias2")
     assert apart == (case.bias2 and case not in WITH_DBIAS2 and not paired), plan
-    most = 448 if paired else 512
+    most = 768 if paired else 512
     assert ("computes_delta" in plan) == (case.Lq <= most and max(case.D, case.Dv or 0) <= 32), plan
 
 
@@ -263,7 +263,7 @@ def test_one_pass_with_masks(value):
 
 @both_variants
 @pytest.mark.parametrize("Lk", [190, 600])
-@pytest.mark.parametrize("Lq", [1, 16, 17, 63, 64, 65, 447, 448, 511, 512])
+@pytest.mark.parametrize("Lq", [1, 16, 17, 63, 64, 65, 448, 511, 512, 513, 575, 768])
 def test_delta_of_several_rows_in_a_block(Lq, Lk, deterministic, plans):
     """A block passes from one (b, n, h) to the next, leaves out rows n that see nothing, among them
     all of some blocks (with 132 multiprocessors), and a tile of 192 keys that nobody sees.
@@ -277,7 +277,7 @@ def test_delta_of_several_rows_in_a_block(Lq, Lk, deterministic, plans):
         inputs.bias1[..., 192:384] = -torch.inf
     with determinism(deterministic):
         check(inputs)
-    assert ("computes_delta" in plans[-1]) == (deterministic or Lq <= 448)
+    assert ("computes_delta" in plans[-1]) == (Lq <= (512 if deterministic else 768))
 
 
 def test_more_rows_than_a_grid_has_in_y():

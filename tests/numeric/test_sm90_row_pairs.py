@@ -26,7 +26,7 @@ PAIRED = [
     Case("pairs-odd", B=2, N=67, Lq=448, Lk=332, H=2, D=24),
     Case("pairs-no-bias1", N=131, Lq=67, Lk=152, H=2, D=8, Dv=24, bias1=False),
     Case("pairs-padded", N=131, Lq=389, Lk=391, H=2),
-    Case("pairs-of-16", N=132, Lq=500, Lk=131, H=2, D=16),
+    Case("pairs-of-16", N=132, Lq=550, Lk=131, H=2, D=16),
     Case("pairs-long", N=131, Lq=768, Lk=260, H=2),
     Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=1, D=16),
     Case("pairs-three-parts", B=2, N=66, Lq=1601, Lk=132, H=1, D=24),
@@ -47,7 +47,7 @@ def paired_kernel(case):
         return None
     if case.Lq > 768:
         return "parts_paired"
-    return "narrow_paired" if case.Lq <= 448 else "long_paired"
+    return "narrow_paired" if case.Lq <= 512 else "long_paired"
 
 
 @pytest.mark.parametrize(

@@ -54,16 +54,16 @@ def square(L, **more):
         (square(128), "narrow_paired", None, "added_with_dkdv"),
         (square(192), "narrow_paired", None, "added_with_dkdv"),
         (square(384), "narrow_paired", None, "added_with_dkdv"),
-        (square(448, bias1=1), "narrow_paired", None, "added_with_dkdv"),
+        (square(512, bias1=1), "narrow_paired", None, "added_with_dkdv"),
         ({"N": 65, "Lq": 200, "Lk": 384}, "narrow_paired", None, "added_with_dkdv"),
         ({"N": 3, "Lq": 384, "Lk": 384, "H": 44}, "fused", None, "paired_dbias2"),
         ({"N": 4, "Lq": 384, "Lk": 384, "H": 33}, "narrow_paired", None, "added_with_dkdv"),
         (square(384, deterministic=1), "fused", None, "paired_dbias2"),
         (square(384, clusters=0), "fused", None, "single_dbias2"),
-        (square(452), "long_paired", None, "added_with_dkdv"),
+        (square(516), "long_paired", None, "added_with_dkdv"),
         (square(768), "long_paired", None, "added_with_dkdv"),
         (square(768, clusters=0), "long_fused", None, "single_dbias2"),
-        ({"N": 256, "Lq": 512, "Lk": 576}, "long_paired", None, "added_with_dkdv"),
+        ({"N": 256, "Lq": 516, "Lk": 576}, "long_paired", None, "added_with_dkdv"),
         (square(389, dbias2=0, rounded_dbias2=1), "narrow_paired", None, "added_with_dkdv"),
         (square(767, dbias2=0, rounded_dbias2=1), "long_paired", None, "added_with_dkdv"),
         # dbias2 in float32, whose rows begin anywhere
@@ -186,16 +186,16 @@ def test_blocks_that_begin_beside_find_visible_keys(plan):
 
 
 def test_where_delta_is_computed_with_dq(plan):
-    """Up to 512 queries, or 448 in pairs of rows n, for which shared memory suffices."""
+    """Up to 512 queries, or 768 in pairs of rows n."""
     for one in (
-        *(square(256), square(448), square(512, deterministic=1)),
+        *(square(256), square(512), square(768), square(512, deterministic=1)),
         *(square(384, dbias2=0), square(384, deterministic=1)),
     ):
         found = plan(**one)
         assert found["computes_delta"] == "with_dq" and "delta_progress" in found, one
     for other in (
-        square(452),
-        square(513),
+        square(772),
+        square(513, deterministic=1),
         square(384, no_fused=1),
         square(384, dq=0),
         {**LONE_ROW, "dbias2": 0},

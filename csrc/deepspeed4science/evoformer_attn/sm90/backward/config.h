@@ -49,7 +49,11 @@ struct DqDkdvConfig {
   // The producers' warpgroup, which is the last one.
   static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup + kPairsRows;
   static constexpr int kNumThreads = 128 * (kProducers + 1);
-  static constexpr bool kComputesDelta = Tiles::kComputesDelta;  // two warps of the producers do (row_delta.h)
+  // Warps of the producers compute delta (row_delta.h): two, which keep its terms in shared memory, or one, which
+  // stores it in memory.
+  static constexpr bool kComputesDelta = Tiles::kComputesDelta, kDeltaInMemory = Tiles::kDeltaInMemory;
+  static constexpr bool kHasDeltaTerms = kComputesDelta && !kDeltaInMemory;
+  static constexpr int kDeltaWarps = kDeltaInMemory ? 1 : sm90::kDeltaWarps;
   static constexpr bool kDenseProducts = kComputesDelta || kPairsRows;
   // Writing dq from accumulators takes many.
   static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
@@ -105,9 +109,9 @@ struct DqDkdvConfig {
     static constexpr int kQueries = kColumns / 2, kWarpQueries = kQueries / 4;
     static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kSlotBytes = kTiles * kTileBytes;
     uint8_t ds[kDsSlots][kTiles][kTileBytes];  // from the other block
-    FullBarrier full[kDsSlots];                    // the other block's dS has arrived
-    EmptyBarrier empty[kDsSlots];                  // the other block has read what this one has sent
-    EmptyBarrier ready[kStages];                   // the other block's stage may be filled
+    FullBarrier full[kDsSlots];                // the other block's dS has arrived
+    EmptyBarrier empty[kDsSlots];              // the other block has read what this one has sent
+    EmptyBarrier ready[kStages];               // the other block's stage may be filled
   };
   struct Nothing {};
   struct Dq {
@@ -118,18 +122,20 @@ struct DqDkdvConfig {
     EmptyBarrier keys_read[kBuffers];  // kTakesTurns: by the products of all warpgroups
     cute::conditional_t<(kClusterBlocks > 1), DqClusterBarriers, Nothing> cluster;  // cluster_reduce.h
   };
-  // kComputesDelta (row_delta.h): the terms of -delta of all queries of a (b, n, h), and parts of O and dO of which two
-  // warps compute them.
+  // kComputesDelta: parts of O and dO of which warps compute delta. kHasDeltaTerms: the terms of -delta of all queries
+  // of a (b, n, h).
   struct DeltaTiles {
     static constexpr int kSlots = 2;
-    using Tile = SwizzledTile<kColumns / (kDeltaWarps * kSlots), kHeadDim>;
+    using Tile = SwizzledTile<16, kHeadDim>;
     uint8_t o[kDeltaWarps][kSlots][Tile::kBytes], do_[kDeltaWarps][kSlots][Tile::kBytes];
-    uint4 terms[kQueries];
+    cute::conditional_t<kHasDeltaTerms, uint4[kQueries], Nothing> terms;
   };
   struct DeltaBarriers {
     FullBarrier loaded[kDeltaWarps][DeltaTiles::kSlots];
-    EmptyBarrier full[kQueries / kColumns];   // a step's terms are stored
-    EmptyBarrier empty[kQueries / kColumns];  // and have been read by the products of the last tile of the (b, n, h)
+    EmptyBarrier full[kQueries / kColumns];  // a step's delta is stored
+    // kHasDeltaTerms: and has been read by the products of the last tile of the (b, n, h). Otherwise: `full` may be
+    // used again.
+    EmptyBarrier empty[kQueries / kColumns];
   };
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
@@ -177,7 +183,7 @@ struct DqDkdvConfig {
     alignas(kPairsRows ? 128 : 1) cute::conditional_t<kPairsRows, RowPairTiles, Nothing> pairs;
     // The ones that -delta is multiplied by (sm90/mma/rank1_mma.h).
     alignas(256) uint8_t ones[Rank1Terms::kOnesBytes];
-    cute::conditional_t<kComputesDelta, Nothing, Products> products;
+    cute::conditional_t<kHasDeltaTerms, Nothing, Products> products;
     // The other terms. Exponents: log2(e) bias1 of owned keys, -log2(e) lse of owned queries. Initial values of the
     // accumulators (scores): -lse / scale of streamed queries, bias1 / scale of streamed keys.
     float exponents[kBuffers][kWarpgroups][kOwned];
@@ -192,6 +198,7 @@ struct DqDkdvConfig {
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Pipe = PipelineState<kStages>;
   using OwnedPipe = PipelineState<kBuffers>;
+  using DeltaRing = PipelineState<kQueries / kColumns>;  // of DeltaBarriers (kDeltaInMemory)
 
   // The columns that a block streams for a tile: all or, in whole steps, its part of a cluster's or the tile's part.
   struct Columns {

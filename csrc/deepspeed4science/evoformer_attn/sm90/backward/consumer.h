@@ -86,7 +86,7 @@ struct DqDkdvConsumer {
           if constexpr (kDqInGlobal && Config::kPairsRows) {
             DqGlobal<Config>::store_zero_ds(dq_global.state, shared, at);
           }
-          if constexpr (Config::kComputesDelta) {
+          if constexpr (Config::kHasDeltaTerms) {
             if (dq.last) shared.delta_barriers.empty[step].arrive();
           }
           shared.empty[pipe.index].arrive();
@@ -100,7 +100,7 @@ struct DqDkdvConsumer {
       if constexpr (Config::kHasDqWarpgroup) shared.owned_empty[buffer].arrive();
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
-      if constexpr (Config::kComputesDelta) {
+      if constexpr (Config::kHasDeltaTerms) {
         if (dq.first && (!Config::kPairsRows || block.row < args.N)) {
           ZeroGradients<Config>::store(args, maps, block, visible.end - visible.tile, threadIdx.x);
         }

@@ -90,10 +90,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
         DqDkdvProducer<Config>::run_dbias2(shared, args, maps);
       }
-    } else if constexpr (Config::kComputesDelta) {
-      if (warp >= 2) RowDelta<Config>::run(shared, args, maps, warp - 2);
     } else if constexpr (kDqInShared) {
-      if (warp >= 2) ZeroGradients<Config>::run(shared, args, maps, int(threadIdx.x) % 64);
+      constexpr int kZeroWarps = ZeroGradients<Config>::kWarps;
+      if constexpr (Config::kComputesDelta) {
+        if (warp >= 2 && warp < 4 - kZeroWarps) RowDelta<Config>::run(shared, args, maps, warp - 2);
+      }
+      if constexpr (kZeroWarps > 0) {
+        if (warp >= 4 - kZeroWarps) ZeroGradients<Config>::run(shared, args, maps);
+      }
     }
     if constexpr (Config::kDqInGlobal) {
       if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);

@@ -144,7 +144,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     start_products(dp, operands, pipe.index, /*step=*/0);
     for (int step = 1;; ++step) {
       finish_scores(p, ds, s, dp, results, shared, args, pipe.index, last_stage, pending, at);
-      if constexpr (Config::kComputesDelta) {
+      if constexpr (Config::kHasDeltaTerms) {
         if (dq.last) shared.delta_barriers.empty[step - 1].arrive();
       }
       if constexpr (Config::kTakesTurns) {

@@ -183,8 +183,8 @@ class Sm90BackwardPlanner {
     // kernel_dbias2 follows a kernel that computes its delta; kDqGlobal, whose accumulators of dq may lie in the memory
     // of dbias2; and clusters of more than two blocks, which leave multiprocessors idle: it begins there.
     plan_.delta_with_dq =
-        (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused || plan_.keys == Kernel::kNarrowPaired) &&
-        Tiles::Fused::kComputesDelta;
+        Tiles::Fused::kComputesDelta && (plan_.keys == Kernel::kFused || plan_.keys == Kernel::kNarrowFused ||
+                                         plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired);
     plan_.pairs_rows = plan_.keys == Kernel::kNarrowPaired || plan_.keys == Kernel::kLongPaired ||
                        plan_.keys == Kernel::kPartsPaired || plan_.keys == Kernel::kDqGlobalPaired;
     if (plan_.keys == Kernel::kPartsPaired) plan_.query_parts = ceil_div(p_.Lq, Tiles::PartsPaired::kQueries);

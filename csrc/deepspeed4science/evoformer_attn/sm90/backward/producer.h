@@ -4,6 +4,7 @@
 
 #include "sm90/backward/config.h"
 #include "sm90/backward/maps.h"
+#include "sm90/backward/row_delta.h"
 
 namespace ds4s::sm90 {
 
@@ -124,7 +125,8 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
-    uint32_t delta_phase = 0;  // kComputesDelta
+    uint32_t delta_phase = 0;           // kHasDeltaTerms
+    typename Config::DeltaRing deltas;  // kDeltaInMemory
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -145,9 +147,12 @@ struct DqDkdvProducer {
         uint32_t of_key[kKeys ? 1 : kPerLane];
       } next;
       auto load = [&](int column) {
+        if constexpr (Config::kDeltaInMemory) {
+          if (tiles.first) RowDelta<Config>::wait(shared.delta_barriers, deltas, lane);
+        }
         CUTLASS_PRAGMA_UNROLL
         for (int x = 0; x < kPerLane; ++x) {
-          if constexpr (Config::kComputesDelta) {
+          if constexpr (Config::kHasDeltaTerms) {
             next.of_query[x] = make_float2(queries.load_lse(column + 32 * x + lane), 0.f);
           } else if constexpr (kKeys) {
             next.of_query[x] = queries.load(column + 32 * x + lane);
@@ -173,7 +178,7 @@ struct DqDkdvProducer {
           if constexpr (kKeys) {
             float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
             score = value.x * args.unit;
-            if constexpr (!Config::kComputesDelta) {
+            if constexpr (!Config::kHasDeltaTerms) {
               auto& terms = shared.products.tiles[pipe.index * kRows + r];
               if constexpr (Config::kDenseProducts) {
                 reinterpret_cast<uint4*>(terms)[in_step] = Rank1Terms::terms_alone(value.y);
@@ -185,7 +190,7 @@ struct DqDkdvProducer {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;
           }
         }
-        if constexpr (Config::kComputesDelta) {
+        if constexpr (Config::kHasDeltaTerms) {
           if (tiles.first) shared.delta_barriers.full[step - 1].wait(delta_phase);
         } else if constexpr (kKeys) {
           cutlass::arch::fence_view_async_shared();
@@ -195,7 +200,7 @@ struct DqDkdvProducer {
         column = steps.next();
         load(column);
       }
-      if constexpr (Config::kComputesDelta) delta_phase ^= tiles.first;
+      if constexpr (Config::kHasDeltaTerms) delta_phase ^= tiles.first;
     }
     if constexpr (Config::kDqInShared) {
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);

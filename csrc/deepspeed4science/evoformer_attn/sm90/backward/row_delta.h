@@ -1,13 +1,18 @@
-// -delta, math.md (9), in kernel_dq_dkdv: two warps of the producers compute it from O and dO, a part of a step's
-// queries each, and keep its terms (sm90/mma/rank1_mma.h) in shared memory for all tiles of keys of a (b, n, h). They
-// compute those of the next (b, n, h) while consumers are busy with the last tile of this one.
+// -delta, math.md (9), in kernel_dq_dkdv: warps of the producers compute it from O and dO, each a part of a step's
+// queries. There are two forms.
+//
+//   kHasDeltaTerms   Two warps keep its terms (sm90/mma/rank1_mma.h) in shared memory for all tiles of keys of a
+//                    (b, n, h). They compute those of the next (b, n, h) while consumers are busy with the last tile.
+//   kDeltaInMemory   One warp stores it in memory, from where the block's warp for statistics loads it. It is at most
+//                    as many steps ahead of the first tile of a (b, n, h) as there are barriers.
 //
 // kernel_dbias2 reads delta from memory, where it is stored for it. It may begin while the last blocks of this kernel
 // run. So each warp adds the number of its (b, n, h) to delta_progress when all their deltas are stored. Those that see
 // nothing count, but have no delta.
 #pragma once
 
-#include "sm90/backward/producer.h"
+#include "sm90/backward/config.h"
+#include "sm90/backward/maps.h"
 
 namespace ds4s::sm90 {
 
@@ -19,20 +24,32 @@ class RowDelta {
   using Barriers = typename Config::DeltaBarriers;
   using Scheduler = GroupedTileScheduler<Config>;
   using Tile = typename Config::DeltaTiles::Tile;
-  static constexpr int kSlots = Config::DeltaTiles::kSlots;
-  static_assert(Tile::kRows == 16 && kSlots == 2, "two lanes for each row; 64 queries a step");
+  static constexpr int kDeltaWarps = Config::kDeltaWarps, kSlots = Config::DeltaTiles::kSlots;
+  static constexpr bool kHasTerms = Config::kHasDeltaTerms;
+  static constexpr int kStepParts = Config::kColumns / Tile::kRows / kDeltaWarps;  // of a warp
+  static_assert(Tile::kRows == 16, "two lanes for each row");
+  static_assert(kSlots == 2 && kStepParts % kSlots == 0 && (!kHasTerms || kStepParts == 2), "slots of a step");
 
  public:
+  using Ring = typename Config::DeltaRing;
+
   CUTLASS_DEVICE static void init(Barriers& barriers) {
     for (auto& of_warp : barriers.loaded) {
       for (auto& barrier : of_warp) barrier.init(1);
     }
     for (auto& barrier : barriers.full) barrier.init(32 * kDeltaWarps);
-    for (auto& barrier : barriers.empty) barrier.init(128 * Config::kWarpgroups);
+    for (auto& barrier : barriers.empty) barrier.init(kHasTerms ? 128 * Config::kWarpgroups : 1);
   }
   // Called by all lanes of one of the warps.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int warp) {
     RowDelta(shared, args, maps, warp).run_pairs();
+  }
+  // kDeltaInMemory: called by all lanes of the warp for statistics. Waits until the next step's delta is in memory.
+  CUTLASS_DEVICE static void wait(Barriers& barriers, Ring& ring, int lane) {
+    barriers.full[ring.index].wait(ring.phase);
+    __syncwarp();
+    if (lane == 0) barriers.empty[ring.index].arrive();
+    ring.advance();
   }
 
  private:
@@ -42,7 +59,7 @@ class RowDelta {
         maps_(maps),
         warp_(warp),
         lane_(int(threadIdx.x) % 32),
-        num_parts_(Config::columns(args, /*part=*/0).num_steps() * kSlots) {}
+        num_parts_(Config::columns(args, /*part=*/0).num_steps() * kStepParts) {}
 
   // Each (b, n, h), here a pair of (b n) and h, in the order of GroupedTileScheduler.
   CUTLASS_DEVICE void run_pairs() {
@@ -60,31 +77,43 @@ class RowDelta {
       float before = 0.f;  // of the part before
       CUTLASS_PRAGMA_NO_UNROLL
       for (int part = 0; part < num_parts_; ++part) {
-        const int step = part / kSlots, slot = part % kSlots;
+        const int step = part / kStepParts, slot = part % kSlots;
         shared_.delta_barriers.loaded[warp_][slot].wait(slot_phase);
         const float delta = product(shared_.delta.o[warp_][slot], shared_.delta.do_[warp_][slot]);
         __syncwarp();
         load_next(slot);
-        if (slot == 0) shared_.delta_barriers.empty[step].wait(phase ^ 1);
-        if (lane_ % 2 == 0) shared_.delta.terms[query(part)] = Rank1Terms::terms_alone(-delta);
-        if (slot == 1) {
-          cutlass::arch::fence_view_async_shared();
-          shared_.delta_barriers.full[step].arrive();
-          if (sees) {  // after the fence, which would wait for these stores
-            store(before, first_row, query(part - 1));
-            store(delta, first_row, query(part));
+        if constexpr (kHasTerms) {
+          if (slot == 0) shared_.delta_barriers.empty[step].wait(phase ^ 1);
+          if (lane_ % 2 == 0) shared_.delta.terms[query(part)] = Rank1Terms::terms_alone(-delta);
+          if (slot == 1) {
+            cutlass::arch::fence_view_async_shared();
+            shared_.delta_barriers.full[step].arrive();
+            if (sees) {  // after the fence, which would wait for these stores
+              store(before, first_row, query(part - 1));
+              store(delta, first_row, query(part));
+            }
           }
-          slot_phase ^= 1;
+          before = delta;
+        } else {
+          if (sees) store(delta, first_row, query(part));
+          if (part % kStepParts == kStepParts - 1) announce();
         }
-        before = delta;
+        slot_phase ^= slot;
       }
       pair = loaded_pair_;
     }
+    if constexpr (!kHasTerms) return;
     __syncwarp();
     if (lane_ == 0) {
       __threadfence();
       atomicAdd(args_.delta_progress, (pair - first) / Scheduler::step());
     }
+  }
+  // Tells the warp for statistics that a step's delta is in memory.
+  CUTLASS_DEVICE void announce() {
+    shared_.delta_barriers.empty[ring_.index].wait(ring_.phase ^ 1);
+    shared_.delta_barriers.full[ring_.index].arrive();
+    ring_.advance();
   }
   // Loads the next part, of this pair or of the next one that sees a key.
   CUTLASS_DEVICE void load_next(int slot) {
@@ -112,9 +141,9 @@ class RowDelta {
     return true;
   }
 
-  // A part has 16 queries; of a step's four, a warp has two.
+  // A part has 16 queries. Of a step's four, a warp has neighbouring ones.
   CUTLASS_DEVICE int first_query(int part) const {
-    return part / kSlots * Config::kColumns + (warp_ * kSlots + part % kSlots) * Tile::kRows;
+    return part / kStepParts * Config::kColumns + (warp_ * kStepParts + part % kStepParts) * Tile::kRows;
   }
   CUTLASS_DEVICE int query(int part) const { return first_query(part) + lane_ / 2; }
   CUTLASS_DEVICE void load(const Coordinates& at, int part, int slot) const {
@@ -155,6 +184,7 @@ class RowDelta {
   // Of the last load: the pair, where it is, and its part after that one.
   int loaded_pair_, next_part_;
   Coordinates loaded_;
+  Ring ring_;
 };
 
 }  // namespace ds4s::sm90

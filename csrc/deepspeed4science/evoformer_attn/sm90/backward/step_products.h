@@ -48,7 +48,7 @@ struct StepProducts {
           ones(start_address(shared.ones)) {}
     CUTLASS_DEVICE static uint32_t first_products(const Shared& shared, int buffer, const ConsumerCoord& at) {
       uint32_t start;
-      if constexpr (Config::kComputesDelta) {
+      if constexpr (Config::kHasDeltaTerms) {
         start = start_address(shared.delta.terms);
       } else {
         start = start_address(shared.products.tiles[kKeys ? at.row : buffer * Config::kWarpgroups + at.warpgroup]);
@@ -95,7 +95,7 @@ struct StepProducts {
 
   // dp = dO V^T - delta, math.md (10), (11)
   CUTLASS_DEVICE static void start_products(Scores& dp, const Operands& operands, int stage, int step) {
-    if constexpr (Config::kComputesDelta) {
+    if constexpr (Config::kHasDeltaTerms) {
       Rank1Terms::start_dense_columns<kColumns>(dp, operands.ones, operands.products + step * kColumns);
     } else if constexpr (Config::kDenseProducts) {
       Rank1Terms::start_dense_columns<kColumns>(dp, operands.ones, operands.products + stage * Operands::kNextProducts);

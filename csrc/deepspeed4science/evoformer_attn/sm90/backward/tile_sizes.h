@@ -26,6 +26,7 @@ struct DqDkdvTiles {
   static constexpr int kRows = kRows_, kTiles = kTiles_, kColumns = kColumns_, kStages = kStages_, kBuffers = kBuffers_;
   static constexpr int kQueries = 0, kClusterBlocks = 1;
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
+  static constexpr bool kDeltaInMemory = false;
   static constexpr bool kHasDqWarpgroup = false, kPairsRows = false, kHasQueryParts = false;
   static constexpr int kDsSlots = 0;
 };
@@ -74,6 +75,13 @@ constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also compu
 template <typename Tiles>
 struct WithDelta : Tiles {
   static constexpr bool kComputesDelta = true;
+};
+
+// WithDelta, where its terms do not fit: delta passes through memory from one warp to another. That takes 4 KiB of
+// shared memory.
+template <typename Tiles>
+struct WithDeltaInMemory : WithDelta<Tiles> {
+  static constexpr bool kDeltaInMemory = true;
 };
 
 // For keys: the kernel also computes dq, by additions to accumulators in L2 (dq_global.h), and if kAddsDbias2 also
@@ -126,14 +134,19 @@ struct BackwardTiles {
   // which dk and dv are stored from registers, 0.88. (1,768,768,4,32): 0.91.
   using NarrowPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/448>>>, 2>,
+      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/512>>>, 2>,
       Fused>;
   using LongPaired = std::conditional_t<
       kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 2>, Fused>;
+      WithRowPairs<WithDqWarpgroup<WithDeltaInMemory<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>>,
+                   2>,
+      Fused>;
   // (1,1536,1536,4,32), one H100: 17.7, as SplitFused with a kernel for dbias2 19.6. The code for parts costs
   // (1,768,768,4,32) a hundredth.
-  using PartsPaired = std::conditional_t<kHeadDim <= 32, WithQueryParts<LongPaired>, Fused>;
+  using PartsPaired = std::conditional_t<
+      kHeadDim <= 32,
+      WithQueryParts<WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 2>>,
+      Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =

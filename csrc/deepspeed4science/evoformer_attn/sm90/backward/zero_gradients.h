@@ -12,11 +12,13 @@ struct ZeroGradients {
   using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  // Two warps of the producers. Where these compute delta, whose fences would wait for the stores, all consumers.
-  static constexpr int kThreads = Config::kComputesDelta ? 128 * Config::kWarpgroups : 64;
+  // The warps of the producers that compute no delta. Where all do, all consumers.
+  static constexpr int kWarps = Config::kComputesDelta ? 2 - Config::kDeltaWarps : 2;
+  static constexpr int kThreads = kWarps > 0 ? 32 * kWarps : 128 * Config::kWarpgroups;
 
-  // Run by two warps of the producers where these do not compute delta.
-  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int thread) {
+  // Run by these warps of the producers.
+  CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
+    const int thread = int(threadIdx.x) % kThreads;
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
          tiles.advance(shared, args)) {
       if (!tiles.first || tiles.part > 0) continue;
