@@ -37,6 +37,51 @@ def consumers_that_spill(code):
     return found
 
 
+def lines_and_labels(kernel):
+    """A kernel's instructions, and for each label the number of those before it."""
+    lines, labels = [], {}
+    for line in kernel.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            lines.append(instruction[1])
+    return lines, labels
+
+
+def innermost_loops(kernel):
+    """The instructions of each of a kernel's loops without another loop inside. Waits for barriers
+    are no such loops: ptxas puts their repetition behind the kernel's end.
+    """
+    lines, labels = lines_and_labels(kernel)
+    loops = [
+        (labels[branch[1]], n)
+        for n, line in enumerate(lines)
+        if (branch := re.match(r"(?:@\S+ +)?BRA\S* .*?(\.L\w+)", line)) and labels[branch[1]] <= n
+    ]
+    return [
+        lines[begin : end + 1]
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
+
+
+def spills_in_steps(kernel):
+    """A kernel's accesses to local memory in innermost loops."""
+    return [x for loop in innermost_loops(kernel) for x in loop if re.search(r"\b(LDL|STL)\b", x)]
+
+
+def loads_behind_additions(kernel):
+    """A kernel's loads from shared memory, in innermost loops without products, behind the first
+    addition of four floats to global memory. A warp's load waits for its additions before it.
+    """
+    found = []
+    for loop in innermost_loops(kernel):
+        added = [n for n, line in enumerate(loop) if re.search(r"\bREDG?\b\S*F32x4", line)]
+        if added and not any("HGMMA" in line for line in loop):
+            found += [line for line in loop[added[0] :] if re.search(r"\bLDS\b", line)]
+    return found
+
+
 def overwritten_operands(code):
     """Instructions of a disassembly that write to a register which an unfinished wgmma still reads.
 
@@ -45,12 +90,7 @@ def overwritten_operands(code):
     """
     found = []
     for kernel in code.split("\n.text.")[1:]:
-        lines, labels = [], {}
-        for line in kernel.splitlines():
-            if label := re.match(r"(\.L\w+):", line):
-                labels[label[1]] = len(lines)
-            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-                lines.append(instruction[1])
+        lines, labels = lines_and_labels(kernel)
         for start, line in enumerate(lines):
             if operand := re.search(r"HGMMA\.\S+ R\d+, R(\d+), gdesc", line):
                 registers = range(int(operand[1]), int(operand[1]) + 4)

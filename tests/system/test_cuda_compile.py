@@ -25,8 +25,10 @@ from tests.system.machine_code import (
     disassembler,
     instructions_by_kernel,
     loads_before_wait,
+    loads_behind_additions,
     overwritten_operands,
     reads_behind_remote_stores,
+    spills_in_steps,
     wheel_folders,
 )
 
@@ -245,6 +247,26 @@ def test_one_kernel_for_all_gradients_spills_nothing(unit, compilations):
         r"properties for \S*backward_fused\S*\s.*?(\d+) bytes spill stores", log, re.DOTALL
     )
     assert len(spills) == 2 and set(spills) == {"0"}, log
+
+
+@pytest.mark.parametrize(
+    ("unit", "num_kernels", "num_loads"),
+    [
+        (sm90_unit("bwd", "bf16", 32, "bias2"), 3, 0),
+        (sm90_unit("bwd", "bf16", 64, "bias2"), 1, 4),  # of the second of a lane's two queries
+    ],
+    ids=lambda value: getattr(value, "id", ""),
+)
+def test_steps_of_pairs_wait_for_no_additions(unit, num_kernels, num_loads, compilations):
+    """A load of a warp that adds dbias2 waits for the additions before it: 7 % of the time of a
+    backward of 384 residues where each step loads eight spilled values. ptxas moves loads from
+    shared memory behind additions, unless something holds them.
+    """
+    kernels = machine_code(unit, compilations).split("\n.text.")
+    paired = [kernel for kernel in kernels if "WithRowPairs" in kernel.partition(":")[0]]
+    assert len(paired) == num_kernels and all(".F32x4" in kernel for kernel in paired)
+    assert [spills_in_steps(kernel) for kernel in paired] == [[]] * num_kernels
+    assert [len(loads_behind_additions(kernel)) for kernel in paired] == [num_loads] * num_kernels
 
 
 @pytest.mark.parametrize("unit", [sm90_unit("bwd", "bf16", 32, "bias2")], ids=lambda unit: unit.id)
