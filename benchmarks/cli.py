@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -310,15 +311,28 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    print(table.as_text(json.loads(arguments.file.read_text())))
+    if (content := _run_of_peers(arguments.file)) is None:
+        return 2
+    print(table.as_text(content))
     return 0
 
 
 def _plot(arguments: argparse.Namespace) -> int:
+    if (content := _run_of_peers(arguments.file)) is None:
+        return 2
     target = arguments.file.with_suffix(".svg")
-    target.write_text(table.as_svg(json.loads(arguments.file.read_text())))
+    target.write_text(table.as_svg(content))
     print(target)
     return 0
+
+
+def _run_of_peers(file: Path) -> dict[str, Any] | None:
+    """The content of a result file of `run`. None, said to the user, if it is of another kind."""
+    content: dict[str, Any] = json.loads(file.read_text())
+    if content["kind"] == "run":
+        return content
+    print(f"{file} is a result of kind {content['kind']!r}; this shows those of `run`")
+    return None
 
 
 def _results(arguments: argparse.Namespace) -> int:

@@ -293,6 +293,14 @@ def test_result_file_reads_back_as_table_and_plot(tmp_path, capsys, monkeypatch)
     assert table.group(result["results"])
 
 
+@pytest.mark.parametrize("command", ["show", "plot"])
+def test_result_files_of_other_kinds_are_refused(command, tmp_path, capsys):
+    path = tmp_path / "masks.json"
+    path.write_text(json.dumps({"schema": 1, "kind": "graph-replay", "results": []}))
+    assert cli.main([command, str(path)]) == 2
+    assert f"{path} is a result of kind 'graph-replay'" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(capsys):
     assert cli.main(["run", "--device", "cuda"]) == 2
