@@ -40,7 +40,6 @@ struct DqDkdvConfig {
   static constexpr bool kHasDqWarpgroup = Tiles::kHasDqWarpgroup;  // the one after the consumers (dq_warpgroup.h)
   static constexpr bool kPairsRows = Tiles::kPairsRows;            // and another one for dbias2 (row_pairs.h)
   static constexpr bool kHasQueryParts = Tiles::kHasQueryParts;    // one part of the queries after another
-  static constexpr int kDsSlots = Tiles::kDsSlots;
   // dk and dv leave through a buffer of their own. Otherwise, and without a warpgroup for dq, through that of K and V
   // or, with kStoresFromRegisters, without one.
   static constexpr bool kHasResultsBuffer = kHasDqWarpgroup && !kPairsRows;
@@ -107,11 +106,11 @@ struct DqDkdvConfig {
   // kPairsRows (row_pairs.h): half of a step's queries.
   struct RowPairTiles {
     static constexpr int kQueries = kColumns / 2, kWarpQueries = kQueries / 4;
-    static constexpr int kTileBytes = kQueries * BiasTile::kRowBytes, kSlotBytes = kTiles * kTileBytes;
-    uint8_t ds[kDsSlots][kTiles][kTileBytes];  // from the other block
-    FullBarrier full[kDsSlots];                // the other block's dS has arrived
-    EmptyBarrier empty[kDsSlots];              // the other block has read what this one has sent
-    EmptyBarrier ready[kStages];               // the other block's stage may be filled
+    static constexpr int kSlots = 2, kTileBytes = kQueries * BiasTile::kRowBytes, kSlotBytes = kTiles * kTileBytes;
+    uint8_t ds[kSlots][kTiles][kTileBytes];  // from the other block
+    FullBarrier full[kSlots];                // the other block's dS has arrived
+    EmptyBarrier empty[kSlots];              // the other block has read what this one has sent
+    EmptyBarrier ready[kStages];             // the other block's stage may be filled
   };
   struct Nothing {};
   struct Dq {

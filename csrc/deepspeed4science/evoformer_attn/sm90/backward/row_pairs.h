@@ -28,20 +28,20 @@ class RowPairs {
   using Tiles = typename Config::RowPairTiles;
   using DsTile = typename Config::BiasTile;
   static constexpr int kTiles = Config::kTiles, kOwned = Config::kOwned;
-  static constexpr int kSlots = Config::kDsSlots;
   static constexpr int kQueries = Tiles::kQueries, kWarpQueries = Tiles::kWarpQueries;
   static constexpr int kHalves = 2;                      // of a tile of keys: eight lanes read 32 keys of a query
-  static constexpr int kLaneQueries = kWarpQueries / 4;  // of a step, two queries from one to the next
+  static constexpr int kLaneQueries = kWarpQueries / 4;  // of a step,
+  static constexpr int kNextQuery = 2;                   // so many queries from one to the next
   using Query = uint2[kTiles * kHalves];                 // four keys of each half
   using Part = Query[kLaneQueries];
   // (1,768,768,4,32): 0.994. Not where this warpgroup also sends. (1,48,768,16,48): 1.01.
   static constexpr bool kReadsAhead = Config::kDqInShared;
 
  public:
-  using Slots = PipelineState<kSlots>;
+  using Slots = PipelineState<Tiles::kSlots>;
 
   CUTLASS_DEVICE static void init(Tiles& tiles) {
-    for (int i = 0; i < kSlots; ++i) {
+    for (int i = 0; i < Tiles::kSlots; ++i) {
       tiles.full[i].init(1), tiles.empty[i].init(4);
       tiles.full[i].arrive_and_expect_tx(Tiles::kSlotBytes);
     }
@@ -125,12 +125,12 @@ class RowPairs {
     const uint32_t rank = cute::block_rank_in_cluster();
     Part kept, theirs;
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kLaneQueries; ++r) read<DsTile::kBytes>(kept[r], all + rank * kQueries * DsTile::kRowBytes, r);
+    for (int i = 0; i < kLaneQueries; ++i) read<DsTile::kBytes>(kept[i], all + rank * kQueries * DsTile::kRowBytes, i);
     if constexpr (!Config::kDqInShared) send(sent_, shared_, all, at_);
     release(empty, kept);
-    // So the slot of the step before has been read, too.
-    if (at_.lane == 0 && adds_) tiles.empty[slots_.before().index].arrive(rank ^ 1);
-    adds_ = true;
+    // Loads have ended, so those of the step before, too: its slot is free.
+    if (at_.lane == 0 && begun_) tiles.empty[slots_.before().index].arrive(rank ^ 1);
+    begun_ = true;
     FullBarrier& full = tiles.full[slots_.index];
     full.wait(slots_.phase);
     __syncwarp();
@@ -138,16 +138,16 @@ class RowPairs {
     const uint8_t* ds = tiles.ds[slots_.index][0];
     if constexpr (kReadsAhead) {
       CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < kLaneQueries; ++r) read<Tiles::kTileBytes>(theirs[r], ds, r);
-      __syncwarp();  // ptxas would move loads behind the additions before theirs
+      for (int i = 0; i < kLaneQueries; ++i) read<Tiles::kTileBytes>(theirs[i], ds, i);
+      __syncwarp();  // otherwise ptxas moves loads behind additions, for which they wait
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kLaneQueries; ++r) {
+    for (int i = 0; i < kLaneQueries; ++i) {
       if constexpr (!kReadsAhead) {
-        read<Tiles::kTileBytes>(theirs[r], ds, r);
+        read<Tiles::kTileBytes>(theirs[i], ds, i);
         __syncwarp();
       }
-      if (2 * r < queries_left_) add_query(kept[r], theirs[r], sums_ + 2 * r * args_.dbias2_stride);
+      if (kNextQuery * i < queries_left_) add_query(kept[i], theirs[i], sums_ + kNextQuery * i * args_.dbias2_stride);
     }
     slots_.advance();
     sums_ += Config::kColumns * args_.dbias2_stride, queries_left_ -= Config::kColumns;
@@ -173,14 +173,15 @@ class RowPairs {
     }
     arrive_after(all, empty, zero_);
   }
-  // This lane's first query of a half; the other one is two later. The lanes that read at once have queries 0 and 4,
-  // or 1 and 5, of their warp, whose swizzled chunks lie in different banks.
+  // This lane's first query of a half. The lanes that read at once have queries 0 and 4, or 1 and 5, of their warp,
+  // whose swizzled chunks lie in different banks.
   CUTLASS_DEVICE int first_query() const { return kWarpQueries * at_.warp + at_.lane / 8 % 2 * 4 + at_.lane / 16; }
   CUTLASS_DEVICE static void unpack(float (&x)[4], const uint2& four) {
     const float2 low = ptx::unpack<scalar_t>(four.x), high = ptx::unpack<scalar_t>(four.y);
     x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
   }
-  // Chunks two queries on are swizzled by 2, those of the other half of a tile's keys by 4.
+  // Reads this lane's query `index`. kNextTile: bytes to the next tile of keys. The number of a swizzled chunk differs
+  // in bit 1 from one of a lane's queries to the next, and in bit 2 between the halves of a tile's keys.
   template <int kNextTile>
   CUTLASS_DEVICE void read(Query& x, const uint8_t* ds, int index) const {
     static_assert(kWarpQueries == 8 && kOwned == 64 && DsTile::kRowBytes == 128, "swizzled offsets");
@@ -189,7 +190,7 @@ class RowPairs {
     for (int t = 0; t < kTiles; ++t) {
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < kHalves; ++h) {
-        const uint32_t address = (mine ^ (32 * index + 64 * h)) + index * 2 * DsTile::kRowBytes;
+        const uint32_t address = (mine ^ (32 * index + 64 * h)) + index * kNextQuery * DsTile::kRowBytes;
         x[kHalves * t + h] = load_two(address + t * kNextTile);
       }
     }
@@ -207,7 +208,7 @@ class RowPairs {
   Slots slots_, sent_;
   float* sums_;                   // where this lane adds: its first query of a step, its first key of a tile
   int queries_left_, keys_left_;  // rows and columns of dbias2 from there on
-  bool adds_ = false;             // not in the first step
+  bool begun_ = false;            // a step has been added
 };
 
 }  // namespace ds4s::sm90

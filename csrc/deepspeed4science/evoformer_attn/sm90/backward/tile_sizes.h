@@ -28,7 +28,6 @@ struct DqDkdvTiles {
   static constexpr bool kDqInGlobal = false, kAddsDbias2 = false, kSplitsKeys = false, kComputesDelta = false;
   static constexpr bool kDeltaInMemory = false;
   static constexpr bool kHasDqWarpgroup = false, kPairsRows = false, kHasQueryParts = false;
-  static constexpr int kDsSlots = 0;
 };
 
 // For keys: the kernel also computes dq, in shared memory (dq_smem.h), of at most kQueries queries for each block of a
@@ -53,11 +52,9 @@ struct WithDqWarpgroup : Tiles {
 
 // WithDqWarpgroup, in clusters of two blocks for two neighbouring rows n, which add the sum of their dS to dbias2
 // (row_pairs.h).
-template <typename Tiles,
-          int kDsSlots_>  // buffers for dS of the other block
+template <typename Tiles>
 struct WithRowPairs : Tiles {
   static constexpr bool kPairsRows = true;
-  static constexpr int kDsSlots = kDsSlots_;
 };
 
 // WithRowPairs, for any number of queries: a block computes one part of these after another, each of at most kQueries
@@ -68,7 +65,7 @@ struct WithQueryParts : Tiles {
 };
 constexpr int kTileExponents = 4;  // of a tile of keys: one for each warp (partial_sums.h)
 
-constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta
+constexpr int kDeltaWarps = 2;  // of the producers, where the kernel also computes delta and keeps its terms
 
 // WithDqInShared, and the kernel also computes delta (row_delta.h). That takes 10 KiB of shared memory more, which are
 // left up to 512 queries.
@@ -130,28 +127,18 @@ struct BackwardTiles {
   // (1,256,256,4,32), one H100: 0.136, with two consumers that compute dq 0.144, with three 0.161.
   using NarrowFused = std::conditional_t<
       kHeadDim <= 32, WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/512>>>, Fused>;
-  // Of all kernels of (1,384,384,4,32), one H100: 0.90 of the time with a kernel for dbias2; with a fourth stage, for
-  // which dk and dv are stored from registers, 0.88. (1,768,768,4,32): 0.91.
-  using NarrowPaired = std::conditional_t<
-      kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDelta<WithDqInShared<DqDkdvTiles<1, 2, 64, 4, 2>, /*kQueries=*/512>>>, 2>,
-      Fused>;
-  using LongPaired = std::conditional_t<
-      kHeadDim <= 32,
-      WithRowPairs<WithDqWarpgroup<WithDeltaInMemory<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>>,
-                   2>,
-      Fused>;
-  // (1,1536,1536,4,32), one H100: 17.7, as SplitFused with a kernel for dbias2 19.6. The code for parts costs
-  // (1,768,768,4,32) a hundredth.
-  using PartsPaired = std::conditional_t<
-      kHeadDim <= 32,
-      WithQueryParts<WithRowPairs<WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>, 2>>,
-      Fused>;
   // All kernels of (1,768,768,4,32), one H100: 2.47, with three consumers that compute dq 2.53; of
   // (1,640,640,4,32) 1.50 and 1.66.
   using LongFused =
       std::conditional_t<kHeadDim <= 32, WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768>>,
                          Fused>;
+  // All kernels of (1,384,384,4,32), one H100: 0.88 of the time with a kernel for dbias2. Of (1,768,768,4,32), one
+  // H200: 2.09, with delta from a kernel before 2.11, with sums that leave by TMA as well 2.21.
+  using NarrowPaired = std::conditional_t<kHeadDim <= 32, WithRowPairs<NarrowFused>, Fused>;
+  using LongPaired = std::conditional_t<kHeadDim <= 32, WithRowPairs<WithDeltaInMemory<LongFused>>, Fused>;
+  // (1,1536,1536,4,32), one H100: 17.7, as SplitFused with a kernel for dbias2 19.6. The code for parts costs
+  // (1,768,768,4,32) a hundredth; delta in this kernel would cost 1.025.
+  using PartsPaired = std::conditional_t<kHeadDim <= 32, WithQueryParts<WithRowPairs<LongFused>>, Fused>;
   using SplitFused = std::conditional_t<
       kHeadDim <= 32,
       WithDqWarpgroup<WithDqInShared<DqDkdvTiles<1, 2, 64, 3, 2>, /*kQueries=*/768, /*kClusterBlocks=*/2>>,
@@ -173,7 +160,7 @@ struct BackwardTiles {
                          WithDqInGlobal<DqDkdvTiles<1, 2, 32, 4, 1>, /*kAddsDbias2=*/true>>;
   // (1,48,768,16,48), one H200: 0.91, with dbias2 in a kernel of its own 1.07.
   static constexpr bool kHasDqGlobalPaired = kHasDqGlobal && kHeadDim <= 64;
-  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal, 2>, DqGlobal>;
+  using DqGlobalPaired = std::conditional_t<kHasDqGlobalPaired, WithRowPairs<DqGlobal>, DqGlobal>;
 
   // (1,768,768,4,32): 0.81, 128 x 128 tiles 0.94. (1,256,1024,4,64): 0.62, with products of 128 keys and packed bias2
   // 0.68, tiles of 64 keys 0.72. At D = 128 no more than three stages fit.
