@@ -58,7 +58,7 @@ MASKED_CALLS = (
     (132, 100, 330, 2, 32),  # dk, dv and dq in one kernel, with hidden tiles between visible ones
     (132, 130, 230, 2, 32),  # the same with two warpgroups
     (131, 100, 332, 2, 32),  # the same with two rows n in a cluster
-    (131, 460, 140, 2, 32),  # the same for more queries
+    (131, 530, 140, 2, 32),  # the same for more queries
     (131, 780, 132, 1, 32),  # the same, the queries in two parts
     (3, 60, 300, 40, 64),
     (1, 130, 450, 80, 32),
