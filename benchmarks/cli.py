@@ -331,7 +331,7 @@ def _run_of_peers(file: Path) -> dict[str, Any] | None:
     content: dict[str, Any] = json.loads(file.read_text())
     if content["kind"] == "run":
         return content
-    print(f"{file} is a result of kind {content['kind']!r}; this shows those of `run`")
+    print(f"{file} is a result of kind {content['kind']!r}; only those of `run` have a table")
     return None
 
 

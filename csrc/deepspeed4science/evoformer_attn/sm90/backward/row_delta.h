@@ -6,9 +6,9 @@
 //   kDeltaInMemory   One warp stores it in memory, from where the block's warp for statistics loads it. It is at most
 //                    as many steps ahead of the first tile of a (b, n, h) as there are barriers.
 //
-// kernel_dbias2 reads delta from memory, where it is stored for it. It may begin while the last blocks of this kernel
-// run. So each warp adds the number of its (b, n, h) to delta_progress when all their deltas are stored. Those that see
-// nothing count, but have no delta.
+// kernel_dbias2, which runs only beside the first form, reads delta from memory, where it is stored for it. It may
+// begin while the last blocks of this kernel run. So each warp adds the number of its (b, n, h) to delta_progress when
+// all their deltas are stored. Those that see nothing count, but have no delta.
 #pragma once
 
 #include "sm90/backward/config.h"
