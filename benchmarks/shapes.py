@@ -97,6 +97,7 @@ WORKLOADS: tuple[Workload, ...] = (
     _triangle(448, "the multiple of 64 that follows 389"),
     _triangle(512, "training crop of 512 residues"),
     _triangle(640, "AlphaFold 3 fine-tuning crop"),
+    _triangle(701, "an odd length between training crops"),
     _triangle(768, "AlphaFold 3 fine-tuning crop"),
     _triangle(1024, "inference"),
     _triangle(1369, "an odd length in inference"),
@@ -110,6 +111,7 @@ WORKLOADS: tuple[Workload, ...] = (
     _triangle(384, "template embedding", dim=16, suffix="d16"),
     Workload("row128x256", 1, 128, 256, 8, 32, f"{AF2_ROW}; initial training"),
     Workload("row512x384", 1, 512, 384, 8, 32, f"{AF2_ROW}; fine-tuning"),
+    Workload("row512x389", 1, 512, 389, 8, 32, f"{AF2_ROW}; an odd length"),
     Workload("col256x128", 1, 256, 128, 8, 32, f"{AF2_COLUMN}; initial training", bias2=False),
     Workload("col384x512", 1, 384, 512, 8, 32, f"{AF2_COLUMN}; fine-tuning", bias2=False),
     Workload(
@@ -148,7 +150,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "wide64",
         "wide128",
     ),
-    "odd": ("tri389", "tri392", "tri448", "tri1369", "tri1408"),
+    "odd": ("tri389", "tri392", "tri448", "tri701", "row512x389", "tri1369", "tri1408"),
     "hopper": (  # what the Sm90 kernels are measured against
         "tri256",
         "tri384",

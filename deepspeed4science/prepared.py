@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Up to so many elements, a kernel rounds the bias gradients, which spares a launch for each. Their
 # float32 sums, at most 4 MiB, then exist together with the tensors that the forward saved. Larger
-# gradients are rounded by autograd, after those tensors are freed.
+# gradients are rounded by autograd, after those tensors are freed, unless the backend knows better.
 _MOST_ROUNDED = 2**20
 
 
@@ -112,15 +112,14 @@ class PreparedBackward(_Prepared):
     def __init__(self, choice: KernelChoice, problem: Problem, *, rounds: bool = False) -> None:
         super().__init__(choice, problem)
         p = problem
-        self._rounds = (
+        may_round = (
             rounds
             and p.device.type == "cuda"
             and p.dtype != torch.float32
             and {p.bias1_dtype, p.bias2_dtype} <= {None, p.dtype}
-            and (
-                p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED or choice.backend.rounds_dbias2(p)
-            )
         )
+        self._rounds = may_round and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
+        self._rounds_with_all = may_round and choice.backend.rounds_dbias2(p)
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
@@ -147,7 +146,8 @@ class PreparedBackward(_Prepared):
             dq = _new_like(q) if want_q else None
             dk = _new_like(k) if want_k else None
             dv = _new_like(v) if want_v else None
-        rounds = self._rounds and q.dtype == p.dtype
+        rounds = self._rounds or (self._rounds_with_all and want_q and want_k and want_v)
+        rounds = rounds and q.dtype == p.dtype
         dbias1 = dbias2 = None
         if want_bias1 and bias1 is not None:
             dbias1 = _new_like(bias1) if rounds else lse.new_empty((p.B, p.N, 1, 1, p.Lk))

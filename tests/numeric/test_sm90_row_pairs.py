@@ -26,6 +26,8 @@ PAIRED = [
     Case("pairs-odd", B=2, N=67, Lq=448, Lk=332, H=2, D=24),
     Case("pairs-no-bias1", N=131, Lq=67, Lk=152, H=2, D=8, Dv=24, bias1=False),
     Case("pairs-padded", N=131, Lq=389, Lk=391, H=2),
+    Case("pairs-padded-large", N=130, Lq=300, Lk=150, H=24),
+    Case("pairs-padded-long-large", N=132, Lq=520, Lk=71, H=30),
     Case("pairs-of-16", N=132, Lq=550, Lk=131, H=2, D=16),
     Case("pairs-long", N=131, Lq=768, Lk=260, H=2),
     Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=1, D=16),

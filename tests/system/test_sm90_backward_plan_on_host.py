@@ -6,6 +6,7 @@ import subprocess
 from types import SimpleNamespace as Namespace
 
 import pytest
+import torch
 
 from deepspeed4science.backends.sm90 import Sm90Backend
 from op_builder.ops.instantiations import FAMILIES
@@ -191,8 +192,7 @@ def test_where_delta_is_computed_with_dq(plan):
         *(square(256), square(512), square(768), square(512, deterministic=1)),
         *(square(384, dbias2=0), square(384, deterministic=1)),
     ):
-        found = plan(**one)
-        assert found["computes_delta"] == "with_dq" and "delta_progress" in found, one
+        assert plan(**one)["computes_delta"] == "with_dq", one
     for other in (
         square(772),
         square(513, deterministic=1),
@@ -203,6 +203,29 @@ def test_where_delta_is_computed_with_dq(plan):
     ):
         found = plan(**other)
         assert "computes_delta" not in found and "delta_progress" not in found, other
+
+
+def test_memory_of_delta(plan):
+    """For kernel_dbias2, which waits for all of it; or for two (b, n, h) of each block; or none."""
+
+    def size(**call):
+        found = plan(**call)
+        if "delta" not in found:
+            return 0
+        begin = int(found["delta"])
+        ends = (int(found[name]) for name in (*OFFSETS, "workspace_bytes") if name in found)
+        return min(end for end in ends if end > begin) - begin
+
+    whole = 4 * 384 * 4 * 384
+    for waits in (square(384, deterministic=1), square(384, clusters=0)):
+        assert size(**waits) == whole and "delta_progress" in plan(**waits), waits
+    for alone in (square(384), square(384, dbias2=0), square(384, deterministic=1, dbias2=0)):
+        assert size(**alone) == 0 and "delta_progress" not in plan(**alone), alone
+    assert plan(**square(384, dq=0))["dkdv"] == "keys" and size(**square(384, dq=0)) == whole
+    assert size(**square(768)) == 4 * 768 * 2 * 132
+    assert size(**square(768, clusters=57)) == 4 * 768 * 2 * 114
+    few = {"N": 47, "Lq": 640, "Lk": 640, "H": 4}  # 192 (b, n, h) in pairs: not two for each block
+    assert plan(**few)["dkdv"] == "long_paired" and size(**few) == 4 * 640 * 192
 
 
 def test_parts_of_the_queries(plan):
@@ -264,8 +287,10 @@ def test_pieces_of_the_workspace_are_apart(plan):
         found = plan(**call)
         rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
         matrix = call["B"] * call["H"] * call["Lq"] * call["Lk"]
+        in_turn = found.get("dkdv") == "long_paired"
+        deltas = min(rows + call["N"] % 2 * call["B"] * call["H"], 264) if in_turn else rows
         least = {
-            "delta": 4 * rows * call["Lq"],
+            "delta": 4 * deltas * call["Lq"],
             "counters": 8 * rows + 8,
             "key_mask": 12 * call["B"] * call["N"],
             "row_lists": 4 * call["B"] * (call["N"] + 1),
@@ -289,23 +314,59 @@ def test_pieces_of_the_workspace_are_apart(plan):
     assert seen == set(OFFSETS) - {"bias1"}, seed
 
 
-def test_rounded_dbias2_without_sums(plan):
-    """The backend, which allocates what is written, says of all calls what the plan does. Sums in
-    rows of their own are beside the rounded ones: no reason to round where it takes much memory.
-    """
+def test_rounded_dbias2_of_one_row(plan):
+    """The backend, which allocates what is written, says of all calls what the plan does."""
     seed = random.randrange(2**31)
     pick = random.Random(seed)
     backend = Sm90Backend(FAMILIES["sm90"])
     answers = set()
     for number in range(150):
-        p = Namespace(
-            N=pick.choice((1, 1, 2, 300)), D=pick.choice((24, 32, 48)), H=pick.randint(1, 16)
-        )
+        p = Namespace(B=1, N=1, D=pick.choice((24, 32, 48)), H=pick.randint(1, 16))
         p.Lq, p.Lk, p.Dv = pick.randint(700, 800), pick.choice((8, 7)) * pick.randint(20, 220), p.D
         if number == 0:  # the rarer answer
-            p = Namespace(N=1, D=32, H=16, Lq=768, Lk=768, Dv=32)
+            p = Namespace(B=1, N=1, D=32, H=16, Lq=768, Lk=768, Dv=32)
         found = plan(**(vars(p) | {"dbias2": 0, "rounded_dbias2": 1}))
         expected = found.get("dbias2") == "rounded_with_dkdv"
-        answers |= {expected, "padded" if "padded_dbias2" in found else "dense"}
+        answers.add(expected)
+        p.dtype = torch.bfloat16
         assert backend.rounds_dbias2(p) == expected, (seed, p, found)
-    assert answers == {True, False, "padded", "dense"}, seed
+    assert answers == {True, False}, seed
+
+
+def test_rounded_dbias2_of_pairs_costs_no_memory(plan):
+    """Sums in padded rows are beside the rounded gradients, which autograd makes later otherwise.
+    The backend chooses them where another kernel's delta takes as much.
+    """
+    seed = random.randrange(2**31)
+    pick = random.Random(seed)
+    backend = Sm90Backend(FAMILIES["sm90"])
+    answers = set()
+    for number in range(600):
+        p = Namespace(B=pick.choice((1, 2)), N=pick.randint(2, 800), D=32, H=pick.randint(1, 60))
+        p.Lq, p.Lk, p.Dv = pick.randint(50, 800), pick.randint(20, 800), p.D
+        if number == 0:
+            p = Namespace(B=1, N=701, D=32, H=4, Lq=701, Lk=701, Dv=32)
+        call = {**vars(p), "bias1": 1, "dbias1": 1}
+        p.dtype = torch.bfloat16
+        answers.add(backend.rounds_dbias2(p))
+        matrix, keys = p.B * p.H * p.Lq * p.Lk, p.B * p.N * p.Lk
+        if not backend.rounds_dbias2(p) or matrix <= 2**20:  # such a small one is rounded anyway
+            continue
+        own, others = plan(**call, dbias2=0, rounded_dbias2=1), plan(**call)
+        assert own["dkdv"].endswith("_paired"), (seed, p, own)
+        assert not others["dkdv"].endswith("_paired"), (seed, p, others)
+        beside = int(own["workspace_bytes"]) + 2 * (matrix + keys)
+        assert beside <= int(others["workspace_bytes"]) + 4 * matrix + 1024, (seed, p, own, others)
+        assert not backend.rounds_dbias2(Namespace(**vars(p) | {"dtype": torch.float16}))
+    assert answers == {True, False}, seed
+
+
+def test_rounded_dbias2_of_pairs_is_not_deterministic():
+    p = Namespace(B=1, N=701, D=32, H=4, Lq=701, Lk=701, Dv=32, dtype=torch.bfloat16)
+    backend = Sm90Backend(FAMILIES["sm90"])
+    assert backend.rounds_dbias2(p)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not backend.rounds_dbias2(p)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -17,8 +17,8 @@ struct BackwardArgs {
   KeyMask mask;
   RowLists row_lists;       // for each of kernel_dbias2's tiles of keys
   const float* lse;         // [B, N, H, Lq], of the shifted scores
-  float* negative_delta;    // [B, N, H, Lq]
-  int32_t* delta_progress;  // the (b, n, h) whose delta kernel_dq_dkdv has stored, or left out (row_delta.h)
+  float* negative_delta;    // [B, N, H, Lq]; where kernel_dq_dkdv computes it, see row_delta.h
+  int32_t* delta_progress;  // the (b, n, h) whose delta kernel_dq_dkdv has stored, or left out; null: nobody asks
   PostprocessFlag flag;     // kernel_dq_dkdv raises it if it computes delta and finds a query that sees nothing
   float* dbias1;            // math.md (15): [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;            // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store

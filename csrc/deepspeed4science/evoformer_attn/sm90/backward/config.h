@@ -129,12 +129,13 @@ struct DqDkdvConfig {
     uint8_t o[kDeltaWarps][kSlots][Tile::kBytes], do_[kDeltaWarps][kSlots][Tile::kBytes];
     cute::conditional_t<kHasDeltaTerms, uint4[kQueries], Nothing> terms;
   };
+  static constexpr int kDeltaSteps = kDeltaInMemory ? kDeltaRing : kQueries / kColumns;
   struct DeltaBarriers {
     FullBarrier loaded[kDeltaWarps][DeltaTiles::kSlots];
-    EmptyBarrier full[kQueries / kColumns];  // a step's delta is stored
+    EmptyBarrier full[kDeltaSteps];  // a step's delta is stored
     // kHasDeltaTerms: and has been read by the products of the last tile of the (b, n, h). Otherwise: `full` may be
     // used again.
-    EmptyBarrier empty[kQueries / kColumns];
+    EmptyBarrier empty[kDeltaSteps];
   };
   static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
@@ -197,7 +198,7 @@ struct DqDkdvConfig {
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");
   using Pipe = PipelineState<kStages>;
   using OwnedPipe = PipelineState<kBuffers>;
-  using DeltaRing = PipelineState<kQueries / kColumns>;  // of DeltaBarriers (kDeltaInMemory)
+  using DeltaRing = PipelineState<kDeltaSteps>;  // of DeltaBarriers (kDeltaInMemory)
 
   // The columns that a block streams for a tile: all or, in whole steps, its part of a cluster's or the tile's part.
   struct Columns {

@@ -38,7 +38,7 @@ class BackwardFill {
     args.num_early = int32_t(plan_.early_blocks);
     if (plan_.preprocess_finds_keys) args.key_mask = find_visible_keys(), args.num_masked = int32_t(p_.B * p_.N);
     args.computes_delta = !plan_.delta_with_dq;
-    if (plan_.delta_with_dq) args.counters = {at<float>(plan_.delta_progress), 1};
+    if (plan_.dbias2_waits_for_delta()) args.counters = {at<float>(plan_.delta_progress), 1};
     if (p_.dbias1 && plan_.dbias1_parts < 0) args.dbias1 = {p_.dbias1, p_.B * p_.N * p_.Lk};
     if (plan_.adds_dbias2 || plan_.dq_global.adds_dbias2 || plan_.pairs_rows) {
       args.dbias2 = {dbias2_sums(), p_.B * p_.H * p_.Lq * plan_.dbias2_stride};
@@ -126,7 +126,7 @@ class BackwardFill {
     args.lse = p_.lse;
     args.negative_delta = at<float>(plan_.delta);
     args.flag = flag_;
-    args.delta_progress = at<int32_t>(plan_.delta_progress), args.waits_for_delta = plan_.delta_with_dq;
+    args.delta_progress = at<int32_t>(plan_.delta_progress), args.waits_for_delta = plan_.dbias2_waits_for_delta();
     args.B = int32_t(p_.B), args.N = int32_t(p_.N), args.H = int32_t(p_.H);
     args.Lq = int32_t(p_.Lq), args.Lk = int32_t(p_.Lk);
     args.by_heads = cutlass::FastDivmod(int(p_.H));

@@ -61,6 +61,7 @@ struct Sm90BackwardPlan {
   // The kernels run in this order; if dbias2_is_last, dbias2 runs last.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
   bool delta_with_dq = false;  // the kernel for keys computes delta; dbias2, which reads it, runs last
+  int64_t num_deltas = 0;      // (b, n, h) whose delta has memory at a time
   bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
   bool dbias2_is_last = false;
   bool pairs_rows = false;     // the kernel for keys adds dbias2
@@ -97,6 +98,7 @@ struct Sm90BackwardPlan {
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
+  bool dbias2_waits_for_delta() const { return delta_with_dq && dbias2 != Kernel::kNone; }
   // Whether the caller's sums of dbias2 are not needed.
   bool has_own_dbias2() const { return rounds_dbias2 || padded_dbias2 >= 0; }
 
@@ -134,9 +136,10 @@ class Sm90BackwardPlanner {
     plan_.preprocess_finds_keys = key_mask.needed() && plan_.keys_per_list == 0;
     if (plan_.keys_per_list > 0) plan_.early_blocks = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
     const DqGlobalPlan& dq = plan_.dq_global;
-    plan_.delta = layout_.reserve(true, pairs * p_.Lq * 4);
+    plan_.num_deltas = num_deltas();
+    plan_.delta = layout_.reserve(plan_.num_deltas > 0, plan_.num_deltas * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
-    plan_.delta_progress = layout_.reserve(plan_.delta_with_dq, 4);
+    plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
     plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
     if (plan_.keys_per_list > 0) {
@@ -250,6 +253,10 @@ class Sm90BackwardPlanner {
   bool suits(Kernel kernel) const {
     const int64_t blocks = cluster_blocks_of(kernel), most = blocks * Fused::kQueries;
     if ((p_.Lq > most && !Fused::kHasQueryParts) || (blocks > 1 && p_.Lq <= most - Fused::kQueries)) return false;
+    if (Fused::kDeltaInMemory) {  // row_delta.h
+      const bool counts_in_32_bits = p_.B * p_.N * p_.H * p_.Lq < int64_t(1) << 32;
+      if (p_.Lq <= kDeltaRing * Fused::kColumns || !counts_in_32_bits) return false;
+    }
     const int64_t clusters = device_.blocks_of(kernel) / blocks;
     if (clusters == 0) return false;
     const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;
@@ -293,6 +300,14 @@ class Sm90BackwardPlanner {
     return pairs ? Kernel::kPairedDbias2 : Kernel::kSingleDbias2;
   }
   int64_t num_covered(Kernel kernel) const { return dbias2_cluster_tile<kHeadDim>(kernel).num_covered(p_); }
+
+  // Where the kernel for keys computes delta, only kernel_dbias2 reads that of all (b, n, h). kLongPaired has delta of
+  // a block's (b, n, h) and of its next one in memory; the others keep it in shared memory.
+  int64_t num_deltas() const {
+    if (!plan_.delta_with_dq || plan_.dbias2_waits_for_delta()) return p_.B * p_.N * p_.H;
+    if (plan_.keys != Kernel::kLongPaired) return 0;
+    return std::min(2 * device_.blocks_of(plan_.keys), p_.B * ceil_div(p_.N, 2) * 2 * p_.H);
+  }
 
   void plan_dbias2(bool has_mask) {
     const Dbias2ClusterTile tile = dbias2_cluster_tile<kHeadDim>(plan_.dbias2);

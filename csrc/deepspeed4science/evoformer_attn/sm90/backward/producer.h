@@ -125,8 +125,10 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
-    uint32_t delta_phase = 0;           // kHasDeltaTerms
-    typename Config::DeltaRing deltas;  // kDeltaInMemory
+    uint32_t delta_phase = 0;                 // kHasDeltaTerms
+    typename Config::DeltaRing deltas;        // kDeltaInMemory
+    uint32_t lse_begin = 0, delta_begin = 0;  // likewise: of this (b, n, h)
+    if constexpr (Config::kDeltaInMemory) delta_begin = RowDelta<Config>::begin(args, /*parity=*/1);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
     for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
@@ -142,6 +144,10 @@ struct DqDkdvProducer {
         shared.owned_full[owned_pipe.index].arrive();
         continue;
       }
+      if constexpr (Config::kDeltaInMemory) {
+        lse_begin = RowDelta<Config>::lse_begin(args, at.batch, n, at.head);
+        if (tiles.first) delta_begin = RowDelta<Config>::next_begin(args, delta_begin);
+      }
       struct {
         float2 of_query[kKeys ? kPerLane : 1];
         uint32_t of_key[kKeys ? 1 : kPerLane];
@@ -154,6 +160,9 @@ struct DqDkdvProducer {
         for (int x = 0; x < kPerLane; ++x) {
           if constexpr (Config::kHasDeltaTerms) {
             next.of_query[x] = make_float2(queries.load_lse(column + 32 * x + lane), 0.f);
+          } else if constexpr (Config::kDeltaInMemory) {
+            const uint32_t q = uint32_t(min(column + 32 * x + lane, args.Lq - 1));
+            next.of_query[x] = make_float2(args.lse[lse_begin + q], args.negative_delta[delta_begin + q]);
           } else if constexpr (kKeys) {
             next.of_query[x] = queries.load(column + 32 * x + lane);
           } else {

@@ -3,12 +3,14 @@
 //
 //   kHasDeltaTerms   Two warps keep its terms (sm90/mma/rank1_mma.h) in shared memory for all tiles of keys of a
 //                    (b, n, h). They compute those of the next (b, n, h) while consumers are busy with the last tile.
-//   kDeltaInMemory   One warp stores it in memory, from where the block's warp for statistics loads it. It is at most
-//                    as many steps ahead of the first tile of a (b, n, h) as there are barriers.
+//   kDeltaInMemory   One warp stores it in memory, from where the block's warp for statistics loads it, in each tile. A
+//                    ring of kDeltaRing barriers, fewer than a (b, n, h) has steps, keeps the first warp less than one
+//                    (b, n, h) ahead of the first tile's loads. When it begins one, the other warp has done with the
+//                    one before the last: each block needs memory for two.
 //
-// kernel_dbias2, which runs only beside the first form, reads delta from memory, where it is stored for it. It may
-// begin while the last blocks of this kernel run. So each warp adds the number of its (b, n, h) to delta_progress when
-// all their deltas are stored. Those that see nothing count, but have no delta.
+// kernel_dbias2, which runs only beside the first form, reads delta from memory, [B, N, H, Lq], where it is stored for
+// it. It may begin while the last blocks of this kernel run. So each warp adds the number of its (b, n, h) to
+// delta_progress when all their deltas are stored. Those that see nothing count, but have no delta.
 #pragma once
 
 #include "sm90/backward/config.h"
@@ -39,6 +41,18 @@ class RowDelta {
     }
     for (auto& barrier : barriers.full) barrier.init(32 * kDeltaWarps);
     for (auto& barrier : barriers.empty) barrier.init(kHasTerms ? 128 * Config::kWarpgroups : 1);
+  }
+  // kDeltaInMemory: where in negative_delta a (b, n, h) of this block begins, by the parity of its number; and the one
+  // after it.
+  CUTLASS_DEVICE static uint32_t begin(const BackwardArgs& args, uint32_t parity) {
+    return (parity * gridDim.x + blockIdx.x) * uint32_t(args.Lq);
+  }
+  CUTLASS_DEVICE static uint32_t next_begin(const BackwardArgs& args, uint32_t begin) {
+    return (2 * blockIdx.x + gridDim.x) * uint32_t(args.Lq) - begin;
+  }
+  // Likewise in lse. These are 32 bits (`suits` in plan.h), since no register is left.
+  CUTLASS_DEVICE static uint32_t lse_begin(const BackwardArgs& args, int batch, int n, int head) {
+    return uint32_t(args.row_index(batch, n) * args.H + head) * uint32_t(args.Lq);
   }
   // Called by all lanes of one of the warps.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int warp) {
@@ -71,6 +85,7 @@ class RowDelta {
     for (uint32_t phase = 0, slot_phase = 0; exists(pair); phase ^= 1) {
       const Coordinates at = locate(pair);
       const int64_t first_row = (args_.row_index(at.batch, at.row) * args_.H + at.head) * args_.Lq;
+      const uint32_t begin_in_memory = kHasTerms ? 0 : begin(args_, phase);
       // kPairsRows: perhaps only the other row n of the cluster sees something.
       const bool sees =
           !Config::kPairsRows || (at.row < args_.N && !args_.mask.sees_nothing(args_.row_index(at.batch, at.row)));
@@ -89,20 +104,20 @@ class RowDelta {
             cutlass::arch::fence_view_async_shared();
             shared_.delta_barriers.full[step].arrive();
             if (sees) {  // after the fence, which would wait for these stores
-              store(before, first_row, query(part - 1));
-              store(delta, first_row, query(part));
+              store(before, first_row, begin_in_memory, query(part - 1));
+              store(delta, first_row, begin_in_memory, query(part));
             }
           }
           before = delta;
         } else {
-          if (sees) store(delta, first_row, query(part));
+          if (sees) store(delta, first_row, begin_in_memory, query(part));
           if (part % kStepParts == kStepParts - 1) announce();
         }
         slot_phase ^= slot;
       }
       pair = loaded_pair_;
     }
-    if constexpr (!kHasTerms) return;
+    if (!kHasTerms || args_.delta_progress == nullptr) return;
     __syncwarp();
     if (lane_ == 0) {
       __threadfence();
@@ -154,9 +169,13 @@ class RowDelta {
     load_tile<Tile>(maps_.delta_o, loaded, shared_.delta.o[warp_][slot], 0, query, at.head, at.row, at.batch);
     load_tile<Tile>(maps_.delta_do, loaded, shared_.delta.do_[warp_][slot], 0, query, at.head, at.row, at.batch);
   }
-  CUTLASS_DEVICE void store(float delta, int64_t first_row, int query) const {
+  CUTLASS_DEVICE void store(float delta, int64_t first_row, uint32_t begin_in_memory, int query) const {
     if (query >= args_.Lq || lane_ % 2 != 0) return;
-    args_.negative_delta[first_row + query] = -delta;
+    if constexpr (!kHasTerms) {
+      args_.negative_delta[begin_in_memory + uint32_t(query)] = -delta;
+    } else if (args_.delta_progress != nullptr) {
+      args_.negative_delta[first_row + query] = -delta;
+    }
     // O of a query that sees nothing is 0.
     if (!(fabsf(delta) > 0.f) && args_.lse[first_row + query] == -infinity()) args_.flag.raise();
   }

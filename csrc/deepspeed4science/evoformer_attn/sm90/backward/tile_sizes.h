@@ -74,12 +74,13 @@ struct WithDelta : Tiles {
   static constexpr bool kComputesDelta = true;
 };
 
-// WithDelta, where its terms do not fit: delta passes through memory from one warp to another. That takes 4 KiB of
-// shared memory.
+// WithDelta, where its terms do not fit: delta passes through memory from one warp to another, which is kDeltaRing
+// steps behind at most. A (b, n, h) has more steps. That takes 4 KiB of shared memory.
 template <typename Tiles>
 struct WithDeltaInMemory : WithDelta<Tiles> {
   static constexpr bool kDeltaInMemory = true;
 };
+constexpr int kDeltaRing = 8;
 
 // For keys: the kernel also computes dq, by additions to accumulators in L2 (dq_global.h), and if kAddsDbias2 also
 // dbias2 (dbias2_global.h).
