@@ -42,8 +42,8 @@ class Backend(Protocol):
         """The call with tensors that kernels can read. They compute in the dtype of that q."""
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """Whether a kernel should round dbias2 however large it is: with dq, dk and dv that is faster,
-        and takes no more memory than sums in float32 that autograd rounds.
+        """Whether a kernel should round dbias2 however large it is: with dq, dk and dv that is
+        faster, and takes no more memory than sums in float32 that autograd rounds.
         """
 
     def options(self) -> Options:

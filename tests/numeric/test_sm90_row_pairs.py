@@ -5,6 +5,7 @@ its calls are in test_sm90_backward.py, among those of the other kernels.
 import pytest
 import torch
 
+from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import Case, sm90_marks
 from tests.numeric.law import (
@@ -63,6 +64,26 @@ def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
     for _ in range(200):
         assert run(ours, inputs)[NAMES.index("dbias2")].count_nonzero() == 0
     assert plans[-1]["dkdv"].endswith("_paired")
+
+
+def test_large_odd_dbias2_is_rounded_with_all_gradients(plans):
+    """Of more than 2^20 elements. Without dq another kernel runs, which needs its float32 sums."""
+    inputs = Case("odd", N=130, Lq=300, Lk=150, H=24).inputs(torch.bfloat16, "cuda")
+    tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
+    do = torch.randn_like(inputs.q)
+
+    def gradients(wanted):
+        o = DS4Sci_EvoformerAttention(inputs.q, inputs.k, inputs.v, [inputs.bias1, inputs.bias2])
+        return torch.autograd.grad(o, wanted, do)
+
+    of_all = gradients(tensors)[1:]
+    assert plans[-1]["dkdv"] == "narrow_paired" and "padded_dbias2" in plans[-1]
+    inputs.q = inputs.q.detach()
+    of_some = gradients(tensors[1:])
+    assert plans[-1]["dkdv"] == "keys" and "padded_dbias2" not in plans[-1]
+    for one, other in zip(of_all, of_some, strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        assert relative_error(one, other) < 0.01
 
 
 each_paired = pytest.mark.parametrize(
