@@ -90,16 +90,17 @@ struct Bias1OfRow {
 // -lse and -delta, math.md (6) and (9), of the queries of one (b, n, h). For queries that see no key, do not exist or
 // have an lse below -kLargestLse, -lse is replaced by -inf, so that their P is 0.
 struct QueryStatistics {
-  const float* lse;
-  const float* delta;
-  int Lq;
+  const BackwardArgs& args;
+  uint32_t begin;  // of the (b, n, h) in lse: 32 bits (Sm90Backward::fits), since these warps have few registers
 
-  CUTLASS_DEVICE QueryStatistics(const BackwardArgs& args, int b, int n, int h) : Lq(args.Lq) {
-    int64_t offset = ((int64_t(b) * args.N + n) * args.H + h) * args.Lq;
-    lse = args.lse + offset, delta = args.negative_delta + offset;
+  CUTLASS_DEVICE QueryStatistics(const BackwardArgs& args, int b, int n, int h)
+      : args(args), begin(uint32_t(args.row_index(b, n) * args.H + h) * uint32_t(args.Lq)) {}
+  CUTLASS_DEVICE float2 load(int q) const { return load(q, begin); }
+  CUTLASS_DEVICE float2 load(int q, uint32_t begin_of_delta) const {
+    return make_float2(load_lse(q), args.negative_delta[begin_of_delta + existing(q)]);
   }
-  CUTLASS_DEVICE float2 load(int q) const { return make_float2(load_lse(q), delta[min(q, Lq - 1)]); }
-  CUTLASS_DEVICE float load_lse(int q) const { return lse[min(q, Lq - 1)]; }
+  CUTLASS_DEVICE float load_lse(int q) const { return args.lse[begin + existing(q)]; }
+  CUTLASS_DEVICE uint32_t existing(int q) const { return uint32_t(min(q, args.Lq - 1)); }
   CUTLASS_DEVICE static float2 value(float2 loaded, int q, int Lq) {
     if (q >= Lq) return make_float2(-infinity(), 0.f);
     return make_float2(loaded.x < -kLargestLse ? -infinity() : -loaded.x, loaded.y);

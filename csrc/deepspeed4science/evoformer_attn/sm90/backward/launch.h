@@ -48,8 +48,8 @@ class Sm90Backward {
     constexpr int64_t kLimit = int64_t(1) << 31;
     const int64_t longest = p.Lq > p.Lk ? p.Lq : p.Lk;
     return p.D <= kHeadDim && p.Dv <= kHeadDim && p.N < kLimit - 256 && longest < kLimit - 256 &&
-           p.B * p.N * p.H * ceil_div(longest, 4) < kLimit && (p.bias2 != nullptr) == kHasBias2 &&
-           (kHasBias2 || p.dbias2 == nullptr);
+           p.B * p.N * p.H * ceil_div(longest, 4) < kLimit && p.B * p.N * p.H * p.Lq < 2 * kLimit &&
+           (p.bias2 != nullptr) == kHasBias2 && (kHasBias2 || p.dbias2 == nullptr);
   }
 
   // The first of kernel_dbias2, the kernel for keys and the kernel for queries waits for preprocess at its beginning.

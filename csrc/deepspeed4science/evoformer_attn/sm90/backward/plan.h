@@ -253,10 +253,7 @@ class Sm90BackwardPlanner {
   bool suits(Kernel kernel) const {
     const int64_t blocks = cluster_blocks_of(kernel), most = blocks * Fused::kQueries;
     if ((p_.Lq > most && !Fused::kHasQueryParts) || (blocks > 1 && p_.Lq <= most - Fused::kQueries)) return false;
-    if (Fused::kDeltaInMemory) {  // row_delta.h
-      const bool counts_in_32_bits = p_.B * p_.N * p_.H * p_.Lq < int64_t(1) << 32;
-      if (p_.Lq <= kDeltaRing * Fused::kColumns || !counts_in_32_bits) return false;
-    }
+    if (Fused::kDeltaInMemory && p_.Lq <= kDeltaRing * Fused::kColumns) return false;  // row_delta.h
     const int64_t clusters = device_.blocks_of(kernel) / blocks;
     if (clusters == 0) return false;
     const int64_t key_tiles = ceil_div(p_.Lk, kOwned), pairs = p_.B * p_.N * p_.H;

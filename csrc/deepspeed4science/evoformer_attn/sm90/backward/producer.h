@@ -125,9 +125,9 @@ struct DqDkdvProducer {
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
-    uint32_t delta_phase = 0;                 // kHasDeltaTerms
-    typename Config::DeltaRing deltas;        // kDeltaInMemory
-    uint32_t lse_begin = 0, delta_begin = 0;  // likewise: of this (b, n, h)
+    uint32_t delta_phase = 0;           // kHasDeltaTerms
+    typename Config::DeltaRing deltas;  // kDeltaInMemory
+    uint32_t delta_begin = 0;           // likewise: of this (b, n, h)
     if constexpr (Config::kDeltaInMemory) delta_begin = RowDelta<Config>::begin(args, /*parity=*/1);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
@@ -145,7 +145,6 @@ struct DqDkdvProducer {
         continue;
       }
       if constexpr (Config::kDeltaInMemory) {
-        lse_begin = RowDelta<Config>::lse_begin(args, at.batch, n, at.head);
         if (tiles.first) delta_begin = RowDelta<Config>::next_begin(args, delta_begin);
       }
       struct {
@@ -161,8 +160,7 @@ struct DqDkdvProducer {
           if constexpr (Config::kHasDeltaTerms) {
             next.of_query[x] = make_float2(queries.load_lse(column + 32 * x + lane), 0.f);
           } else if constexpr (Config::kDeltaInMemory) {
-            const uint32_t q = uint32_t(min(column + 32 * x + lane, args.Lq - 1));
-            next.of_query[x] = make_float2(args.lse[lse_begin + q], args.negative_delta[delta_begin + q]);
+            next.of_query[x] = queries.load(column + 32 * x + lane, delta_begin);
           } else if constexpr (kKeys) {
             next.of_query[x] = queries.load(column + 32 * x + lane);
           } else {

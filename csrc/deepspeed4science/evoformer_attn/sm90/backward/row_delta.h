@@ -50,10 +50,6 @@ class RowDelta {
   CUTLASS_DEVICE static uint32_t next_begin(const BackwardArgs& args, uint32_t begin) {
     return (2 * blockIdx.x + gridDim.x) * uint32_t(args.Lq) - begin;
   }
-  // Likewise in lse. These are 32 bits (`suits` in plan.h), since no register is left.
-  CUTLASS_DEVICE static uint32_t lse_begin(const BackwardArgs& args, int batch, int n, int head) {
-    return uint32_t(args.row_index(batch, n) * args.H + head) * uint32_t(args.Lq);
-  }
   // Called by all lanes of one of the warps.
   CUTLASS_DEVICE static void run(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps, int warp) {
     RowDelta(shared, args, maps, warp).run_pairs();
