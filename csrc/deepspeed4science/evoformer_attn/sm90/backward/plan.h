@@ -61,7 +61,6 @@ struct Sm90BackwardPlan {
   // The kernels run in this order; if dbias2_is_last, dbias2 runs last.
   Kernel dbias2 = Kernel::kNone, keys = Kernel::kNone, queries = Kernel::kNone;
   bool delta_with_dq = false;  // the kernel for keys computes delta; dbias2, which reads it, runs last
-  int64_t num_deltas = 0;      // (b, n, h) whose delta has memory at a time
   bool stores_dbias2 = false;  // N = 1: dbias2 is dS, and the kernel for dq stores it
   bool dbias2_is_last = false;
   bool pairs_rows = false;     // the kernel for keys adds dbias2
@@ -136,8 +135,7 @@ class Sm90BackwardPlanner {
     plan_.preprocess_finds_keys = key_mask.needed() && plan_.keys_per_list == 0;
     if (plan_.keys_per_list > 0) plan_.early_blocks = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
     const DqGlobalPlan& dq = plan_.dq_global;
-    plan_.num_deltas = num_deltas();
-    plan_.delta = layout_.reserve(plan_.num_deltas > 0, plan_.num_deltas * p_.Lq * 4);
+    plan_.delta = layout_.reserve(num_deltas() > 0, num_deltas() * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
     plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
@@ -298,8 +296,9 @@ class Sm90BackwardPlanner {
   }
   int64_t num_covered(Kernel kernel) const { return dbias2_cluster_tile<kHeadDim>(kernel).num_covered(p_); }
 
-  // Where the kernel for keys computes delta, only kernel_dbias2 reads that of all (b, n, h). kLongPaired has delta of
-  // a block's (b, n, h) and of its next one in memory; the others keep it in shared memory.
+  // The (b, n, h) whose delta has memory at a time. Where the kernel for keys computes delta, only kernel_dbias2 reads
+  // that of all. kLongPaired has delta of a block's (b, n, h) and of its next one in memory; the others keep it in
+  // shared memory.
   int64_t num_deltas() const {
     if (!plan_.delta_with_dq || plan_.dbias2_waits_for_delta()) return p_.B * p_.N * p_.H;
     if (plan_.keys != Kernel::kLongPaired) return 0;

@@ -4,9 +4,9 @@
 //   kHasDeltaTerms   Two warps keep its terms (sm90/mma/rank1_mma.h) in shared memory for all tiles of keys of a
 //                    (b, n, h). They compute those of the next (b, n, h) while consumers are busy with the last tile.
 //   kDeltaInMemory   One warp stores it in memory, from where the block's warp for statistics loads it, in each tile. A
-//                    ring of kDeltaRing barriers, fewer than a (b, n, h) has steps, keeps the first warp less than one
-//                    (b, n, h) ahead of the first tile's loads. When it begins one, the other warp has done with the
-//                    one before the last: each block needs memory for two.
+//                    ring of kDeltaRing barriers keeps the first warp at most kDeltaRing + 1 steps ahead of the first
+//                    tile's loads: one (b, n, h), which has at least as many. So when it begins a (b, n, h), the other
+//                    warp has done with the one two before it, and each block has memory for two.
 //
 // kernel_dbias2, which runs only beside the first form, reads delta from memory, [B, N, H, Lq], where it is stored for
 // it. It may begin while the last blocks of this kernel run. So each warp adds the number of its (b, n, h) to
