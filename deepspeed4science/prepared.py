@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Up to so many elements, a kernel rounds the bias gradients, which spares a launch for each. Their
 # float32 sums, at most 4 MiB, then exist together with the tensors that the forward saved. Larger
-# gradients are rounded by autograd, after those tensors are freed, unless a kernel
-# rounds them anyway (`rounds_dbias2`).
+# gradients are rounded by autograd, after those tensors are freed, unless a kernel should round
+# them anyway (`rounds_dbias2`).
 _MOST_ROUNDED = 2**20
 
 
