@@ -120,6 +120,7 @@ class PreparedBackward(_Prepared):
             and {p.bias1_dtype, p.bias2_dtype} <= {None, p.dtype}
         )
         self._rounds = may_round and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
+        # Where dq, dk and dv are wanted, too: without one of them, other kernels run.
         self._rounds_with_all = may_round and choice.backend.rounds_dbias2(p)
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:

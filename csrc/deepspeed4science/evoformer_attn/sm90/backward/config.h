@@ -129,6 +129,7 @@ struct DqDkdvConfig {
     uint8_t o[kDeltaWarps][kSlots][Tile::kBytes], do_[kDeltaWarps][kSlots][Tile::kBytes];
     cute::conditional_t<kHasDeltaTerms, uint4[kQueries], Nothing> terms;
   };
+  // As many steps have barriers: all of a (b, n, h), or a ring.
   static constexpr int kDeltaSteps = kDeltaInMemory ? kDeltaRing : kQueries / kColumns;
   struct DeltaBarriers {
     FullBarrier loaded[kDeltaWarps][DeltaTiles::kSlots];

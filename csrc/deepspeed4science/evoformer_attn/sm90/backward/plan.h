@@ -135,7 +135,8 @@ class Sm90BackwardPlanner {
     plan_.preprocess_finds_keys = key_mask.needed() && plan_.keys_per_list == 0;
     if (plan_.keys_per_list > 0) plan_.early_blocks = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
     const DqGlobalPlan& dq = plan_.dq_global;
-    plan_.delta = layout_.reserve(num_deltas() > 0, num_deltas() * p_.Lq * 4);
+    const int64_t deltas = num_deltas();
+    plan_.delta = layout_.reserve(deltas > 0, deltas * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
     plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);

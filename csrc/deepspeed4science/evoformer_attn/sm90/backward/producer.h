@@ -127,7 +127,7 @@ struct DqDkdvProducer {
     int lane = threadIdx.x % 32;
     uint32_t delta_phase = 0;           // kHasDeltaTerms
     typename Config::DeltaRing deltas;  // kDeltaInMemory
-    uint32_t delta_begin = 0;           // likewise: of this (b, n, h)
+    uint32_t delta_begin = 0;           // likewise: where delta of this (b, n, h) begins
     if constexpr (Config::kDeltaInMemory) delta_begin = RowDelta<Config>::begin(args, /*parity=*/1);
     typename Config::Pipe pipe;
     typename Config::OwnedPipe owned_pipe;
