@@ -174,6 +174,7 @@ BWD = Layout(
     *_strides("q", "k", "v", "o", "do_"),
     *_strides_or_zeros("dq", "dk", "dv"),
     *_MASK_STRIDES,
+    Field("dbias2_stride", "q", "p.Lk if dbias2 is None else dbias2.stride(3)"),
     *_OPTIONS,
     Field("partial_keys", "i", "p.partial_keys"),
 )

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 _MOST_ROUNDED = 2**20
 
 
+class _RowsRefusedError(Exception):
+    """The kernels of this call take no dbias2 in padded rows."""
+
+
 class _Prepared:
     """A kernel and its parameters without addresses. They are filled in at the first call, since
     all calls of a kind have the same strides and the same alignment.
@@ -79,7 +83,10 @@ class _Prepared:
         packed = self._layout.pack_pointers(*tensors, 0) + rest
         device = self._problem.device
         self._kernel = kernel
-        self._workspace_bytes = self._backend.workspace_bytes(kernel, packed, device)
+        workspace_bytes = self._backend.workspace_bytes(kernel, packed, device)
+        if workspace_bytes < 0:
+            raise _RowsRefusedError
+        self._workspace_bytes = workspace_bytes
         self._rest = rest  # set last: another thread that finds it finds all the others set
         return rest
 
@@ -122,6 +129,9 @@ class PreparedBackward(_Prepared):
         self._rounds = may_round and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
         # Where dq, dk and dv are wanted, too: without one of them, other kernels run.
         self._rounds_with_all = may_round and choice.backend.rounds_dbias2(p)
+        # Sums that autograd rounds may have any strides.
+        padding = -p.Lk % 4 if may_round and choice.backend.pads_dbias2 else 0
+        self._row_elements = p.Lk + padding
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
@@ -154,7 +164,7 @@ class PreparedBackward(_Prepared):
         if want_bias1 and bias1 is not None:
             dbias1 = _new_like(bias1) if rounds else lse.new_empty((p.B, p.N, 1, 1, p.Lk))
         if want_bias2 and bias2 is not None:
-            dbias2 = _new_like(bias2) if rounds else lse.new_empty((p.B, 1, p.H, p.Lq, p.Lk))
+            dbias2 = _new_like(bias2) if rounds else self._new_sums(lse)
         computed: Gradients = (dq, dk, dv, dbias1, dbias2)
         if one_key:
             for gradient in (dq, dk, dbias1, dbias2):
@@ -164,10 +174,20 @@ class PreparedBackward(_Prepared):
         if want_v or (any(wanted) and not one_key):
             dbias: tuple[Tensor | None, ...] = computed[3:]
             dbias = (None, None, *dbias) if rounds else (*dbias, None, None)
-            self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed[:3], *dbias)
+            try:
+                self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed[:3], *dbias)
+            except _RowsRefusedError:
+                self._row_elements = p.Lk
+                return self(call, into)
         if q.dtype != p.dtype:
             dq, dk, dv = (None if one is None else one.to(p.dtype) for one in (dq, dk, dv))
         return dq, dk, dv, dbias1, dbias2
+
+    def _new_sums(self, lse: Tensor) -> Tensor:
+        """Memory for the float32 sums of dbias2."""
+        p = self._problem
+        rows = lse.new_empty((p.B, 1, p.H, p.Lq, self._row_elements))
+        return rows if self._row_elements == p.Lk else rows[..., : p.Lk]
 
 
 def _new_like(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Backend(Protocol):
 
     name: str  # in messages
     kernels: Kernels
+    pads_dbias2: bool  # some kernels add to dbias2 faster where its rows begin at multiples of 16 bytes
 
     def device_obstacle(self, device: torch.device) -> str:
         """Why this backend takes no calls on a device; empty where it does."""
@@ -50,8 +51,8 @@ class Backend(Protocol):
         """The settings of the process that are parameters of kernels."""
 
     def workspace_bytes(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
-        """Size of the workspace that `packed` needs. It depends on addresses by their alignment
-        only.
+        """Size of the workspace that `packed` needs, or -1: not with these strides of dbias2. It
+        depends on addresses by their alignment only.
         """
 
     def launch(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from op_builder.toolchain import openmp
 
 class CpuBackend:
     name = "Cpu"
+    pads_dbias2 = False
 
     def __init__(self) -> None:
         self._builder = EvoformerAttnCPUBuilder()

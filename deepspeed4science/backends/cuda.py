@@ -27,6 +27,8 @@ class CudaBackend:
     `obstacles`, `spec` and `prepare`.
     """
 
+    pads_dbias2 = False
+
     def __init__(self, family: Family) -> None:
         self.name = family.name.capitalize()
         self.family = family
@@ -82,8 +84,10 @@ class CudaBackend:
 
     def workspace_bytes(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
         with torch.cuda.device(device):
-            self.kernels.tell_plan(kernel, packed)
-            return kernel.workspace_bytes(packed)
+            size = kernel.workspace_bytes(packed)
+            if size >= 0:
+                self.kernels.tell_plan(kernel, packed)
+            return size
 
     def launch(self, kernel: LoadedKernel, packed: bytes, device: torch.device) -> int:
         index = device.index

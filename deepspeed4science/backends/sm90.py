@@ -18,15 +18,16 @@ from op_builder.ops.instantiations import CudaKernel
 _PIECE_BYTES = 16
 _LIMIT_BYTES = 1 << 40
 _DIMENSIONS = ("B", "N", "L", "H")
-# Kernels that keep dq in shared memory, and delta with it or, in pairs of rows n above 512 queries,
-# that of two (b, n, h) for each block: at most so many (144 multiprocessors).
-_MOST_FUSED_QUERIES, _MOST_DELTA_ROWS = 768, 288
+# The kernel for one row n keeps dq of so many queries in shared memory.
+_MOST_FUSED_QUERIES = 768
 
 
 class Sm90Backend(CudaBackend):
     """Takes the tensors that TMA can read. For a backward only q, k and v decide, as for its
     forward, so that the kernel runs that was compiled ahead.
     """
+
+    pads_dbias2 = True
 
     def obstacles(self, problem: Problem, direction: str, tensors: Sequence[Tensor]) -> list[str]:
         found = self.head_dim_obstacles(problem, direction)
@@ -48,22 +49,10 @@ class Sm90Backend(CudaBackend):
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """One row n: where a cluster of blocks divides its keys (`splits_keys`, backward/plan.h).
-        Several: where pairs of them need sums in padded rows (`can_pair_rows`), fill at least one
-        round of keys (`suits`), and padding and rounded gradients take no more memory than delta of
-        all (b, n, h), which other kernels need.
-        """
+        """Where a cluster of blocks divides the keys of one row n (`splits_keys`, backward/plan.h)."""
         p = problem
-        if max(p.D, p.Dv) > 32 or p.Lq > _MOST_FUSED_QUERIES:
-            return False
-        if p.N == 1:
-            return 128 < p.Lk <= 1024 and p.Lk % 8 == 0
-        padding = -p.Lk % 4
-        if not padding or p.Lk <= 64 or p.dtype != torch.bfloat16 or self.options().deterministic:
-            return False
-        rounded = 2 * p.B * (p.N + p.H * p.Lq) * p.Lk + 4 * p.B * p.H * p.Lq * padding
-        delta_rows = p.B * p.N * p.H - (_MOST_DELTA_ROWS if p.Lq > 512 else 0)
-        return rounded <= 4 * delta_rows * p.Lq
+        fits = p.N == 1 and p.Lq <= _MOST_FUSED_QUERIES and max(p.D, p.Dv) <= 32
+        return fits and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         """A gradient of O may have any layout (that of a mean over L is one row, expanded). It is

@@ -11,7 +11,7 @@ from ..toolchain import openmp
 
 # DS4S_ABI_VERSION of params.h: a library that returns another number is not called. A test compares
 # the two.
-ABI_VERSION = 4
+ABI_VERSION = 5
 EXPORTS = frozenset(
     {
         "ds4s_abi_version",
@@ -42,7 +42,7 @@ class LoadedKernel:
             Runs it; 0, or a status for `status_string`. Releases the GIL. `params` is FwdParams or
             BwdParams as bytes.
     workspace_bytes(params: bytes) -> int
-            What `params.workspace` must hold.
+            What `params.workspace` must hold; -1 where `params.dbias2_stride` is refused.
     """
 
     __slots__ = ("_plan", "_status_string", "name", "origin", "path", "run", "workspace_bytes")

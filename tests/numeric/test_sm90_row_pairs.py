@@ -34,6 +34,8 @@ PAIRED = [
     Case("pairs-two-parts", N=131, Lq=900, Lk=391, H=1, D=16),
     Case("pairs-three-parts", B=2, N=66, Lq=1601, Lk=132, H=1, D=24),
     Case("pairs-six-parts", N=132, Lq=3900, Lk=72, H=1),
+    Case("pairs-three-parts-large", N=131, Lq=1597, Lk=701, H=1),
+    Case("pairs-of-48-large", N=33, Lq=448, Lk=389, H=24, D=48),
     Case("pairs-of-48", N=33, Lq=448, Lk=388, H=24, D=48),
     Case("pairs-of-64", B=2, N=19, Lq=330, Lk=516, H=16, D=64, Dv=56),
 ]
@@ -66,8 +68,10 @@ def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
     assert plans[-1]["dkdv"].endswith("_paired")
 
 
-def test_large_odd_dbias2_is_rounded_with_all_gradients(plans):
-    """Of more than 2^20 elements. Without dq another kernel runs, which needs its float32 sums."""
+def test_large_odd_dbias2_with_and_without_dq(plans):
+    """Of more than 2^20 elements, which autograd rounds. Without dq another kernel runs, which takes
+    no padded rows.
+    """
     inputs = Case("odd", N=130, Lq=300, Lk=150, H=24).inputs(torch.bfloat16, "cuda")
     tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
     do = torch.randn_like(inputs.q)

@@ -333,41 +333,24 @@ def test_rounded_dbias2_of_one_row(plan):
     assert answers == {True, False}, seed
 
 
-def test_rounded_dbias2_of_pairs_costs_no_memory(plan):
-    """Sums in padded rows are beside the rounded gradients, which autograd makes later otherwise.
-    The backend chooses them where another kernel's delta takes as much.
-    """
+def test_padded_rows_of_dbias2(plan):
+    """Kernels for pairs of rows n take them; those that run otherwise refuse them."""
     seed = random.randrange(2**31)
     pick = random.Random(seed)
-    backend = Sm90Backend(FAMILIES["sm90"])
     answers = set()
-    for number in range(600):
-        p = Namespace(B=pick.choice((1, 2)), N=pick.randint(2, 800), H=pick.randint(1, 60))
-        p.D = pick.choice((8, 32, 32, 48, 64))
-        p.Lq, p.Lk, p.Dv = pick.randint(50, 800), pick.randint(20, 800), p.D
+    for number in range(300):
+        call = {"N": pick.randint(1, 800), "H": pick.randint(1, 60), "D": pick.choice((8, 32, 64, 128))}
+        call |= {"Lq": pick.randint(20, 1600), "Lk": pick.randint(20, 1600)}
+        call["deterministic"] = int(pick.random() < 0.2)
         if number == 0:
-            p = Namespace(B=1, N=701, D=32, H=4, Lq=701, Lk=701, Dv=32)
-        call = {**vars(p), "bias1": 1, "dbias1": 1}
-        p.dtype = torch.bfloat16
-        answers.add(backend.rounds_dbias2(p))
-        matrix, keys = p.B * p.H * p.Lq * p.Lk, p.B * p.N * p.Lk
-        if not backend.rounds_dbias2(p) or matrix <= 2**20:  # such a small one is rounded anyway
-            continue
-        own, others = plan(**call, dbias2=0, rounded_dbias2=1), plan(**call)
-        assert own["dkdv"] in ("narrow_paired", "long_paired"), (seed, p, own)
-        assert not others["dkdv"].endswith("_paired"), (seed, p, others)
-        beside = int(own["workspace_bytes"]) + 2 * (matrix + keys)
-        assert beside <= int(others["workspace_bytes"]) + 4 * matrix + 1024, (seed, p, own, others)
-        assert not backend.rounds_dbias2(Namespace(**vars(p) | {"dtype": torch.float16}))
+            call = {"N": 1369, "H": 4, "D": 32, "Lq": 1369, "Lk": 1369}
+        padded = -(-call["Lk"] // 4) * 4
+        found = plan(**call, dbias2_stride=padded)
+        in_pairs = found["dkdv"].endswith("_paired")
+        assert ("refused" in found) == (padded != call["Lk"] and not in_pairs), (seed, call, found)
+        if number == 0:
+            assert found["dkdv"] == "parts_paired"
+        if padded != call["Lk"]:
+            answers.add(in_pairs)
+            assert not plan(**call)["dkdv"].endswith("_paired"), (seed, call)
     assert answers == {True, False}, seed
-
-
-def test_rounded_dbias2_of_pairs_is_not_deterministic():
-    p = Namespace(B=1, N=701, D=32, H=4, Lq=701, Lk=701, Dv=32, dtype=torch.bfloat16)
-    backend = Sm90Backend(FAMILIES["sm90"])
-    assert backend.rounds_dbias2(p)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not backend.rounds_dbias2(p)
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -267,6 +267,38 @@ def gradient_given_to_the_kernel(do_, launched, family="sm90"):
     return given
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+def test_rows_of_dbias2_are_padded_unless_the_kernel_refuses(refuses, launched, monkeypatch):
+    at = params.BWD.offsets()["dbias2_stride"]
+
+    def workspace_bytes(self, kernel, packed, device):
+        (stride,) = struct.unpack_from("=q", packed, at)
+        asked.append(stride)
+        return -1 if refuses and stride != 39 else 0
+
+    asked = []
+    monkeypatch.setattr(cuda.CudaBackend, "workspace_bytes", workspace_bytes)
+    monkeypatch.setattr(prepared, "_MOST_ROUNDED", 0)
+    problem = PROBLEM._replace(Lk=39)
+    q, k = tensor(), tensor()[:, :, :39].contiguous()
+    bias2 = torch.empty(1, 1, 2, 40, 39, dtype=torch.bfloat16)
+    lse = torch.empty(1, 3, 2, 40)
+    call = BackwardCall(q, q, k, k, q, lse, None, bias2, [True] * 5)
+    choice = choose(problem, "bwd", [q, k, k, q, q])
+    compute = PreparedBackward(choice, problem, rounds=True)
+    for _ in range(2):
+        dbias2 = compute(call)[4]
+        stride = 39 if refuses else 40
+        assert dbias2.shape == bias2.shape and dbias2.stride()[3:] == (stride, 1)
+        assert dbias2.dtype == torch.float32
+        (packed,) = launched
+        assert struct.unpack_from("=q", packed, at) == (stride,)
+        launched.clear()
+    assert asked == ([40, 39] if refuses else [40])
+    # The operator's gradients are dense: tracing says so.
+    assert PreparedBackward(choice, problem)(call)[4].stride()[3:] == (39, 1)
+
+
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS.keys())
 def test_a_gradient_that_tma_cannot_read_is_copied(make, launched):
     do_ = make()

@@ -140,6 +140,7 @@ def test_every_value_is_where_its_name_says(name):
     expected |= SIZES | strides
     expected |= {"workspace": 4096, "bias1_dtype": 1, "bias2_dtype": 2, "num_threads": 9}
     expected |= {"deterministic": 1, "scale": 0.375, "reserved": 0, "partial_keys": 1}
+    expected["dbias2_stride"] = tensors["dbias2"].stride(3)
     at = layout.offsets()
     for field, kind, count in fields_of_the_header(name):
         code = {"int64_t": "q", "int32_t": "i", "float": "f"}.get(kind, "Q")

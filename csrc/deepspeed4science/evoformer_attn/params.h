@@ -12,7 +12,7 @@
 #endif
 
 // Raised whenever a struct below or the meaning of a field changes; checked when a library is loaded.
-#define DS4S_ABI_VERSION 4
+#define DS4S_ABI_VERSION 5
 
 namespace ds4s {
 
@@ -74,7 +74,7 @@ struct BwdParams {
   void* dk;                 // [B, N, Lk, H, D], or null
   void* dv;                 // [B, N, Lk, H, Dv], or null
   float* dbias1;            // [B, N, Lk] contiguous, or null
-  float* dbias2;            // [B, H, Lq, Lk] contiguous, or null
+  float* dbias2;            // [B, H, Lq, Lk], contiguous but for dbias2_stride; or null
   void* rounded_dbias1;     // the same in the type of q, in place of dbias1, which is null then; or null. CUDA only
   void* rounded_dbias2;
   void* workspace;  // as in FwdParams
@@ -91,6 +91,7 @@ struct BwdParams {
   int64_t bias1_stride[3];     // B, N, Lk
   int64_t bias2_stride[4];     // B, H, Lq, Lk
   int64_t row_mask_stride[2];  // B, N
+  int64_t dbias2_stride;       // from a row of dbias2 to the next: Lk; Sm90 also more, unless ds4s_workspace_bytes is -1
 
   int32_t bias1_dtype;
   int32_t bias2_dtype;
@@ -105,7 +106,7 @@ struct BwdParams {
 // What every shared library exports, one kernel each (the bodies are written by op_builder/ops/instantiations.py):
 //   int     ds4s_abi_version(void);                            DS4S_ABI_VERSION of this header
 //   const char* ds4s_name(void);                               the unit's name
-//   int64_t ds4s_workspace_bytes(const Params*);               0 when none is needed
+//   int64_t ds4s_workspace_bytes(const Params*);               0 when none is needed; -1: not with this dbias2_stride
 //   int     ds4s_run(const Params*, void* stream);             0, or a status for ds4s_status_string
 //   const char* ds4s_status_string(int);
 // and where a kernel chooses what it runs:

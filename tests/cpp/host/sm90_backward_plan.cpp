@@ -34,6 +34,7 @@ int main(int argc, char** argv) {
   p.dbias1 = static_cast<float*>(pointer("dbias1")), p.dbias2 = static_cast<float*>(pointer("dbias2"));
   p.rounded_dbias2 = pointer("rounded_dbias2");
   p.deterministic = int32_t(given["deterministic"]);
+  p.dbias2_stride = given["dbias2_stride"] ? given["dbias2_stride"] : p.Lk;
   p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = 1;
   const int64_t row = given["odd_bias2"] ? p.Lk + 1 : p.Lk;
   p.bias2_stride[0] = p.H * p.Lq * row, p.bias2_stride[1] = p.Lq * row, p.bias2_stride[2] = row, p.bias2_stride[3] = 1;
@@ -61,4 +62,5 @@ int main(int argc, char** argv) {
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out);
   std::puts(text);
+  if (!plan.takes_dbias2_rows(p)) std::puts(" refused=1");
 }

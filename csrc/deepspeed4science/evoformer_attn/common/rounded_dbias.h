@@ -15,7 +15,8 @@ template <typename Backward>
 struct RoundedDbias {
   static int64_t workspace_bytes(const BwdParams& p) {
     const Sums sums(p);
-    return sums.bytes + Backward::workspace_bytes(sums.added_to(p, kAnywhere));
+    const int64_t others = Backward::workspace_bytes(sums.added_to(p, kAnywhere));
+    return others < 0 ? others : sums.bytes + others;
   }
   static int run(const BwdParams& p, cudaStream_t stream) {
     const Sums sums(p);

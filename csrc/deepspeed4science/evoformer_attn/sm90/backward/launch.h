@@ -15,7 +15,9 @@ class Sm90Backward {
   static int64_t workspace_bytes(const BwdParams& p) {
     BackwardFacts device;
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
-    return known ? make_plan<kHeadDim, kHasBias2>(p, device).workspace_bytes : 0;
+    if (!known) return 0;
+    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
+    return plan.takes_dbias2_rows(p) ? plan.workspace_bytes : -1;
   }
   // Whether rounded_dbias2 needs no float32 sums besides what the plan reserves.
   static bool rounds_dbias2(const BwdParams& p) {
@@ -29,6 +31,7 @@ class Sm90Backward {
     BackwardFacts device;
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
     const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
+    if (!plan.takes_dbias2_rows(p)) return cudaErrorInvalidValue;
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     return Sm90Backward(p, plan, device, stream).launch_all();
   }

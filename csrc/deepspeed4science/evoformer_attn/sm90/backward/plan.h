@@ -98,6 +98,10 @@ struct Sm90BackwardPlan {
   int64_t workspace_bytes = 0;
 
   bool dbias2_waits_for_delta() const { return delta_with_dq && dbias2 != Kernel::kNone; }
+  // Only kernels for pairs of rows n, and postprocess, take a distance of dbias2's rows other than Lk.
+  bool takes_dbias2_rows(const BwdParams& p) const {
+    return p.dbias2 == nullptr || p.dbias2_stride == p.Lk || (pairs_rows && p.dbias2_stride > p.Lk);
+  }
   // Whether the caller's sums of dbias2 are not needed.
   bool has_own_dbias2() const { return rounds_dbias2 || padded_dbias2 >= 0; }
 
@@ -151,7 +155,7 @@ class Sm90BackwardPlanner {
     plan_.dbias2_parts =
         layout_.reserve(plan_.num_slices > 1 && p_.deterministic, plan_.num_slices * p_.B * p_.H * p_.Lq * p_.Lk * 4);
     const bool pads = plan_.pairs_rows && p_.dbias2 == nullptr;
-    plan_.dbias2_stride = pads ? ceil_div(p_.Lk, 4) * 4 : p_.Lk;
+    plan_.dbias2_stride = pads ? ceil_div(p_.Lk, 4) * 4 : p_.dbias2 ? p_.dbias2_stride : p_.Lk;
     plan_.padded_dbias2 = layout_.reserve(pads, p_.B * p_.H * p_.Lq * plan_.dbias2_stride * 4);
     const int64_t key_tiles = ceil_div(p_.Lk, Tiles::PartsPaired::kTiles * kOwned) * Tiles::PartsPaired::kTiles;
     plan_.part_exponents =
@@ -226,7 +230,7 @@ class Sm90BackwardPlanner {
   }
   // Four elements are added at a time, at multiples of 16 bytes: of dbias2, or of padded sums that are rounded later.
   bool can_pair_rows() const {
-    const bool aligned = p_.dbias2 && p_.Lk % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
+    const bool aligned = p_.dbias2 && p_.dbias2_stride % 4 == 0 && reinterpret_cast<uintptr_t>(p_.dbias2) % 16 == 0;
     const bool pads = p_.dbias2 == nullptr && p_.rounded_dbias2 && p_.Lk % 4 != 0;
     return kHasBias2 && (aligned || pads) && !p_.deterministic && p_.N > 1;
   }
