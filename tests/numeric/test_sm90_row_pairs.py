@@ -37,6 +37,7 @@ PAIRED = [
     Case("pairs-three-parts-large", N=131, Lq=1597, Lk=701, H=1),
     Case("pairs-of-48-large", N=33, Lq=448, Lk=389, H=24, D=48),
     Case("pairs-of-48", N=33, Lq=448, Lk=388, H=24, D=48),
+    Case("pairs-of-64-sections", N=160, Lq=1000, Lk=1900, H=1, D=64),
     Case("pairs-of-64", B=2, N=19, Lq=330, Lk=516, H=16, D=64, Dv=56),
 ]
 
@@ -69,8 +70,8 @@ def test_without_gradients_dbias2_is_zero(N, L, H, D, plans):
 
 
 def test_large_odd_dbias2_with_and_without_dq(plans):
-    """Of more than 2^20 elements, which autograd rounds. Without dq another kernel runs, which takes
-    no padded rows.
+    """Of more than 2^20 elements, which autograd rounds. Without dq another kernel runs, which
+    takes no padded rows.
     """
     inputs = Case("odd", N=130, Lq=300, Lk=150, H=24).inputs(torch.bfloat16, "cuda")
     tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
@@ -92,7 +93,12 @@ def test_large_odd_dbias2_with_and_without_dq(plans):
 
 each_paired = pytest.mark.parametrize(
     ("N", "Lq", "H", "D"),
-    [(150, 200, 2, 32), (150, 520, 2, 32), (132, 800, 1, 32), (40, 400, 32, 48)],
+    [
+        (150, 200, 2, 32),
+        (150, 520, 2, 32),
+        (132, 800, 1, 32),
+        (40, 400, 32, 48),
+    ],
 )
 
 
@@ -144,6 +150,26 @@ def test_unread_rows_in_pairs(N, Lq, H, D, plans):
     for tensor in (o, dq, dk, dv, dbias1):
         assert (tensor[~inputs.row_mask] == 0).all()
     assert plans[-1]["dkdv"].endswith("_paired")
+
+
+@pytest.mark.parametrize("hidden", ["nothing", "other-keys", "last-keys"])
+def test_sections_of_the_queries(hidden, plans):
+    """Accumulators of dq hold sections of the queries, and are used again and again. delta is in
+    dq until that is written.
+    """
+    inputs = with_do(
+        Case("sections", N=160, Lq=1000, Lk=1900, H=1, D=64).inputs(torch.bfloat16, "cuda")
+    )
+    if hidden != "nothing":
+        inputs.bias1[:, :: 2 if hidden == "other-keys" else 1, ..., 1200:] = -torch.inf
+    first = check(inputs)
+    sections = int(plans[-1]["dq_sections"])
+    assert sections == 4 and int(plans[-1]["dq_accumulators"]) < 160
+    of_dq = NAMES.index("dQ")
+    exact = run(evoformer_attention, inputs, torch.float64)[of_dq]
+    allowed = 1.02 * relative_error(first[of_dq], exact)
+    for _ in range(20):
+        assert relative_error(run(ours, inputs)[of_dq], exact) < allowed
 
 
 IN_PARTS = Case("parts", N=131, Lq=2400, Lk=72, H=1)  # four parts of the queries

@@ -12,7 +12,9 @@ H200 = 132
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """plan(wide, B, N, Lq, Lk, H, blocks) -> accumulators, size of one, counters, adds_dbias2"""
+    """plan(kind, B, N, Lq, Lk, H, blocks) -> accumulators, size of one, counters, adds_dbias2,
+    sections of the queries
+    """
     path = built(tmp_path_factory.mktemp("host"), "dq_global_plan")
 
     def run(*numbers):
@@ -22,42 +24,69 @@ def plan(tmp_path_factory):
     return run
 
 
+NARROW, WIDE, PAIRED = range(3)  # D = 64; D = 128; D = 64 in pairs of rows n
+
+
 @pytest.mark.parametrize(
-    ("wide", "shape", "expected"),
+    ("kind", "shape", "expected"),
     [
-        (True, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1026, True)),
-        (True, (1, 64, 1024, 1022, 8), (54, 1024 * 128, 1026, False)),
-        (True, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1666, False)),  # room for 19 of 22
-        (False, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2050, False)),
-        (True, (1, 16, 200, 200, 2), (0, 0, 0, False)),  # no room: two passes
+        (WIDE, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1026, True, 1)),
+        (WIDE, (1, 64, 1024, 1022, 8), (54, 1024 * 128, 1026, False, 1)),
+        (WIDE, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1666, False, 1)),  # room for 19 of 22
+        (NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2050, False, 1)),
+        (WIDE, (1, 16, 200, 200, 2), (0, 0, 0, False, 1)),  # no room: two passes
+        (PAIRED, (1, 48, 768, 768, 16), (70, 768 * 64, 1538, True, 1)),
+        (PAIRED, (1, 256, 1024, 1024, 4), (63, 256 * 64, 8194, True, 4)),
+        (PAIRED, (1, 400, 1024, 1024, 4), (0, 0, 0, False, 1)),  # room for 26 of 43
     ],
-    ids=["D128", "D128-rows-of-8-bytes", "D128-many-rows", "D64", "small"],
+    ids=[
+        "D128",
+        "D128-rows-of-8-bytes",
+        "D128-many-rows",
+        "D64",
+        "small",
+        "pairs",
+        "sections",
+        "pairs-of-many-rows",
+    ],
 )
-def test_plan_of(wide, shape, expected, plan):
-    assert plan(wide, *shape, H200) == [int(x) for x in expected]
+def test_plan_of(kind, shape, expected, plan):
+    assert plan(kind, *shape, H200) == [int(x) for x in expected]
 
 
-def test_slots_fit_where_they_are_and_suffice(plan):
+def test_accumulators_fit_where_they_are_and_suffice(plan):
     seed = random.randrange(2**31)
     pick = random.Random(seed)
-    kinds = set()
-    for _ in range(200):
-        wide, B, N = pick.random() < 0.7, pick.choice((1, 2)), pick.randint(2, 300)
+    seen = set()
+    for _ in range(300):
+        kind, B, N = (
+            pick.choice((NARROW, WIDE, WIDE, PAIRED)),
+            pick.choice((1, 2)),
+            pick.randint(2, 300),
+        )
         H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
         blocks = pick.choice((14, 114, H200))
-        shape = (wide, B, N, Lq, Lk, H, blocks)
-        accumulators, size, counters, adds = plan(*shape)
-        pairs, elements, under_way = B * N * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
-        kinds.add((bool(accumulators), bool(adds)))
+        shape = (kind, B, N, Lq, Lk, H, blocks)
+        accumulators, size, counters, adds, sections = plan(*shape)
+        rows = N + N % 2 if kind == PAIRED else N
+        pairs, elements, under_way = B * rows * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
+        seen.add((bool(accumulators), bool(adds), sections > 1))
         if accumulators:
-            assert size >= Lq * (128 if wide else 64), (seed, shape)
-            assert accumulators >= min(pairs, (1.25 if adds else 1.5) * under_way), (seed, shape)
-        if adds:  # lse and delta are there at the same time; all of it within dbias2's 16-bit copy
-            assert 4 * (accumulators * size + counters + 2 * pairs * Lq) <= 2 * elements, (
+            assert size * sections >= Lq * (128 if kind == WIDE else 64), (seed, shape)
+            least = 2.5 if sections > 1 else 1.25 if adds else 1.5
+            assert accumulators >= min(pairs * sections, least * under_way), (seed, shape)
+            assert counters == 2 * pairs * sections + 2, (seed, shape)
+            assert kind != PAIRED or accumulators >= 2, (seed, shape)
+        if sections > 1:  # a couple of (b, n, h) in a wave of clusters
+            assert kind == PAIRED and under_way >= 2, (seed, shape)
+        if adds:  # lse, and delta unless it is in dq; all of it within dbias2's 16-bit copy
+            saved = 1 if sections > 1 else 2
+            assert 4 * (accumulators * size + counters + saved * pairs * Lq) <= 2 * elements, (
                 seed,
                 shape,
             )
-            assert wide and Lk % 4 == 0, (seed, shape)
+            assert kind == PAIRED or (kind == WIDE and Lk % 4 == 0), (seed, shape)
         else:
             assert accumulators * size <= elements, (seed, shape)
-    assert kinds == {(False, False), (True, False), (True, True)}, seed
+    no, stored, added = (False, False, False), (True, False, False), (True, True, False)
+    assert seen == {no, stored, added, (True, True, True)}, seed

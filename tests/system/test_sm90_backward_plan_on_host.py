@@ -141,8 +141,12 @@ def square(L, **more):
             {"N": 48, "Lq": 768, "Lk": 768, "H": 16, "D": 48, "deterministic": 1},
             *("split_fused", None, "paired_dbias2"),
         ),
-        (  # accumulators beside dbias2 would raise peak memory
+        (  # accumulators of whole (b, n, h) would raise peak memory, those of sections do not
             {"N": 256, "Lq": 1024, "Lk": 1024, "D": 64},
+            *("dq_global_paired", None, "added_with_dkdv"),
+        ),
+        (  # those, too
+            {"N": 400, "Lq": 1024, "Lk": 1024, "D": 64},
             *("dq_global", None, "paired_dbias2"),
         ),
         (
@@ -246,7 +250,7 @@ def test_slices(plan):
     assert plan(**square(384, bias1=1, dq=0))["most_slices"] == "16"
     assert plan(**square(40, bias1=1))["most_slices"] == "5"
     assert plan(**square(384, bias1=1, deterministic=1))["slices"] == "11"
-    wide = plan(N=256, Lq=1024, Lk=1024, D=64, bias1=1)
+    wide = plan(N=400, Lq=1024, Lk=1024, D=64, bias1=1)
     assert (wide["dkdv"], wide["most_slices"]) == ("dq_global", "16")
 
 
@@ -333,13 +337,24 @@ def test_rounded_dbias2_of_one_row(plan):
     assert answers == {True, False}, seed
 
 
+def test_delta_is_in_dq_where_accumulators_need_its_memory(plan):
+    whole, sections = (plan(N=n, Lq=1024, Lk=1024, D=64) for n in (64, 256))
+    assert whole["dkdv"] == sections["dkdv"] == "dq_global_paired"
+    assert "delta" in whole and "dq_sections" not in whole
+    assert "delta" not in sections and sections["dq_sections"] == "4"
+
+
 def test_padded_rows_of_dbias2(plan):
     """Kernels for pairs of rows n take them; those that run otherwise refuse them."""
     seed = random.randrange(2**31)
     pick = random.Random(seed)
     answers = set()
     for number in range(300):
-        call = {"N": pick.randint(1, 800), "H": pick.randint(1, 60), "D": pick.choice((8, 32, 64, 128))}
+        call = {
+            "N": pick.randint(1, 800),
+            "H": pick.randint(1, 60),
+            "D": pick.choice((8, 32, 64, 128)),
+        }
         call |= {"Lq": pick.randint(20, 1600), "Lk": pick.randint(20, 1600)}
         call["deterministic"] = int(pick.random() < 0.2)
         if number == 0:

@@ -91,7 +91,7 @@ struct BwdParams {
   int64_t bias1_stride[3];     // B, N, Lk
   int64_t bias2_stride[4];     // B, H, Lq, Lk
   int64_t row_mask_stride[2];  // B, N
-  int64_t dbias2_stride;       // from a row of dbias2 to the next: Lk; Sm90 also more, unless ds4s_workspace_bytes is -1
+  int64_t dbias2_stride;  // from a row of dbias2 to the next: Lk; Sm90 also more, unless ds4s_workspace_bytes is -1
 
   int32_t bias1_dtype;
   int32_t bias2_dtype;

@@ -1,5 +1,6 @@
-// sm90/backward/dq_global_plan.h: `dq_global_plan WIDE B N Lq Lk H BLOCKS` prints accumulators, elements of one,
-// counters, and whether dbias2 is added to by the same kernel; for D = 128 (WIDE = 1) or 64.
+// sm90/backward/dq_global_plan.h: `dq_global_plan KIND B N Lq Lk H BLOCKS` prints accumulators, elements of one,
+// counters, whether dbias2 is added to by the same kernel, and sections of the queries; for D = 64 (KIND = 0), D = 128
+// (1), or D = 64 in pairs of rows n (2).
 #include "sm90/backward/dq_global_plan.h"
 
 #include <cstdio>
@@ -11,8 +12,10 @@ int main(int, char** argv) {
   p.B = std::atoll(argv[2]), p.N = std::atoll(argv[3]), p.Lq = std::atoll(argv[4]), p.Lk = std::atoll(argv[5]);
   p.H = std::atoll(argv[6]);
   const int64_t blocks = std::atoll(argv[7]);
-  const DqGlobalPlan plan = std::atoi(argv[1]) ? DqGlobalPlan::of<BackwardTiles<128>::DqGlobal, 128>(p, blocks)
-                                               : DqGlobalPlan::of<BackwardTiles<64>::DqGlobal, 64>(p, blocks);
-  std::printf("%lld %lld %lld %d\n", (long long)plan.num_accumulators, (long long)plan.accumulator_size,
-              (long long)plan.num_counters, plan.adds_dbias2);
+  const int kind = std::atoi(argv[1]);
+  const DqGlobalPlan plan = kind == 1   ? DqGlobalPlan::of<BackwardTiles<128>::DqGlobal, 128>(p, blocks)
+                            : kind == 2 ? DqGlobalPlan::of<BackwardTiles<64>::DqGlobalPaired, 64>(p, blocks)
+                                        : DqGlobalPlan::of<BackwardTiles<64>::DqGlobal, 64>(p, blocks);
+  std::printf("%lld %lld %lld %d %lld\n", (long long)plan.num_accumulators, (long long)plan.accumulator_size,
+              (long long)plan.num_counters, plan.adds_dbias2, (long long)plan.num_sections);
 }

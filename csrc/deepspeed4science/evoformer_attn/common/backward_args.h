@@ -45,9 +45,12 @@ struct DeltaInDq {
   int stride;  // of queries
   int last;    // number of queries together, minus one
   CUTLASS_DEVICE DeltaInDq(const BwdParams& p, int64_t b, int64_t n, int64_t h)
-      : ptr(reinterpret_cast<float*>(element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h))),
-        stride(int(p.dq_stride[2] * int64_t(sizeof(scalar_t)) / 4)),
-        last(p.D * int64_t(sizeof(scalar_t)) >= 32 ? 7 : 3) {}
+      : DeltaInDq(element<scalar_t>(p.dq, p.dq_stride, b, n, 0, h), p.dq_stride[2], p.D) {}
+  // first: dq of the first query; row_stride: of queries, in elements.
+  CUTLASS_DEVICE DeltaInDq(scalar_t* first, int64_t row_stride, int64_t D)
+      : ptr(reinterpret_cast<float*>(first)),
+        stride(int(row_stride * int64_t(sizeof(scalar_t)) / 4)),
+        last(D * int64_t(sizeof(scalar_t)) >= 32 ? 7 : 3) {}
   CUTLASS_DEVICE float* at(int64_t query) const { return ptr + (query & ~int64_t(last)) * stride + (query & last); }
 };
 

@@ -24,8 +24,8 @@ struct BackwardArgs {
   float* dbias2;            // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
   float* dq_accumulators;     // [num_dq_accumulators] accumulators of dq_global.h, zeros while not in use; or null
-  int32_t* dq_progress;       // [B N H] in the order of tiles: number of blocks that have added or written dq
-  int32_t* dq_released;       // [B N H]: released accumulators, numbered from 1, in the order of release
+  int32_t* dq_progress;       // of each section of a (b, n, h): number of blocks that have added or written dq
+  int32_t* dq_released;       // released accumulators, numbered from 1, in the order of release
   int32_t* dq_num_released;   // number of entries of dq_released
   int32_t* next_tile;         // the first tile that no block has taken (tile_scheduler.h)
   int32_t* next_dbias2_tile;  // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
@@ -62,6 +62,9 @@ struct BackwardArgs {
   int32_t num_query_parts;
   uint16_t* part_exponents;  // [blocks, tiles of keys, warps]: of dk and dv between two parts (partial_sums.h)
   bool heads_outside;        // tiles are numbered rows n first, then heads
+
+  // dq_global.h: an accumulator holds so many steps of queries, a section; so many of these cover all queries.
+  int32_t section_steps, num_sections;
 
   // The index of a row n among all B N.
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }

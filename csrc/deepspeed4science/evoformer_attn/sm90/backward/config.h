@@ -45,6 +45,8 @@ struct DqDkdvConfig {
   static constexpr bool kHasResultsBuffer = kHasDqWarpgroup && !kPairsRows;
   static constexpr bool kStoresFromRegisters = kReleasesEarly || (kHasDqWarpgroup && !kHasResultsBuffer);
   static constexpr bool kTakesTurns = kDqInShared && !kHasDqWarpgroup;  // each consumer computes dq of some steps
+  // delta may be in dq.
+  static constexpr bool kDeltaInDq = kDqInGlobal && kPairsRows;
   // The producers' warpgroup, which is the last one.
   static constexpr int kProducers = kWarpgroups + kHasDqWarpgroup + kPairsRows;
   static constexpr int kNumThreads = 128 * (kProducers + 1);
@@ -148,8 +150,9 @@ struct DqDkdvConfig {
   struct DqGlobalBarriers {
     EmptyBarrier full[DqGlobalTiles::kDsStages];   // dS of all tiles is stored
     EmptyBarrier empty[DqGlobalTiles::kDsStages];  // and has been read
-    EmptyBarrier accumulator_free, added;
-    int accumulator;  // index of the accumulator that accumulator_free announces
+    // Of every second section of the queries. accumulators: what accumulator_free announces.
+    EmptyBarrier accumulator_free[2], added[2];
+    int accumulators[2];
   };
   // Elsewhere a block's tiles are known beforehand (tile_scheduler.h).
   static constexpr bool kTakesTiles = kDqInGlobal && !kPairsRows;

@@ -55,7 +55,6 @@ struct DqDkdvConsumer {
       const bool computes = !kDqInGlobal         ? (visible.warpgroups >> at.warpgroup & 1) != 0
                             : Config::kPairsRows ? visible.warpgroups != 0  // or only the other row n sees keys
                                                  : computed;
-      if constexpr (kDqInGlobal) dq_global.state.begins = true;
       Results results{};
       if (computes) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
@@ -74,7 +73,6 @@ struct DqDkdvConsumer {
         } else if constexpr (Config::kReleasesEarly) {
           shared.owned_empty[buffer].arrive();
         }
-        if constexpr (kDqInGlobal) DqGlobal<Config>::add_nothing(dq_global.state, shared);
         pending.finish(shared.owned_empty, at);
         if (Config::kHasDqWarpgroup && at.issues()) cute::tma_store_wait<0>();  // as in finish_scores
         const int num_steps = !computed ? 0
@@ -84,13 +82,17 @@ struct DqDkdvConsumer {
           shared.full[pipe.index].wait(pipe.phase);
           if constexpr (kDqInShared) Mainloop::store_zero_ds(shared, pipe.index, exists, at);
           if constexpr (kDqInGlobal && Config::kPairsRows) {
-            DqGlobal<Config>::store_zero_ds(dq_global.state, shared, at);
+            DqGlobal<Config>::store_zero_ds(dq_global.state, args, shared, at);
           }
           if constexpr (Config::kHasDeltaTerms) {
             if (dq.last) shared.delta_barriers.empty[step].arrive();
           }
           shared.empty[pipe.index].arrive();
           if constexpr (Config::kTakesTurns) DqShared<Config>::add(dq, step, pipe, shared, args, at);
+        }
+        if constexpr (kDqInGlobal) {
+          if (num_steps == 0) DqGlobal<Config>::add_nothing(dq_global.state, args, shared);
+          DqGlobal<Config>::end_tile(dq_global.state, shared);
         }
         if constexpr (Config::kTakesTurns) {
           if (!computed && dq.first && dq.last) DqShared<Config>::store_zeros(dq, shared, args, at);

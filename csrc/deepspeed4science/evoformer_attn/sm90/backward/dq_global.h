@@ -20,6 +20,7 @@
 
 #include "common/atomic_add.h"
 #include "sm90/backward/config.h"
+#include "sm90/backward/section_order.h"
 
 namespace ds4s::sm90 {
 
@@ -41,7 +42,8 @@ struct DqGlobal {
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
     for (auto& barrier : barriers.full) barrier.init(128 * kTiles);
     for (auto& barrier : barriers.empty) barrier.init(128 * (kTiles + Config::kPairsRows));
-    barriers.accumulator_free.init(1), barriers.added.init(128 * kTiles);
+    for (auto& barrier : barriers.accumulator_free) barrier.init(1);
+    for (auto& barrier : barriers.added) barrier.init(128 * kTiles);
   }
 
   // The index of a tile's (b, n, h), and the address of an accumulator.
@@ -54,19 +56,19 @@ struct DqGlobal {
     return args.by_blocks.rem(Config::kPairsRows ? tile / 2 : tile);
   }
   CUTLASS_DEVICE static float* address_of(const BackwardArgs& args, int accumulator) {
-    return args.dq_accumulators + int64_t(accumulator) * num_parts(args) * kPart;
+    return args.dq_accumulators + int64_t(accumulator) * args.section_steps * kTiles * kPart;
   }
   // Elements that one warpgroup adds in one step.
   static constexpr int kPart = 64 * kQueries;
-  CUTLASS_DEVICE static int num_parts(const BackwardArgs& args) { return (args.Lq + kColumns - 1) / kColumns * kTiles; }
 
   // A consumer's state through the steps of all its tiles.
   struct ConsumerState {
     using Pipe = PipelineState<Config::DqGlobalTiles::kDsStages>;
     Pipe given, taken;
-    uint32_t accumulator_phase = 0;
-    float* next;  // this lane's first element of the next step
-    bool begins;  // no step of this tile has been added yet
+    uint32_t section = 0;  // number of sections added
+    int steps_left = 0;    // of this section
+    float* next;           // this lane's first element of the next step
+    CUTLASS_DEVICE int slot() const { return section % 2; }
   };
 
   // Stores dS of this warpgroup's keys, each 8x8 matrix transposed, at `offset`.
@@ -129,21 +131,34 @@ struct DqGlobal {
                                  const ConsumerCoord& at) {
     shared.dq_global_barriers.empty[state.taken.index].arrive();
     state.taken.advance();
-    if (state.begins) {
-      shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
-      state.accumulator_phase ^= 1, state.begins = false;
-      state.next =
-          address_of(args, shared.dq_global_barriers.accumulator) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
+    if (state.steps_left == 0) {
+      const int accumulator = begin_section(state, args, shared);
+      state.next = address_of(args, accumulator) + at.tile * kPart + 4 * (32 * at.warp + at.lane);
     }
     if (kHasAllColumns || 16 * at.warp < Config::kHeadDim) {
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kQueries / 2; x += 4) atomic_add_vector(state.next + 128 * x, sum + x);
     }
     state.next += kTiles * kPart;
+    if (--state.steps_left == 0) end_section(state, shared);
+  }
+  CUTLASS_DEVICE static int begin_section(ConsumerState& state, const BackwardArgs& args, Shared& shared) {
+    shared.dq_global_barriers.accumulator_free[state.slot()].wait(state.section / 2 % 2);
+    state.steps_left = args.section_steps;
+    return shared.dq_global_barriers.accumulators[state.slot()];
+  }
+  CUTLASS_DEVICE static void end_section(ConsumerState& state, Shared& shared) {
+    shared.dq_global_barriers.added[state.slot()].arrive();
+    ++state.section, state.steps_left = 0;
+  }
+  // The last section may have fewer steps than the others.
+  CUTLASS_DEVICE static void end_tile(ConsumerState& state, Shared& shared) {
+    if (state.steps_left > 0) end_section(state, shared);
   }
 
   // kPairsRows: a step of keys that only the other row n sees, dS = 0, of which nothing is added to dq.
-  CUTLASS_DEVICE static void store_zero_ds(ConsumerState& state, Shared& shared, const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void store_zero_ds(ConsumerState& state, const BackwardArgs& args, Shared& shared,
+                                           const ConsumerCoord& at) {
     const int stage = state.given.index;
     shared.dq_global_barriers.empty[stage].wait(state.given.phase ^ 1);
     auto* rows = reinterpret_cast<uint4*>(shared.dq_global.ds[stage][at.tile]);
@@ -151,42 +166,98 @@ struct DqGlobal {
     shared.dq_global_barriers.full[stage].arrive();
     shared.dq_global_barriers.empty[stage].arrive();
     state.given.advance(), state.taken.advance();
+    if (state.steps_left == 0) begin_section(state, args, shared);
+    if (--state.steps_left == 0) end_section(state, shared);
   }
-  // A tile without a visible key: its accumulator is left as it is.
-  CUTLASS_DEVICE static void add_nothing(ConsumerState& state, Shared& shared) {
-    shared.dq_global_barriers.accumulator_free.wait(state.accumulator_phase);
-    state.accumulator_phase ^= 1;
-    shared.dq_global_barriers.added.arrive();
+  // A tile without a visible key: its accumulators are left as they are.
+  CUTLASS_DEVICE static void add_nothing(ConsumerState& state, const BackwardArgs& args, Shared& shared) {
+    for (int section = 0; section < args.num_sections; ++section) {
+      begin_section(state, args, shared);
+      end_section(state, shared);
+    }
   }
 
+  // The sections of a block's tiles, one after another.
+  template <TileReader kReader>
+  struct Sections {
+    typename Config::template Scheduler<kReader> tiles;
+    int section = 0;      // of this tile
+    uint32_t number = 0;  // of all sections of this block
+
+    CUTLASS_DEVICE Sections(Shared& shared, const BackwardArgs& args) : tiles(shared, args) {}
+    CUTLASS_DEVICE bool exists(const BackwardArgs& args) const { return tiles.tile < args.num_tiles; }
+    CUTLASS_DEVICE void advance(Shared& shared, const BackwardArgs& args) {
+      ++number;
+      if (++section < args.num_sections) return;
+      section = 0;
+      tiles.advance(shared, args);
+    }
+    CUTLASS_DEVICE int unit(const BackwardArgs& args) const {
+      return unit_of(args, pair_of(args, tiles.tile), section);
+    }
+  };
+
+  // Finds accumulators, and counts sections that have been added. kPairsRows: the next section's accumulator is
+  // announced while a section is added.
   CUTLASS_DEVICE static void run_accumulators(Shared& shared, const BackwardArgs& args) {
     if (threadIdx.x % 32 != 0) return;
-    uint32_t parity = 0;
-    for (typename Config::template Scheduler<TileReader::kLane> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args), parity ^= 1) {
-      shared.dq_global_barriers.accumulator = accumulator_of(args, pair_of(args, tiles.tile));
-      shared.dq_global_barriers.accumulator_free.arrive();
-      shared.dq_global_barriers.added.wait(parity);
+    auto& barriers = shared.dq_global_barriers;
+    auto announce = [&](uint32_t number, int accumulator) {
+      barriers.accumulators[number % 2] = accumulator;
+      barriers.accumulator_free[number % 2].arrive();
+    };
+    auto count = [&](int unit) {
       __threadfence();
-      atomicAdd(args.dq_progress + pair_of(args, tiles.tile), 1);
+      atomicAdd(args.dq_progress + unit, 1);
+    };
+    Sections<TileReader::kLane> added(shared, args);
+    if constexpr (!Config::kPairsRows) {
+      for (; added.exists(args); added.advance(shared, args)) {
+        announce(added.number, accumulator_of(args, added.unit(args)));
+        barriers.added[added.number % 2].wait(added.number / 2 % 2);
+        count(added.unit(args));
+      }
+    } else {
+      Sections<TileReader::kLane> announced = added;
+      for (; added.exists(args); added.advance(shared, args)) {
+        const EmptyBarrier& done = barriers.added[added.number % 2];
+        const uint32_t parity = added.number / 2 % 2;
+        while (announced.number <= added.number + 1 && announced.exists(args) && !done.test_wait(parity)) {
+          int accumulator;
+          if (find_accumulator(accumulator, args, announced.unit(args))) {
+            announce(announced.number, accumulator);
+            announced.advance(shared, args);
+          } else {
+            __nanosleep(100);
+          }
+        }
+        done.wait(parity);
+        count(added.unit(args));
+      }
     }
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
-    const int lane = threadIdx.x % 32;
-    for (typename Config::template Scheduler<TileReader::kWarp> tiles(shared, args); tiles.tile < args.num_tiles;
-         tiles.advance(shared, args)) {
-      typename Config::Coordinates at = Config::locate(args, tiles.tile);
-      const int accumulator = accumulator_of(args, pair_of(args, tiles.tile));
-      int* progress = args.dq_progress + pair_of(args, tiles.tile);
+    const int lane = threadIdx.x % 32, num_shares = min(args.by_blocks.divisor, args.num_sections);
+    for (Sections<TileReader::kWarp> sections(shared, args); sections.exists(args); sections.advance(shared, args)) {
+      const int tile = sections.tiles.tile, block = number_of(args, tile);
+      // Each section is written by some of the blocks, so that a block has to wait for few sections.
+      const int writer = block % num_shares, first = sections.section % num_shares;
+      if (writer != first) continue;
+      const int num_writers = (args.by_blocks.divisor - first + num_shares - 1) / num_shares;
+      const int unit = sections.unit(args);
+      typename Config::Coordinates at = Config::locate(args, tile);
+      const int accumulator = accumulator_of(args, unit);
+      int* progress = args.dq_progress + unit;
       if (lane == 0) wait_for(progress, args.by_blocks.divisor);
       __syncwarp();
       if (!Config::kPairsRows || at.row < args.N) {
-        write(args, shared, address_of(args, accumulator), dq, at, number_of(args, tiles.tile), lane);
+        write(args, shared, address_of(args, accumulator), dq, at, sections.section, block / num_shares, num_writers,
+              lane);
       }
       __syncwarp();
       if (lane == 0) {
         __threadfence();
-        if (atomicAdd(progress, 1) == 2 * args.by_blocks.divisor - 1) {
+        if (atomicAdd(progress, 1) == args.by_blocks.divisor + num_writers - 1) {
           __threadfence();
           release(args, accumulator);
         }
@@ -195,8 +266,21 @@ struct DqGlobal {
   }
 
  private:
-  CUTLASS_DEVICE static int accumulator_of(const BackwardArgs& args, int pair) {
-    return pair < args.num_dq_accumulators ? pair : wait_for(args.dq_released + pair - args.num_dq_accumulators, 1) - 1;
+  // The number of a section of a (b, n, h) in the order in which accumulators are given (H2, H5).
+  CUTLASS_DEVICE static int unit_of(const BackwardArgs& args, int pair, int section) {
+    if constexpr (!Config::kPairsRows) return pair;
+    const int tiles = args.by_blocks.divisor;
+    const SectionOrder order(args.num_tiles / (2 * tiles), tiles, int(gridDim.x) / 2, args.num_sections);
+    return order.position(pair / 2, section, pair % 2);
+  }
+  CUTLASS_DEVICE static int accumulator_of(const BackwardArgs& args, int unit) {
+    return unit < args.num_dq_accumulators ? unit : wait_for(args.dq_released + unit - args.num_dq_accumulators, 1) - 1;
+  }
+  // The same without waiting: false if it is not released yet.
+  CUTLASS_DEVICE static bool find_accumulator(int& accumulator, const BackwardArgs& args, int unit) {
+    const int released = unit - args.num_dq_accumulators;
+    accumulator = released < 0 ? unit : ptx::load_acquire(args.dq_released + released) - 1;
+    return accumulator >= 0;
   }
   CUTLASS_DEVICE static void release(const BackwardArgs& args, int accumulator) {
     ptx::store_release(args.dq_released + atomicAdd(args.dq_num_released, 1), accumulator + 1);
@@ -206,20 +290,22 @@ struct DqGlobal {
     while ((x = ptx::load_acquire(counter)) < at_least) __nanosleep(200);
     return x;
   }
-  // Writes every num_blocks-th part of dq, from the block-th on: 16 queries at a time, while the next ones are loaded
-  // to shared memory.
+  // Writes every num_writers-th part of a section, from the writer-th on: 16 queries at a time, while the next ones are
+  // loaded to shared memory.
   CUTLASS_DEVICE static void write(const BackwardArgs& args, Shared& shared, float* accumulator,
-                                   const TensorView<5>& dq, const typename Config::Coordinates& at, int block,
-                                   int lane) {
+                                   const TensorView<5>& dq, const typename Config::Coordinates& at, int section,
+                                   int writer, int num_writers, int lane) {
     constexpr int kVectors = 64 * 16 / 4, kOfPart = kPart / (64 * 16);  // float4 of 16 queries
     constexpr int kStages = Config::DqGlobalTiles::kSums;
     const int lane_query = lane % 16 / 4 * 2 + lane % 2, lane_column = lane / 16 * 16 + lane % 4 / 2 * 8;
     scalar_t* out = static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
                     at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
     float4* in = reinterpret_cast<float4*>(accumulator) + lane;
-    const int count = (num_parts(args) - block + args.by_blocks.divisor - 1) / args.by_blocks.divisor * kOfPart;
+    const int first_query = section * args.section_steps * kColumns;
+    const int steps = min(args.section_steps, (args.Lq - first_query + kColumns - 1) / kColumns);
+    const int count = (steps * kTiles - writer + num_writers - 1) / num_writers * kOfPart;
     auto has_columns = [](int x) { return kHasAllColumns || x / 32 % 4 * 16 < Config::kHeadDim; };
-    auto part_of = [&](int i) { return block + i / kOfPart * args.by_blocks.divisor; };
+    auto part_of = [&](int i) { return writer + i / kOfPart * num_writers; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
       float4* stage = shared.dq_global.sums[i % kStages] + lane;
@@ -241,7 +327,7 @@ struct DqGlobal {
         if (has_columns(x)) from(i)[x] = make_float4(0.f, 0.f, 0.f, 0.f);
       }
       const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
-      const int query = part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
+      const int query = first_query + part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
       scalar_t* rows = out + query * dq.stride[1] + column;
       const int valid = int(dq.size[0]) - column - lane_column;
       CUTLASS_PRAGMA_UNROLL

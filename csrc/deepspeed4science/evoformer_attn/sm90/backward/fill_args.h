@@ -84,11 +84,13 @@ class BackwardFill {
       args.dbias2_global = plan_.dq_global.adds_dbias2 ? p_.dbias2 : nullptr;
     }
     if constexpr (Config::kDqInGlobal) {
-      const int64_t pairs = (plan_.dq_global.num_counters - 2) / 2;
+      const int64_t sections = (plan_.dq_global.num_counters - 2) / 2;
+      args.section_steps = int32_t(plan_.dq_global.section_steps);
+      args.num_sections = int32_t(plan_.dq_global.num_sections);
       args.dq_accumulators = dq_accumulators();
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
-      args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + pairs;
-      args.dq_num_released = args.dq_released + pairs, args.next_tile = args.dq_num_released + 1;
+      args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + sections;
+      args.dq_num_released = args.dq_released + sections, args.next_tile = args.dq_num_released + 1;
     }
     return args;
   }

@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Config::Registers::kProducer>();
     int warp = threadIdx.x / 32 - 4 * Config::kProducers;
     if (warp == 0 && cute::elect_one_sync()) DqDkdvProducer<Config>::run(shared, args, maps);
-    if (warp >= 1 && warp <= Config::kRows) DqDkdvProducer<Config>::run_statistics(shared, args, warp - 1);
+    if (warp >= 1 && warp <= Config::kRows)
+      DqDkdvProducer<Config>::run_statistics(shared, args, maps.dq_rows, warp - 1);
     if constexpr (Config::kSplitsKeys) {
       if (args.stores_dbias2 && warp == 2 && cute::elect_one_sync()) {
         DqDkdvProducer<Config>::run_dbias2(shared, args, maps);

@@ -135,7 +135,7 @@ struct DqGlobalMainloop {
     wgmma_wait<0>();
     Dq::add(state.sum, dq, args, shared, at);
     owned_empty.arrive();
-    shared.dq_global_barriers.added.arrive();
+    Dq::end_tile(dq, shared);
   }
 };
 

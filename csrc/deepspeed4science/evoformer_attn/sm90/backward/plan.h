@@ -305,6 +305,7 @@ class Sm90BackwardPlanner {
   // that of all. kLongPaired has delta of a block's (b, n, h) and of its next one in memory; the others keep it in
   // shared memory.
   int64_t num_deltas() const {
+    if (plan_.dq_global.num_sections > 1) return 0;  // in dq
     if (!plan_.delta_with_dq || plan_.dbias2_waits_for_delta()) return p_.B * p_.N * p_.H;
     if (plan_.keys != Kernel::kLongPaired) return 0;
     return std::min(2 * device_.blocks_of(plan_.keys), p_.B * ceil_div(p_.N, 2) * 2 * p_.H);
@@ -361,6 +362,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (preprocess_finds_keys) text.add("visible_keys", "found_in_preprocess");
   if (early_blocks > 0) text.add("early_preprocess_blocks", early_blocks);
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
+  if (dq_global.num_sections > 1) text.add("dq_sections", dq_global.num_sections);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);

@@ -121,8 +121,13 @@ struct DqDkdvProducer {
     }
   }
 
+  CUTLASS_DEVICE static DeltaInDq<scalar_t> delta_in_dq(const TensorView<5>& dq, const Coordinates& at, int n) {
+    const int64_t first = at.batch * dq.stride[4] + n * dq.stride[3] + at.head * dq.stride[2];
+    return {static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + first, dq.stride[1], dq.size[0]};
+  }
+
   // Run by one warp for each row n: statistics. The next step's values are loaded while this step's wait for a stage.
-  CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, int r) {
+  CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq, int r) {
     constexpr int kPerLane = kColumns / 32;
     int lane = threadIdx.x % 32;
     uint32_t delta_phase = 0;           // kHasDeltaTerms
@@ -159,6 +164,13 @@ struct DqDkdvProducer {
         for (int x = 0; x < kPerLane; ++x) {
           if constexpr (Config::kHasDeltaTerms) {
             next.of_query[x] = make_float2(queries.load_lse(column + 32 * x + lane), 0.f);
+          } else if constexpr (Config::kDeltaInDq) {
+            // In memory of its own or, where dq has sections, in dq until that is written.
+            const int query = column + 32 * x + lane;
+            next.of_query[x] =
+                args.negative_delta != nullptr
+                    ? queries.load(query)
+                    : make_float2(queries.load_lse(query), *delta_in_dq(dq, at, n).at(queries.existing(query)));
           } else if constexpr (Config::kDeltaInMemory) {
             next.of_query[x] = queries.load(column + 32 * x + lane, delta_begin);
           } else if constexpr (kKeys) {

@@ -89,6 +89,10 @@ struct WithDqInGlobal : Tiles {
   static constexpr bool kDqInGlobal = true, kAddsDbias2 = kAddsDbias2_;
 };
 
+// Steps of a section of the queries, which has an accumulator of its own where whole (b, n, h) would need too much
+// memory (dq_global.h).
+constexpr int kSectionSteps = 4;
+
 template <int kQueryTiles_,  // warpgroups along the queries, 64 queries each; they share K and V
           int kKeyTiles_,    // warpgroups along the keys; they share Q and dO
           int kKeys_,        // keys of a warpgroup: 64 or 128
