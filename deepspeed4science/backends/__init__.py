@@ -28,7 +28,7 @@ class Backend(Protocol):
 
     name: str  # in messages
     kernels: Kernels
-    pads_dbias2: bool  # some kernels add to dbias2 faster where its rows begin at multiples of 16 bytes
+    pads_dbias2: bool  # some kernels want rows of dbias2 that begin at multiples of 16 bytes
 
     def device_obstacle(self, device: torch.device) -> str:
         """Why this backend takes no calls on a device; empty where it does."""

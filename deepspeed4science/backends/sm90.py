@@ -49,7 +49,7 @@ class Sm90Backend(CudaBackend):
         return self.row(problem, direction, DTYPE_NAMES[problem.dtype], aligned=True)
 
     def rounds_dbias2(self, problem: Problem) -> bool:
-        """Where a cluster of blocks divides the keys of one row n (`splits_keys`, backward/plan.h)."""
+        """Where a cluster of blocks divides the keys of one row n (`splits_keys`, plan.h)."""
         p = problem
         fits = p.N == 1 and p.Lq <= _MOST_FUSED_QUERIES and max(p.D, p.Dv) <= 32
         return fits and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
