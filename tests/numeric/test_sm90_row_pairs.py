@@ -93,12 +93,7 @@ def test_large_odd_dbias2_with_and_without_dq(plans):
 
 each_paired = pytest.mark.parametrize(
     ("N", "Lq", "H", "D"),
-    [
-        (150, 200, 2, 32),
-        (150, 520, 2, 32),
-        (132, 800, 1, 32),
-        (40, 400, 32, 48),
-    ],
+    [(150, 200, 2, 32), (150, 520, 2, 32), (132, 800, 1, 32), (40, 400, 32, 48)],
 )
 
 

@@ -59,11 +59,8 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
     pick = random.Random(seed)
     seen = set()
     for _ in range(300):
-        kind, B, N = (
-            pick.choice((NARROW, WIDE, WIDE, PAIRED)),
-            pick.choice((1, 2)),
-            pick.randint(2, 300),
-        )
+        kind = pick.choice((NARROW, WIDE, WIDE, PAIRED))
+        B, N = pick.choice((1, 2)), pick.randint(2, 300)
         H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
         blocks = pick.choice((14, 114, H200))
         shape = (kind, B, N, Lq, Lk, H, blocks)

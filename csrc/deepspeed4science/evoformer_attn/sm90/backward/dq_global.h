@@ -1,18 +1,21 @@
 // dq, math.md (13), in kernel_dq_dkdv where it does not fit into shared memory: every block adds its keys' share to an
-// accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, each of them writes a part of
-// dq. Only the (b, n, h) under way have an accumulator.
+// accumulator, float32 rows that stay in L2. When all blocks of a (b, n, h) have added, they write dq. Only the
+// (b, n, h) under way have an accumulator, or with kPairsRows the *sections* of their queries under way, of
+// args.section_steps steps each. Without sections, one section is all queries.
 //
 //   consumers         exchange dS through shared memory and compute dq^T = K^T dS^T, 64 columns of dq by 32 queries for
 //                     each warpgroup; they add it to the accumulator in the order of the instruction's registers
-//   accumulator warp  finds the accumulator of a tile, and counts a tile that has been added
-//   dq warp           waits for the other blocks, writes this block's part of dq and leaves zeros; the last block of a
-//                     (b, n, h) to do so releases the accumulator
+//   accumulator warp  finds the accumulator of a tile's section, and counts a section that has been added
+//   dq warp           waits for the other blocks, writes this block's part of a section and leaves zeros; the last
+//                     block to do so releases the accumulator
 //
-// Why no block waits forever (docs/kernels/dq-accumulators.md has the proof and a diagram; a pair is a (b, n, h)):
+// Why no block waits forever (docs/kernels/dq-accumulators.md has the proof and a diagram; a pair is a (b, n, h), or a
+// section of one):
 //   H1  Tiles are taken in increasing order (tile_scheduler.h), and a block finishes its tiles in that order.
 //   H2  The first pairs have an accumulator each; pair x gets the (x - num_dq_accumulators + 1)-th one released.
 //   H3  A pair releases its accumulator when all its tiles have been added and all parts of its dq written.
 //   H4  The tiles of a pair fit into the queues of all blocks (DqGlobalPlan).
+//   H5  Sections are ordered so that none waits for a later one (section_order.h).
 // With two rows n in a cluster (kPairsRows), tiles 2 m and 2 m + 1 are the same keys of both; there are no queues.
 #pragma once
 
@@ -241,9 +244,9 @@ struct DqGlobal {
     for (Sections<TileReader::kWarp> sections(shared, args); sections.exists(args); sections.advance(shared, args)) {
       const int tile = sections.tiles.tile, block = number_of(args, tile);
       // Each section is written by some of the blocks, so that a block has to wait for few sections.
-      const int writer = block % num_shares, first = sections.section % num_shares;
-      if (writer != first) continue;
-      const int num_writers = (args.by_blocks.divisor - first + num_shares - 1) / num_shares;
+      const int of_block = block % num_shares, share = sections.section % num_shares;
+      if (of_block != share) continue;
+      const int num_writers = (args.by_blocks.divisor - share + num_shares - 1) / num_shares;
       const int unit = sections.unit(args);
       typename Config::Coordinates at = Config::locate(args, tile);
       const int accumulator = accumulator_of(args, unit);
