@@ -162,7 +162,7 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
         "glibc": list(built.contents.glibc),
         "size": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
-        "seconds": round(built.seconds, 3),
+        "seconds": built.seconds,
         "created": {
             "time": time.time(),
             "host": socket.gethostname(),

@@ -7,6 +7,8 @@ import re
 import struct
 import termios
 
+import pytest
+
 from .toys import finish, gate, open_gate, time_told, until
 
 LOAD = "report(**load())"
@@ -48,8 +50,14 @@ def test_many_units_are_counted(workshop):
     assert [count and count[1] for count in counts] == ["1", "2", "3", "4", "5", "6"]
 
 
-def test_last_time_is_remembered(workshop):
-    took = time_told(workshop.run(LOAD))
+@pytest.mark.parametrize("seconds", [None, 0.0498, 2.3498])
+def test_last_time_is_remembered(workshop, seconds):
+    """As it was told: rounded once, not to milliseconds before (0.0498, 0.050, 0.1)."""
+    script = LOAD
+    if seconds is not None:
+        fixed = "from op_builder.build.ninja_run import NinjaRun\n"
+        script = f"{fixed}NinjaRun._seconds = lambda *_: {seconds}\n{LOAD}"
+    took = time_told(workshop.run(script))
     workshop.write_header(50)
     messages = workshop.run(LOAD).messages.splitlines()
     assert messages[0] == f"compiling toy (took {took} last time) ..."
