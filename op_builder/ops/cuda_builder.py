@@ -26,6 +26,9 @@ class ArchKernel(Kernel, Protocol):
     @property
     def arch(self) -> str: ...  # nvcc's target: "9.0a"
 
+    @property
+    def first(self) -> tuple[int, int]: ...  # the lowest compute capability of a target
+
 
 ArchKernelT = TypeVar("ArchKernelT", bound=ArchKernel)
 
@@ -119,7 +122,13 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
 
         Raises ToolchainError, naming the requested architectures, the device's and the toolkits'.
         """
-        requested = self.requested_archs()
+        asked = self.requested_archs()
+        requested = [one for one in asked if not self._is_too_old(one)]
+        if asked and not requested:
+            raise ToolchainError(
+                f"TORCH_CUDA_ARCH_LIST asks for {'; '.join(map(str, asked))}, and the templates "
+                f"begin at {Arch(*self.OLDEST)}; add {Arch(*device)} to it, or unset it"
+            )
         supported: list[str] = []
         for tool in toolkits.nvccs():
             own = nvcc_targets.targets(tool).real
@@ -127,9 +136,11 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 return arch.intersect(requested, device, own)[0]
             except ToolchainError:
                 supported += own
-        if not supported:  # without a toolkit: kernels compiled earlier, for the device's own
-            return requested[0] if len(requested) == 1 else Arch(*device)
-        return arch.intersect(requested, device, supported)[0]  # raises
+        fit = [one for one in requested if one.runs_on(device)]
+        if supported or (requested and not fit):
+            return arch.intersect(requested, device, supported)[0]  # raises
+        # Without a toolkit: kernels compiled earlier, for the device's own unless one is asked for.
+        return fit[0] if len(fit) == 1 else Arch(*device)
 
     def _is_too_old(self, target: Arch) -> bool:
         return (target.major, target.minor) < self.OLDEST
@@ -179,11 +190,10 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         supported = self.supported_archs()
         refused = [one for one in targets if self._is_too_old(one) or one.real not in supported]
         if refused:
-            oldest = ".".join(map(str, self.OLDEST))
             possible = ";".join(str(one) for one in targets if one not in refused)
             raise ToolchainError(
                 f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
-                f"the templates begin at {oldest}, and nvcc {_versions()} can do "
+                f"the templates begin at {Arch(*self.OLDEST)}, and nvcc {_versions()} can do "
                 f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
                 "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )
@@ -246,7 +256,9 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             usual_seconds=kernel.usual_seconds,
             label=f"{kernel.name} for {kernel.arch}",
             stand_ins=tuple(
-                (*self.nvcc_args(), *other.gencode()) for other in arch.stand_ins(target)
+                (*self.nvcc_args(), *other.gencode())
+                for other in arch.stand_ins(target)
+                if (other.major, other.minor) >= kernel.first
             ),
             prove=functools.partial(toolkits.prove, compiler, host),
         )

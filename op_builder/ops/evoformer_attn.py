@@ -4,6 +4,7 @@ instantiations.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -44,13 +45,13 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
         Raises as `family`.
         """
-        own = serving(device)
+        own = self._candidates(device)
         if not own:
             raise ToolchainError(
-                f"compute capability {_dotted(device)} is below {_dotted(OLDEST)}, where the "
+                f"compute capability {Arch(*device)} is below {Arch(*OLDEST)}, where the "
                 "templates begin; use the CPU"
             )
-        obstacles = {one.name: self.target_obstacle(one) for one in own}
+        obstacles = {one.name: self._obstacle(one, device) for one in own}
         chain = tuple(one.name for one in own if not obstacles[one.name])
         forced = env.text("DS4S_CUDA_FAMILY")
         if forced is None or forced in chain:
@@ -64,9 +65,32 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
             reasons = [f" (not {name}: {reason})" for name, reason in obstacles.items() if reason]
             raise ToolchainError(
                 f"DS4S_CUDA_FAMILY: expected one of {', '.join(possible)} on compute capability "
-                f"{_dotted(device)}; got {forced}; name one of these or unset it{''.join(reasons)}"
+                f"{Arch(*device)}; got {forced}; name one of these or unset it{''.join(reasons)}"
             )
         return (forced,)
+
+    def _candidates(self, device: tuple[int, int]) -> tuple[Family, ...]:
+        """The families for a device, best first, then those of a lower target whose PTX it runs."""
+        own = serving(device)
+        lower = self._lower_target(device)
+        return own + serving((lower.major, lower.minor)) if lower else own
+
+    def _lower_target(self, device: tuple[int, int]) -> Arch | None:
+        """The target of calls on a device where a list leaves one below its families: 7.5+PTX on
+        8.0.
+        """
+        with contextlib.suppress(ToolchainError):  # whoever asks for a kernel is told
+            target = self.arch_for(device)
+            if serving(device) and (target.major, target.minor) < serving(device)[-1].first:
+                return target
+        return None
+
+    def _obstacle(self, family: Family, device: tuple[int, int]) -> str:
+        """Why a family does not serve a device; empty where it does."""
+        lower = self._lower_target(device)
+        if lower and (lower.major, lower.minor) < family.first:
+            return f"TORCH_CUDA_ARCH_LIST asks for {lower}, below {Arch(*family.first)}"
+        return self.target_obstacle(family)
 
     def target_obstacle(self, family: Family, requested: Sequence[Arch] | None = None) -> str:
         """Why a family cannot be compiled here for the `requested` targets (None: the
@@ -92,7 +116,7 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         if len(families) > 1:
             return f"{families[1]} for {FAMILIES[families[0]].leaves}"
         for newer in serving(device):
-            if obstacle := self.target_obstacle(newer):
+            if obstacle := self._obstacle(newer, device):
                 return f"not {newer.name}: {obstacle}"
         return ""
 
@@ -215,10 +239,6 @@ def _plain(target: Arch) -> Arch:
 def _own_target(family: Family) -> Arch:
     (target,) = arch.parse(family.target, source="target of a family")
     return target
-
-
-def _dotted(device: tuple[int, int]) -> str:
-    return ".".join(map(str, device))
 
 
 def _compiled_bias(direction: str, bias: str) -> str:

@@ -239,6 +239,10 @@ class CudaKernel:
         return name + ("_aligned" if self.aligned else "_unaligned")
 
     @property
+    def first(self) -> tuple[int, int]:
+        return FAMILIES[self.family].first
+
+    @property
     def usual_seconds(self) -> float:
         return FAMILIES[self.family].usual_seconds[self.direction]
 

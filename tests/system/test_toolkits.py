@@ -157,6 +157,7 @@ nvcc.SYSTEM_PREFIX = Path({prefix!r})
 @dataclass(frozen=True)
 class Toy:
     arch: str = "9.0"
+    first = (7, 0)
     usual_seconds = 1.0
     name = "toy"
     def source(self):

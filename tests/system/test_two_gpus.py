@@ -102,6 +102,7 @@ from op_builder.toolchain import gpu
 @dataclass(frozen=True)
 class Toy:
     arch: str
+    first = (7, 0)
     usual_seconds = 1.0
     name = "toy"
     def source(self):

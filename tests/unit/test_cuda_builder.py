@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,67 @@ def test_without_nvcc_hopper_takes_what_was_compiled_beforehand(nvcc, monkeypatc
     assert "there is no nvcc for sm_90a here" in BUILDER.family_note((9, 0))
     (tmp_path / "units" / "sm90_fwd_bf16_d32_both-0123").mkdir(parents=True)
     assert BUILDER.families((9, 0)) == ("sm90", "sm80")
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "families", "target"),
+    [
+        ("7.5+PTX", (8, 0), ("sm75",), "7.5+PTX"),
+        ("7.5+PTX", (9, 0), ("sm75",), "7.5+PTX"),
+        ("6.1+PTX 7.5+PTX", (12, 0), ("sm75",), "7.5+PTX"),
+        ("7.0+PTX", (7, 5), ("sm70",), "7.0+PTX"),
+        ("7.5+PTX 8.0", (8, 6), ("sm80",), "8.0"),
+        ("8.0+PTX", (12, 0), ("sm80",), "8.0+PTX"),
+    ],
+)
+def test_a_list_below_a_device_chooses_the_templates_of_its_target(
+    requested, device, families, target, nvcc, monkeypatch
+):
+    """Sm80's source compiled for 7.5 has no matrix instructions: it would stop the GPU."""
+    set_nvcc(monkeypatch, "sm_61", "sm_70", "sm_75", "sm_80", "sm_90", "sm_90a", "sm_120")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", requested)
+    assert BUILDER.families(device) == families
+    assert str(BUILDER.compiled_for(families[0], device)) == target
+    if families == ("sm75",):
+        told = r"TORCH_CUDA_ARCH_LIST asks for 7\.5\+PTX, below 8\.0"
+        note = BUILDER.family_note(device)
+        assert note.startswith("not sm") and "TORCH_CUDA_ARCH_LIST asks for 7.5+PTX" in note
+        monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm80")
+        with pytest.raises(ToolchainError, match=rf"one of sm70, sm75 on .*got sm80.*{told}"):
+            BUILDER.families(device)
+
+
+def test_a_list_below_all_templates_is_refused(nvcc, monkeypatch):
+    """Another toolkit would be no remedy, although nvcc 13 does not know 6.1."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1+PTX")
+    for known in ((), ("sm_61",)):
+        set_nvcc(monkeypatch, "sm_80", *known)
+        told = r"asks for 6\.1\+PTX, and the templates begin at 7\.0; add 8\.0 to it, or unset it"
+        assert re.search(told, BUILDER.refusal((8, 0)))
+
+
+@pytest.mark.parametrize(
+    ("requested", "target"),
+    [("", "8.0"), ("8.0", "8.0"), ("8.0;9.0", "8.0"), ("7.5+PTX", "7.5+PTX"), ("9.0", "")],
+)
+def test_without_nvcc_a_list_that_a_device_cannot_run_is_refused(
+    requested, target, nvcc, monkeypatch
+):
+    monkeypatch.setattr(toolkits, "nvccs", lambda **_: iter(()))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", requested)
+    if target:
+        assert str(BUILDER.arch_for((8, 0))) == target
+    else:
+        with pytest.raises(ToolchainError, match=r"add 8\.0 to TORCH_CUDA_ARCH_LIST, or unset it"):
+            BUILDER.arch_for((8, 0))
+
+
+def test_no_code_of_a_lower_family_stands_in(nvcc):
+    """A library of Sm80's source for 7.5+PTX, which earlier versions made, is not taken."""
+    (job,) = BUILDER.jobs([CudaKernel("sm80", "fwd", "bf16", 32, "both", True, "8.6")])
+    targets = {flag for flags in job.stand_ins for flag in flags if "gencode" in flag}
+    assert "-gencode=arch=compute_80,code=sm_80" in targets
+    assert not [target for target in targets if "compute_7" in target]
 
 
 def test_the_note_tells_who_does_the_rest(nvcc):
