@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class Entry:
     @property
     def flags(self) -> list[str]:
         return list(self.meta["flags"])
+
+    @property
+    def headers(self) -> list[Header]:
+        return [Header(*header) for header in self.meta["headers"]]
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -86,11 +90,15 @@ def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) ->
             continue
         if not any_toolchain and meta["identity"] != listed(job.identity):
             continue
-        headers = [Header(*header) for header in meta["headers"]]
-        if any_toolchain:
-            headers = [header for header in headers if header.root == OWN]
-        if all(_unchanged(header, job, hashes) for header in headers):
-            yield Entry(folder, meta)
+        entry = Entry(folder, meta)
+        headers = [header for header in entry.headers if header.root == OWN or not any_toolchain]
+        if _are_here(headers, entry, job, hashes):
+            yield entry
+
+
+def headers_are_here(entry: Entry, job: CompileJob) -> bool:
+    """Whether `find` finds the headers of an entry on this machine, as they were."""
+    return _are_here(entry.headers, entry, job, Hashes())
 
 
 def used(folder: Path) -> float:
@@ -201,8 +209,32 @@ def read(folder: Path) -> Entry | None:
     return Entry(folder, meta) if meta else None
 
 
-def _unchanged(header: Header, job: CompileJob, hashes: Hashes) -> bool:
-    return hashes.of(header.path(job.include_dirs)) == header.sha256
+def _are_here(headers: Iterable[Header], entry: Entry, job: CompileJob, hashes: Hashes) -> bool:
+    """Whether headers of an entry are unchanged. A system header below a folder that has been moved
+    together with the compiler, such as a virtual environment, is looked for there first.
+    """
+    before, now = _moved(entry.meta["created"]["compiler"], str(job.compiler or ""))
+    for header in headers:
+        path = header.path(job.include_dirs)
+        found = None
+        if header.root == SYSTEM and before and path.startswith(before):
+            found = hashes.of(now + path.removeprefix(before))
+        if (found or hashes.of(path)) != header.sha256:
+            return False
+    return True
+
+
+def _moved(before: str, now: str) -> tuple[str, str]:
+    """The two folders in which a program has the same relative path: ("/a/", "/b/") for
+    /a/bin/nvcc and /b/bin/nvcc. ("", "") where its path is the same.
+    """
+    if before == now or not now:
+        return "", ""
+    folders, others = before.split("/"), now.split("/")
+    while folders and others and folders[-1] == others[-1]:
+        folders.pop()
+        others.pop()
+    return "/".join([*folders, ""]), "/".join([*others, ""])
 
 
 def listed(identity: tuple[tuple[str, str], ...]) -> list[list[str]]:

@@ -27,7 +27,7 @@ from . import cache, staging
 from .cache import Entry
 from .key import LAYOUT, CompileJob, Header, content_key
 
-_MOST_DAMAGED = 8  # entries of one name that cannot be removed
+_MOST_UNUSABLE = 8  # entries of one key, from other machines or damaged
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,29 @@ def publish(root: Path, built: Built, load: Callable[[Path], object]) -> Entry:
         _synchronise(temporary)
         load(entry.library)  # the folder's new name is the same library to dlopen
         for folder in _names(units / f"{built.job.name}-{built.key}"):
-            winner = _rename(root, temporary, folder, load)
+            winner = _rename(root, temporary, folder, built.job, load)
             if winner is not None:
                 return winner
-        raise OSError(errno.EEXIST, "damaged entries cannot be moved away", str(units))
+        raise OSError(errno.EEXIST, "its entries can neither be used nor moved away", str(units))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _names(folder: Path) -> Iterator[Path]:
-    """The folders in which an entry may be: the first may hold a damaged one that cannot be
-    removed.
+    """The folders in which an entry may be. Earlier ones may hold a damaged entry that cannot be
+    removed, or one whose system headers are in other folders, where this machine has none.
     """
     yield folder
-    for number in range(2, 2 + _MOST_DAMAGED):
+    for number in range(2, 2 + _MOST_UNUSABLE):
         yield folder.with_name(f"{folder.name}.{number}")
 
 
 def _rename(
-    root: Path, temporary: Path, folder: Path, load: Callable[[Path], object]
+    root: Path, temporary: Path, folder: Path, job: CompileJob, load: Callable[[Path], object]
 ) -> Entry | None:
-    """The entry now in `folder`: ours, or a sound one that was there; None where a damaged one is
-    there that can be neither moved nor removed.
+    """The entry now in `folder`: ours, or a sound one that was there and that later processes here
+    find. None where one is there that they do not find, or that is damaged and can be neither moved
+    nor removed.
     """
     for _ in range(2):
         try:
@@ -107,7 +108,7 @@ def _rename(
             winner = cache.read(folder)
             damage = _damage(root, winner, load) if winner else "its meta.json is damaged"
             if winner is not None and not damage:
-                return winner
+                return winner if cache.headers_are_here(winner, job) else None
             if not set_aside(root, folder, damage):
                 return None
         else:

@@ -114,6 +114,51 @@ report(origin=[kernel.origin])
     assert workshop.run(script).origin == "cache"
 
 
+def toolchain(folder, headers="include"):
+    """A compiler in `folder`/bin with a system header beside it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / headers).mkdir(parents=True)
+    (folder / headers / "system.h").write_text("#define ADDED 3\n")
+    compiler = folder / "bin" / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" -isystem "{folder / headers}"\n')
+    compiler.chmod(0o755)
+    return compiler
+
+
+def load_with(compiler):
+    return f"""
+from pathlib import Path
+source = '#include <system.h>\\n' + toy().source.replace("TOY_STATUS", "TOY_STATUS + ADDED")
+kernel, = jit.load([toy(compiler=Path({str(compiler)!r}), source=source)])
+report(origin=[kernel.origin])
+"""
+
+
+def test_system_headers_are_found_where_the_compiler_was_moved(workshop, tmp_path):
+    """A virtual environment made anew for each job: in another folder, with the same compiler."""
+    assert workshop.run(load_with(toolchain(tmp_path / "job1" / "env"))).origin == "built"
+    shutil.rmtree(tmp_path / "job1")
+    moved = toolchain(tmp_path / "a job2" / "env")
+    assert workshop.run(load_with(moved)).origin == "cache"
+    (tmp_path / "a job2" / "env" / "include" / "system.h").write_text("#define ADDED 4\n")
+    assert workshop.run(load_with(moved)).origin == "built", "its own headers, not those moved away"
+    other = toolchain(tmp_path / "a job2" / "other")
+    assert workshop.run(load_with(other)).origin == "cache"
+
+
+def test_system_headers_in_other_folders_are_compiled_with_once(workshop, tmp_path):
+    """The same release from a system package and from a wheel, on two hosts with one cache."""
+    hosts = [tmp_path / "package", tmp_path / "wheel"]
+    origins = []
+    for _ in range(2):
+        for folder, headers in zip(hosts, ("include", "target/include"), strict=True):
+            origins.append(workshop.run(load_with(toolchain(folder, headers))).origin)
+            shutil.rmtree(folder)
+    assert origins == ["built", "built", "cache", "cache"]
+    names = [entry.name for entry in workshop.entries]
+    assert names == [names[0], f"{names[0]}.2"]
+
+
 def test_entry_holds_all_that_went_into_it(workshop):
     """Enough to see, without the machine that made it, what it is and how it came to be."""
     workshop.run()
@@ -276,9 +321,11 @@ sys.stdout.write(str(builder.load(verbose=False, kernels=[kernel]).kernel(kernel
 
 @pytest.mark.parametrize("language", ["C++", "CUDA"])
 def test_folders_of_any_name(language, tmp_path):
-    """A home with a blank or a comma in it: it compiles, to the same bytes under the same key."""
+    """A home with a blank or a comma in it, or not in UTF-8: it compiles, to the same bytes under
+    the same key.
+    """
     libraries = []
-    for name in ("plain", "My Projects, new (2)"):
+    for name in ("plain", "My Projects, new (2)", os.fsdecode(b"B\xfccher")):
         workshop = Workshop.make(tmp_path / name / "workshop", language)
         assert workshop.run().origin == "built"
         assert workshop.run().origin == "cache"
@@ -286,4 +333,4 @@ def test_folders_of_any_name(language, tmp_path):
         libraries.append((entry.name, (entry / "toy.so").read_bytes()))
         workshop.write_header(50)
         assert workshop.run().origin == "built"
-    assert libraries[0] == libraries[1]
+    assert libraries[0] == libraries[1] == libraries[2]
