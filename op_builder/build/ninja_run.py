@@ -112,7 +112,7 @@ class NinjaRun:
                 if name != str(path):
                     (folder / name).symlink_to(path)
             text += _edge(job)
-        (self._folder / "build.ninja").write_text(text)
+        (self._folder / "build.ninja").write_bytes(os.fsencode(text))
 
     def _take_finished(
         self, waiting: dict[str, CompileJob], on_built: Callable[[Built], None]
@@ -121,7 +121,7 @@ class NinjaRun:
             folder = self._folder / ident
             if os.path.exists(folder / _LINKED):
                 del waiting[ident]
-                depfile = (folder / f"{job.name}.d").read_text()
+                depfile = os.fsdecode((folder / f"{job.name}.d").read_bytes())
                 headers = headers_from_depfile(depfile, folder, job)
                 on_built(
                     Built(

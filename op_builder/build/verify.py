@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from ..cache import publish, search
@@ -32,6 +33,8 @@ def verify_and_publish(built: Built, root: Root) -> LoadedKernel:
                 "some space there, or name a folder that can be written"
             ) from error
         remedy = shortages.remedy(reason) or "set DS4S_CACHE_DIR to a folder that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not the disk of TMPDIR
+            remedy = "free some space there, or set DS4S_CACHE_DIR to a folder on another disk"
         private = (
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
             f"this process uses a private copy and the next one compiles again: {remedy}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -76,7 +77,10 @@ class LoadedKernel:
         _in_use.append(path)
         self.run, self.workspace_bytes = run, workspace_bytes
         self._status_string = status_string
-        self._plan = getattr(library, PLAN, None)
+        self._plan = None
+        # UnicodeDecodeError: dlsym's message names the library, whose path may not be UTF-8.
+        with contextlib.suppress(AttributeError, UnicodeDecodeError):
+            self._plan = getattr(library, PLAN)
         if self._plan is not None:
             self._plan.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
             self._plan.restype = ctypes.c_int64

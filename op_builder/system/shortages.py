@@ -41,6 +41,10 @@ _SHORTAGES: tuple[tuple[str, str], ...] = (
         "no more files may be opened: raise the limit (ulimit -n)",
     ),
     (
+        r"did not answer within \d+ s",
+        "try again, or install it on a local disk",
+    ),
+    (
         r"failed to map segment from shared object",
         _NOEXEC,
     ),

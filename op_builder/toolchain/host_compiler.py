@@ -16,7 +16,7 @@ from pathlib import Path
 from .. import env, paths
 from ..system import shortages
 from . import elf, memo
-from .tool import Candidate, Tool, UnfitError, first_fit, on_path, run
+from .tool import Candidate, Ran, Tool, UnfitError, first_fit, on_path, run
 
 _INSTALL_COMPILER = (
     "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
@@ -60,7 +60,7 @@ def _named(words: str) -> list[Candidate]:
         part
         for part in parts
         if not part.startswith("-")
-        and part not in _LAUNCHERS
+        and os.path.basename(part) not in _LAUNCHERS
         and not ("=" in part and part.partition("=")[0].isidentifier())
     ]
     if not programs:
@@ -130,7 +130,7 @@ def _try_compiler(path: str) -> str:
         made = elf.machine(Path(folder) / "smoke.so")
     if not problem and elf.own_machine() not in (0, made):
         problem = f"{path} is a cross compiler: what it makes is for another processor"
-    machine = run([path, "-dumpmachine"])
+    machine = Ran("") if problem else run([path, "-dumpmachine"])
     if problem := problem or machine.problem:
         raise UnfitError(problem)
     # gcc's version line begins with the name of the command: c++ and g++ are one compiler and share

@@ -88,7 +88,7 @@ def _try(command: list[str]) -> str:
     return words if ran.problem else ""
 
 
-_UNANSWERED = re.compile(r"did not answer within|cannot be run|ended with -")  # killed
+_UNANSWERED = re.compile(r"cannot be run|ended with -")  # killed
 
 
 def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:

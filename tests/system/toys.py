@@ -114,7 +114,8 @@ class Workshop:
             f"  echo $$ >> {shlex.quote(str(self.root / 'compilations'))}\n"
             f"  {before or ':'}\n"
             ";; esac\n"
-            f'exec {shlex.quote(str(_real_compiler(self.language)))} "$@"\n'
+            f'exec {shlex.quote(str(_real_compiler(self.language)))} "$@"\n',
+            errors="surrogateescape",
         )
         staged.chmod(0o755)
         staged.replace(self.compiler)

@@ -137,6 +137,8 @@ def test_full_disk_under_the_cache_uses_a_private_copy(workshop, mount_tmpfs):
     outcome = workshop.run()
     assert (outcome.origin, outcome.report["answer"]) == ("built", [42])
     assert "No space left on device" in outcome.messages
+    remedy = "free some space there, or set DS4S_CACHE_DIR to a folder on another disk"
+    assert remedy in outcome.messages and "TMPDIR" not in outcome.messages
     assert workshop.entries == []
     filler.unlink()
     assert workshop.run().origin == "built"

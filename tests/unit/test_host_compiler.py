@@ -1,0 +1,166 @@
+"""Finding the host compiler: CXX, CC, PATH, and compilers that do not compile or do not answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from op_builder.toolchain import host_compiler, tool
+from tests import fakes
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No compiler anywhere: each test puts in what it is about."""
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("DS4S_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def real_compiler() -> str:
+    found = shutil.which("g++", path=os.defpath) or shutil.which("c++", path=os.defpath)
+    if found is None:
+        pytest.skip("needs a real C++ compiler, and none is in the system's folders")
+    return found
+
+
+def test_no_compiler_says_so_and_what_to_install() -> None:
+    tool = host_compiler.find_host_compiler()
+    assert not tool.ok
+    assert "no C++ compiler was found" in tool.reason
+    assert "apt-get install g++" in tool.remedy
+    assert "CXX" in tool.remedy
+
+
+def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    tool = host_compiler.find_host_compiler() if real_compiler() else None
+    assert tool is not None
+    assert tool.ok
+    assert tool.where_found == "PATH"
+    assert tool.version[0].isdigit()
+    assert tool.version in tool.identity
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "ccache ", "env ", "/usr/bin/env A= /opt/bin/ccache ", "env CCACHE_DIR=/tmp A_1= ccache "],
+)
+@pytest.mark.parametrize("after", ["", " -m64"])
+def test_cxx_may_carry_a_launcher_and_flags(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = real_compiler()
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", f"{before}{compiler}{after}")
+    tool = host_compiler.find_host_compiler()
+    assert (tool.ok, tool.where_found, str(tool.path)) == (True, "CXX", compiler)
+
+
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_cxx_may_have_blanks_in_its_path(
+    quote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fakes.wrapper(tmp_path / "of two words" / "g++", real_compiler())
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", f"{quote}{compiler}{quote}")
+    tool = host_compiler.find_host_compiler()
+    assert (tool.reason, str(tool.path)) == ("", str(compiler))
+
+
+@pytest.mark.parametrize("cxx", ["no-such-compiler", "/no/such/g++", "'unbalanced"])
+def test_a_cxx_that_is_not_there_is_an_error_and_not_passed_over(
+    cxx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", cxx)
+    tool = host_compiler.find_host_compiler()
+    assert not tool.ok
+    assert f"CXX={cxx}" in tool.reason
+
+
+@pytest.mark.parametrize(
+    ("cc", "cxx"),
+    [
+        ("gcc", "g++"),
+        ("gcc-12", "g++-12"),
+        ("clang", "clang++"),
+        ("clang-17", "clang++-17"),
+        ("cc", "c++"),
+        ("x86_64-conda-linux-gnu-cc", "x86_64-conda-linux-gnu-c++"),
+        ("icx", "icpx"),
+    ],
+)
+def test_cc_names_its_sibling(
+    cc: str, cxx: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.program(bare_machine / "bin" / cc, "#!/bin/sh\n")
+    fakes.wrapper(bare_machine / "bin" / cxx, Path(real_compiler()))
+    monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
+    monkeypatch.setenv("CC", cc)
+    tool = host_compiler.find_host_compiler()
+    assert tool.ok
+    assert tool.where_found == "CC"
+    assert tool.path == bare_machine / "bin" / cxx
+
+
+LAME = {
+    "has no C++ in it": (
+        "#!/bin/sh\n[ $1 = --version ] && echo 12.2.0 && exit 0\necho error: no cc1plus\nexit 1\n",
+        "no cc1plus",
+    ),
+    "writes nothing": ("#!/bin/sh\necho gcc 12.2.0\n", "wrote nothing"),
+    "says nothing": ("#!/bin/sh\n", "wrote nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lame", LAME)
+def test_a_compiler_that_cannot_compile_is_unfit_whatever_it_says(
+    lame: str, bare_machine: Path
+) -> None:
+    text, says = LAME[lame]
+    fakes.program(bare_machine / "bin" / "g++", text)
+    tool = host_compiler.find_host_compiler()
+    assert not tool.ok
+    assert says in tool.reason
+    assert tool.remedy
+
+
+def test_a_lame_compiler_does_not_hide_a_good_one(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_compiler()
+    fakes.program(bare_machine / "bin" / "c++", LAME["writes nothing"][0])
+    monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
+    tool = host_compiler.find_host_compiler()
+    assert tool.ok
+    assert tool.path != bare_machine / "bin" / "c++"
+    assert len(tool.passed_over) == 1
+
+
+
+
+def test_a_compiler_that_does_not_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load tests the compiler several times, each with several commands of up to 30 s."""
+    monkeypatch.setattr(tool, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tool, "_silent_since", {})
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho call >> {calls}\n/bin/sleep 20\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for _ in range(3):
+        found = host_compiler.find_host_compiler()
+        assert (found.ok, found.remedy) == (False, "try again, or install it on a local disk")
+    assert calls.read_text() == "call\n"
+    monkeypatch.setattr(tool, "_SILENT_S", 0.0)
+    host_compiler.find_host_compiler()
+    assert calls.read_text() == "call\n" * 2, "and again some time later"
