@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from deepspeed4science.printing import show
 from op_builder import paths
 from op_builder.cache import cache, evict, key_difference, search, staging
 from op_builder.cache.cache import Entry
@@ -101,24 +102,27 @@ def _row(place: str, entry: Entry) -> Row:
 def _list(options: argparse.Namespace) -> int:
     found = [row for row, _ in rows()]
     if options.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
+        show(json.dumps([asdict(row) for row in found], indent=1))
         return 0
     width = max([6, *(len(row.name) for row in found)])
-    print(f"{'place':8} {'kernel':{width}} {'key':10} {'for':7} {'size':>9} {'used':>9}  compiled")
+    lines = [
+        f"{'place':8} {'kernel':{width}} {'key':10} {'for':7} {'size':>9} {'used':>9}  compiled"
+    ]
     for row in found:
         day = time.strftime("%Y-%m-%d", time.localtime(row.compiled))
         key, targets = row.key[_ASKED:][:10], ",".join(row.targets) or "-"
-        print(
+        lines.append(
             f"{row.place:8} {row.name:{width}} {key:10} {targets:7} "
             f"{row.size_bytes / 2**20:5.1f} MiB {_ago(row.last_used):>9}  "
             f"{day} on {row.host} in {row.seconds:.1f} s"
         )
     total = sum(row.size_bytes for row in found if row.place == "cache") / 2**20
     limit = evict.limit_bytes()
-    print(
+    lines.append(
         f"cache: {paths.cache_root()}, {total:.1f} MiB of "
         f"{f'{limit >> 20} MiB (DS4S_CACHE_MAX_MB)' if limit else 'as much as there is'}"
     )
+    show("\n".join(lines))
     return 0
 
 
@@ -153,20 +157,23 @@ def _explain(options: argparse.Namespace) -> int:
         pairs = [pair for pair in itertools.pairwise(ordered) if pair[0].name == pair[1].name]
         if not pairs:
             return _fail(f"there is only one entry {options.entry[0]}: nothing to compare it with")
-    for before, after in pairs:
-        _tell(before, after)
+    show("\n".join(line for before, after in pairs for line in _comparison(before, after)))
     return 0
 
 
-def _tell(before: Entry, after: Entry) -> None:
-    print(f"{before.folder.name}\n{after.folder.name}")
+def _comparison(before: Entry, after: Entry) -> list[str]:
+    lines = [before.folder.name, after.folder.name]
     found = key_difference.differences(before, after)
     for one in found:
-        print(f"  {one.component}: {one.before} -> {one.after}")
+        lines.append(f"  {one.component}: {one.before} -> {one.after}")
         if one.component == "source":
-            print("\n".join(f"    {line}" for line in key_difference.source_changes(before, after)))
+            lines += [f"    {line}" for line in key_difference.source_changes(before, after)]
     if not found:
-        print("  nothing: one was copied from the other, or replaced a damaged one")
+        lines.append(
+            "  nothing: one was copied from the other, replaced a damaged one, or was compiled "
+            "where the compiler's headers are in other folders"
+        )
+    return lines
 
 
 def _clear(options: argparse.Namespace) -> int:
@@ -188,7 +195,7 @@ def _clear(options: argparse.Namespace) -> int:
         for part in ("aside", "failed", "memo"):
             shutil.rmtree(root / part, ignore_errors=True)
     size = sum(row.size_bytes for row in removed) / 2**20
-    print(f"removed {len(removed)} kernels, {size:.1f} MiB, from {root}")
+    show(f"removed {len(removed)} kernels, {size:.1f} MiB, from {root}")
     if len(removed) < len(chosen):
         return _fail(f"{len(chosen) - len(removed)} could not be removed from {root}")
     return 0

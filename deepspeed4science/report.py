@@ -13,12 +13,12 @@ op works, since jobs are sent to such a machine for its GPU. Without a GPU the C
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+
+from deepspeed4science.printing import show
 
 
 @dataclass(frozen=True)
@@ -186,20 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deepspeed4science import probes
 
     report = probes.collect()
-    _print(to_json(report) if options.json else render(report))
+    show(to_json(report) if options.json else render(report))
     return 0 if report.usable else 1
-
-
-def _print(text: str) -> None:
-    """Prints although a path may hold characters outside the terminal's encoding, and although the
-    reader may have closed the pipe.
-    """
-    encoding = sys.stdout.encoding or "ascii"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        with contextlib.suppress(OSError):  # else the interpreter complains while it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

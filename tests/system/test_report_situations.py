@@ -293,9 +293,10 @@ def test_a_terminal_without_the_letters_of_a_path(tmp_path: Path) -> None:
     assert "Versuch-\\xe4" in seen.text
 
 
-def test_a_reader_who_goes_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["report", "cache list", "cache list --json"])
+def test_a_reader_who_goes_away(command: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    command = f"{sys.executable} -m deepspeed4science report | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m deepspeed4science {command} | true; exit ${{PIPESTATUS[0]}}"
     ran = subprocess.run(
         ["bash", "-c", command],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{machine._site()}"},

@@ -1,0 +1,19 @@
+"""Printing of whole texts by commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def show(text: str) -> None:
+    """Prints although a path may hold characters outside the terminal's encoding, and although the
+    reader may have closed the pipe.
+    """
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # else the interpreter complains while it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
