@@ -144,8 +144,6 @@ def test_a_lame_compiler_does_not_hide_a_good_one(
     assert len(tool.passed_over) == 1
 
 
-
-
 def test_a_compiler_that_does_not_answer_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,14 +16,14 @@ OURS = ("deepspeed4science", "op_builder")
 def forget():
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-def check():
+def check(close=torch.testing.assert_close):
     from deepspeed4science import DS4Sci_EvoformerAttention as attention
     from deepspeed4science.reference import evoformer_attention as reference
     q = torch.randn(1, 1, 4, 1, 8, requires_grad=True)
     got, = torch.autograd.grad(attention(q, q, q).square().sum(), q)
     x = q.double()  # in float32, the reference's own error exceeds the tolerance now and then
     expected, = torch.autograd.grad(reference(x, x, x).square().sum(), q)
-    torch.testing.assert_close(got, expected)
+    close(got, expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16
 """
@@ -132,6 +132,8 @@ def interrupted(place):
         sys.settrace(None)
         num_lines.append(seen)
 num_lines = []
+def close(got, expected):
+    assert torch.allclose(got, expected, rtol=1.3e-6, atol=1e-5)
 def start(place):
     child = os.fork()
     if child == 0:
@@ -139,7 +141,8 @@ def start(place):
         code = 1
         try:
             if interrupted(place):
-                check()
+                # assert_close takes 3 s: it imports DTensor, which our import waits for.
+                check() if place % 5 == 0 else check(close)
             code = 0
         except BaseException as error:
             sys.stderr.write(f"place {place}: {error!r}\\n")
