@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ def cast_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor,
     if device_type in _DEVICES and torch.is_autocast_enabled(device_type):
         return cast(device_type, q, k, v)
     return q, k, v
+
+
+def off(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast switched off; nothing on devices without it."""
+    return torch.autocast(device_type, enabled=False) if device_type in _DEVICES else nullcontext()
 
 
 def cast(device_type: str, *tensors: Tensor) -> list[Tensor]:

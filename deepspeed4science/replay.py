@@ -48,6 +48,8 @@ try:
     from torch._C._dynamo.guards import TensorGuards
 
     _is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+    # TensorGuards do not notice all dispatch modes: not selective checkpointing, nor fake tensors.
+    _num_dispatch_modes = torch._C._len_torch_dispatch_stack
     _is_profiler_enabled = torch._C._autograd._profiler_enabled
     _are_transforms_active = torch._C._are_functorch_transforms_active
     _included = torch._C._dispatch_tls_local_include_set
@@ -99,7 +101,7 @@ class Replay(Generic[CallT, ResultT]):
         """
         if not IS_POSSIBLE or type(q) not in _CLASSES or q.is_nested:  # its sizes are symbolic
             return None
-        if _is_function_mode_enabled() or _is_profiler_enabled():
+        if _is_observed():
             return None
         for guards, compute in self._groups.get((q.shape, others, _settings(q)), ()):
             if guards.check(*tensors):
@@ -109,12 +111,16 @@ class Replay(Generic[CallT, ResultT]):
     def find(
         self, call: CallT, tensors: Sequence[Tensor], *others: object
     ) -> Callable[..., ResultT] | None:
-        """As `known`, but a plain call of a new kind is prepared, and its kind kept."""
+        """As `known`, but a plain call of a new kind is prepared and kept, if no tensor is twice in
+        it.
+        """
         if not IS_POSSIBLE:
             return None
         compute = self.known(call.q, tensors, *others)
         if compute is not None or not _are_plain(tensors) or not _are_aligned(tensors):
             return compute
+        if len({id(tensor) for tensor in tensors}) < len(tensors):  # TensorGuards would refuse it
+            return None
         compute = self._prepare(call)
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if len(self._groups) >= _MOST_GROUPS:
@@ -140,6 +146,11 @@ def _settings(q: Tensor) -> tuple[object, ...]:
     return dispatch.BACKENDS, openmp.threads(torch.get_num_threads())
 
 
+def _is_observed() -> bool:
+    """Whether a mode or a profiler would see the operator."""
+    return _is_function_mode_enabled() or _is_profiler_enabled() or _num_dispatch_modes() > 0
+
+
 def _are_aligned(tensors: Sequence[Tensor]) -> bool:
     bits = 0
     for tensor in tensors:
@@ -151,7 +162,7 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether PyTorch's dispatcher would call this package's kernel for these tensors and nothing
     before it. Autocast has been applied already.
     """
-    if _is_function_mode_enabled() or _is_profiler_enabled() or _are_transforms_active():
+    if _is_observed() or _are_transforms_active():
         return False
     on, off = _included(), _excluded()
     for tensor in tensors:

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from deepspeed4science import autocast
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.mixed_precision import layer_norm, linear
@@ -192,11 +193,14 @@ def _largest_scores(
     memory.
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    largest = []
-    for n in range(q.shape[1]):
-        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
-        scores += bias[:, 0].float()
-        if visible is not None:
-            scores.masked_fill_(~visible[:, min(n, visible.shape[1] - 1)], -math.inf)
-        largest.append(scores.amax(dim=-1))
-    return torch.stack(largest, dim=1)
+    q, k, _ = autocast.cast_inputs(q, k, k)
+    B, N, Lq, H, _ = q.shape
+    largest = torch.empty((B, N, H, Lq), dtype=torch.float32, device=q.device)
+    with autocast.off(q.device.type):
+        for n in range(N):
+            scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
+            scores += bias[:, 0].float()
+            if visible is not None:
+                scores.masked_fill_(~visible[:, min(n, visible.shape[1] - 1)], -math.inf)
+            largest[:, n] = scores.amax(dim=-1)
+    return largest

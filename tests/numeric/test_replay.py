@@ -4,6 +4,7 @@ between two calls is noticed.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -13,7 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from deepspeed4science import (  # noqa: E402
@@ -22,6 +29,7 @@ from deepspeed4science import (  # noqa: E402
     implementation,
     replay,
 )
+from deepspeed4science.prepared import PreparedForward  # noqa: E402
 from deepspeed4science.reference import evoformer_attention  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
 from tests.numeric.law import check  # noqa: E402
@@ -186,6 +194,52 @@ def test_modes_see_the_operator_after_it_was_replayed():
     assert is_right(given)
 
 
+def selectively(block, policy):
+    """`block` under selective checkpointing."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+
+
+def test_selective_checkpointing_sees_the_operator_after_it_was_replayed(monkeypatch):
+    """What is to be saved is saved, and not computed twice."""
+    runs, real = [], PreparedForward.__call__
+    monkeypatch.setattr(
+        PreparedForward, "__call__", lambda self, call: runs.append(self) or real(self, call)
+    )
+    given = inputs()
+    given["Q"].requires_grad_()
+    block = functools.partial(DS4Sci_EvoformerAttention, **given)
+    block().sum().backward()
+    expected, given["Q"].grad = given["Q"].grad, None
+    runs.clear()
+    saved = [torch.ops.deepspeed4science.evoformer_attn.default]
+    selectively(block, saved)().sum().backward()
+    assert len(runs) == 1
+    torch.testing.assert_close(given["Q"].grad, expected, rtol=0, atol=0)
+
+
+def test_a_block_after_one_that_is_selectively_checkpointed():
+    """Of the same kind: its call is kept between the first block's forward and recomputation."""
+    q, k, v = (torch.randn(B, N, L, H, D, requires_grad=True) for _ in range(3))
+
+    def block(x):
+        return DS4Sci_EvoformerAttention(x, k, v, [])
+
+    saves = selectively(block, lambda *_, **__: CheckpointPolicy.PREFER_SAVE)
+    found = torch.autograd.grad(block(saves(q)).sum(), (q, k, v))
+    below_autograd.forget()
+    expected = torch.autograd.grad(block(block(q)).sum(), (q, k, v))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_fake_tensors_of_a_call_that_was_replayed():
+    given = inputs()
+    for _ in range(2):
+        assert is_right(given)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(DS4Sci_EvoformerAttention(**given), FakeTensor)
+
+
 class Subclass(torch.Tensor):
     seen: list[str] = []  # noqa: RUF012
 
@@ -239,13 +293,21 @@ def test_autocast_is_heard_by_calls_of_a_known_kind(grad, described):
     assert len(described) == 3
 
 
+def test_a_tensor_given_twice_is_no_kind():
+    """It would be prepared each time, and take the place of others."""
+    q = torch.randn(B, N, L, H, D)
+    for _ in range(3):
+        assert is_right({"Q": q, "K": q, "V": q, "biases": [None, None]})
+    assert not below_autograd.other_forwards._groups
+
+
 def test_the_number_of_kinds_is_bounded(monkeypatch):
     monkeypatch.setattr(replay, "_MOST_GROUPS", 4)
     monkeypatch.setattr(replay, "_MOST_OF_A_GROUP", 3)
     for length in range(2, 9):
         for gap in range(5):
-            q = torch.randn(1, 1, length, 1, 8 + gap)[..., :8]
-            DS4Sci_EvoformerAttention(q, q, q)
+            tensors = (torch.randn(1, 1, length, 1, 8 + gap)[..., :8] for _ in range(3))
+            DS4Sci_EvoformerAttention(*tensors)
     groups = below_autograd.other_forwards._groups
     assert len(groups) <= 4
     assert max(map(len, groups.values())) == 3
@@ -259,9 +321,9 @@ def test_threads_at_once(monkeypatch):
     def work(seed):
         for i in range(60):
             length = 2 + (seed + i) % 7
-            q = torch.randn(1, 2, length, 1, 8)
+            q, k, v = (torch.randn(1, 2, length, 1, 8) for _ in range(3))
             if not torch.allclose(
-                DS4Sci_EvoformerAttention(q, q, q), evoformer_attention(q, q, q), atol=1e-4
+                DS4Sci_EvoformerAttention(q, k, v), evoformer_attention(q, k, v), atol=1e-4
             ):
                 wrong.append((seed, i))
 

@@ -94,6 +94,19 @@ def test_auxiliary_results(device, masked):
     assert o.requires_grad
 
 
+def test_auxiliary_results_under_autocast_and_of_no_rows():
+    """In float32, of the inputs as autocast has rounded them."""
+    q, k, v, bias, _ = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        results = triangle_attention(q, k, v, bias, return_aux=True)
+    rounded = [tensor.bfloat16() for tensor in (q, k, v)]
+    expected = triangle_attention(*rounded, bias, return_aux=True)
+    assert [one.dtype for one in results] == [torch.bfloat16, torch.float32, torch.float32]
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    results = triangle_attention(q[:, :0], k[:, :0], v[:, :0], bias, return_aux=True)
+    assert [one.shape for one in results] == [(B, 0, H, Q, D), (B, 0, H, Q), (B, 0, H, Q)]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
