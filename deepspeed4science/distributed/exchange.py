@@ -21,13 +21,20 @@ def extents(length: int, size: int) -> list[int]:
 
 
 class Transfer:
-    """Sends a part to the next process and receives one of `extent` keys from the previous one."""
+    """Sends a part to the next process and receives one of `extent` keys from the previous one. In
+    a group of one process the part stays where it is.
+    """
 
     def __init__(self, group: dist.ProcessGroup, part: Part, extent: int) -> None:
         rank, size = group.rank(), group.size()
+        self._part: list[Tensor | None]
+        self._works: Sequence[dist.Work] = ()
+        if size == 1:
+            self._part = list(part)
+            return
         after = dist.get_global_rank(group, (rank + 1) % size)
         before = dist.get_global_rank(group, (rank - 1) % size)
-        self._part: list[Tensor | None] = []
+        self._part = []
         operations = []
         for tensor, dim in zip(part, KEY_DIMS, strict=True):
             if tensor is None:
@@ -39,7 +46,8 @@ class Transfer:
             operations.append(dist.P2POp(dist.isend, tensor.contiguous(), after, group))
             operations.append(dist.P2POp(dist.irecv, coming, before, group))
         self._operations = operations  # they keep the tensors alive that are being sent
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        if operations:
+            self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> Part:
         for work in self._works:

@@ -14,9 +14,11 @@ from deepspeed4science.problem import shape_of
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """(O, lse) over all keys, from the results over two disjoint sets of keys.
 
-    O = exp(lse1 - lse) O1 + exp(lse2 - lse) O2 with lse = log(exp(lse1) + exp(lse2)), in float32.
-    The order of the sets does not matter, and more sets are merged one by one: with `o1` in float32
-    the result is float32, too, and is rounded once at the end. It has no derivatives.
+    O = s(lse1 - lse2) O1 + s(lse2 - lse1) O2 with s(x) = 1 / (1 + exp(-x)), and
+    lse = log(exp(lse1) + exp(lse2)), in float32. Where lse is large, such as -1e9 of a query whose
+    keys are all padding, it has no digits left for the number of keys, and O is the mean of O1 and
+    O2. The order of the sets does not matter, and more sets are merged one by one: with `o1` in
+    float32 the result is float32, too, and is rounded once at the end. It has no derivatives.
 
     Args:
         o1, o2: `[*, Lq, H, Dv]`, float32, bfloat16 or float16.
@@ -38,12 +40,12 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
             f"call; got {', '.join(shape_of(one) for one in (o1, lse1, o2, lse2))}."
         )
     with torch.no_grad():
+        o = _part(o1, lse1, lse2) + _part(o2, lse2, lse1)
         lse = torch.logaddexp(lse1, lse2)
-        reference = lse.masked_fill(lse == -math.inf, 0.0)
-        parts = [_part(o1, lse1, reference), _part(o2, lse2, reference)]
-        return (parts[0] + parts[1]).to(torch.promote_types(o1.dtype, o2.dtype)), lse
+        return o.to(torch.promote_types(o1.dtype, o2.dtype)), lse
 
 
-def _part(o: Tensor, lse: Tensor, reference: Tensor) -> Tensor:
-    weight = (lse - reference).exp().transpose(-1, -2)[..., None]
+def _part(o: Tensor, lse: Tensor, other: Tensor) -> Tensor:
+    weight = torch.where(lse == -math.inf, 0.0, (lse - other).sigmoid())
+    weight = weight.transpose(-1, -2)[..., None]
     return torch.where(weight == 0, 0.0, weight * o)  # 0 times NaN is NaN

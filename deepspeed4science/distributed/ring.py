@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from deepspeed4science.arguments import largest_finite
+from deepspeed4science.arguments import canonicalise_scale, largest_finite
 from deepspeed4science.distributed.exchange import Ring, extents
 from deepspeed4science.distributed.merge import merge_attention
 from deepspeed4science.distributed.placements import local_beside, placed_as
@@ -44,14 +44,15 @@ def ring_attention(
         bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
         mesh_dim: the dimension of the mesh that shards Lq and Lk. Other dimensions may shard
             batches, rows n or heads.
-        scale: positive. Default: 1 / sqrt(D).
+        scale: any finite number of float32. Default: 1 / sqrt(D).
 
     Returns:
         O, placed as q is. Gradients are placed as their tensors are. If another dimension of the
         mesh shards q and a tensor is replicated over it, that tensor's gradient is a partial sum.
 
     Raises:
-        InvalidInputError: placements or shapes do not fit, or a process would have no key or query.
+        InvalidInputError: placements, shapes or the scale do not fit, or a process would have no
+            key or query.
 
     Source: Liu, Zaharia and Abbeel, arXiv:2310.01889.
     """
@@ -59,8 +60,11 @@ def ring_attention(
     for name, tensor, dim in given:
         if tensor is not None:
             _check(name, tensor, dim, mesh_dim, q, k)
-    pieces = [None if tensor is None else local_beside(tensor, q) for _, tensor, _ in given]
-    o = _RingAttention.apply(*pieces, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
+    own = local_beside(q, q)
+    if scale is not None:  # refused here, before processes wait for each other
+        own, scale = canonicalise_scale(own, scale)
+    others = [None if tensor is None else local_beside(tensor, q) for _, tensor, _ in given[1:]]
+    o = _RingAttention.apply(own, *others, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
     return placed_as(q, o, v.shape[4])
 
 

@@ -26,7 +26,10 @@ CASES = [
     Case("ring-some-gradients", ("ring",), needs=(True, False, True, False, True)),
     Case("ring-one-key-each", ("ring",), N=40, Lk=4),
     Case("ring-scale", ("ring",), options={"scale": 0.7}),
+    Case("ring-scale-negative", ("ring",), options={"scale": -0.7}),
 ]
+# A ring of each process, with all keys: nothing is sent.
+ALONE = Case("ring-of-one", ("N", "ring"))
 TWO_DIMENSIONS = [Case(f"ring-{axis}", (axis, "ring")) for axis in ("B", "N", "H")]
 
 
@@ -51,7 +54,8 @@ def rounding_of_lse(inputs):
 
 def run_case(case, world):
     two = len(case.axes) == 2
-    mesh = world.mesh(2, world.size // 2) if two else world.mesh()
+    rings = world.size if case is ALONE else 2
+    mesh = world.mesh(rings, world.size // rings) if two else world.mesh()
     draws, more = [], 0.0
     for _ in range(case.draws):
         inputs = case.inputs(world.device)
@@ -90,6 +94,8 @@ def refusals(world):
     q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))
     with pytest.raises(InvalidInputError, match="k: expected 21 elements in dimension 2, sharded"):
         ring_attention(q, distribute(inputs.k, mesh, [1]), v)
+    with pytest.raises(InvalidInputError, match="scale: expected a finite number"):
+        ring_attention(q, k, v, scale=math.inf)
     with pytest.raises(InvalidInputError, match="bias2: expected 21 elements"):
         ring_attention(q, k, v, None, distribute(inputs.bias2, mesh, [4]))
     few = distribute(inputs.q[:, :, : world.size + 1], mesh, [2])
@@ -98,7 +104,7 @@ def refusals(world):
             ring_attention(few, k, v)
 
 
-ONE = {case.id: partial(run_case, case) for case in CASES}
+ONE = {case.id: partial(run_case, case) for case in [*CASES, ALONE]}
 ONE |= {f"ring-{function.__name__}": function for function in (masks, large_scores, refusals)}
 
 

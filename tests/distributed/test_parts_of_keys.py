@@ -65,6 +65,18 @@ def test_what_no_key_is_seen_of_counts_for_nothing():
     assert (merge_attention(*unseen, *unseen)[0] == 0).all()
 
 
+def test_merged_parts_are_an_average_where_lse_is_large():
+    """Where -1e9 hides all keys, lse has no digits for the number of keys; 3 times O is no mean."""
+    q, k = torch.randn(1, 2, 9, 2, 8), torch.randn(1, 2, 100, 2, 8)
+    bias1 = torch.zeros(1, 2, 1, 1, 100)
+    bias1[:, 1] = -1e9
+    o, lse = torch.zeros(1, 2, 9, 2, 8), torch.full((1, 2, 2, 9), -math.inf)
+    for one in parts(100):
+        own = q, k[:, :, one], torch.ones_like(k[:, :, one]), [bias1[..., one]]
+        o, lse = merge_attention(o, lse, *DS4Sci_EvoformerAttention(*own, return_lse=True))
+    torch.testing.assert_close(o, torch.ones_like(o), rtol=0, atol=2e-6)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     o, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
     with pytest.raises(InvalidInputError, match=r"expected \[\*, Lq, H, Dv\]"):
