@@ -65,8 +65,20 @@ class LayerNorm(nn.LayerNorm):
         return mixed_precision.layer_norm(input, self.weight, self.bias, self.eps)
 
 
+_PLAIN = (Linear.forward, nn.Linear.forward, LayerNorm.forward, nn.LayerNorm.forward)
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Whether its weight and bias are all there is to a linear map or norm: nothing wraps it, as
+    LoRA does, and no hook waits for its call.
+    """
+    hooks = part._forward_hooks or part._forward_pre_hooks
+    hooks = hooks or part._backward_hooks or part._backward_pre_hooks
+    return type(part).forward in _PLAIN and not hooks
+
+
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
-    """`map(x)` for each map, as views of one product, so that x is read once."""
+    """`map(x)` for each map, as views of one tensor."""
     product = join(x, maps)
     sizes = [one.out_features for one in maps]
     parts: Sequence[Tensor] = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)
@@ -75,9 +87,13 @@ def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
 
 def join(x: Tensor, maps: Sequence[Linear]) -> Tensor:
     """`map(x)` for each map, side by side along the last dimension, padded with zeros to a multiple
-    of 64 columns.
+    of 64 columns. Plain maps are one product, so that x is read once.
     """
-    return mixed_precision.linear(x, *joined(maps))
+    if all(is_plain(one) for one in maps):
+        return mixed_precision.linear(x, *joined(maps))
+    parts = [one(x) for one in maps]
+    rest = -sum(one.out_features for one in maps) % _ROW
+    return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], rest)], dim=-1)
 
 
 def joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:

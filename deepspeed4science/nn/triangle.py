@@ -7,12 +7,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from deepspeed4science.dtensor import is_sharded
+from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
 from deepspeed4science.nn.parameters import LayerNorm, Linear, join
 from deepspeed4science.packed import columns
+from deepspeed4science.problem import shape_of
 
 
 class TriangleAttentionStartingNode(nn.Module):
@@ -40,7 +42,7 @@ class TriangleAttentionStartingNode(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, residual: bool = False) -> Tensor:
         """
         Args:
-            x: `[*, I, J, c_in]`.
+            x: `[*, I, J, c_in]`, with I = J.
             mask: `[*, I, J]`; pairs of 0 or False are hidden from every query. In a row (ending
                 node: a column) in which all pairs are hidden, attention is 0. Default: no pair is
                 hidden.
@@ -49,7 +51,15 @@ class TriangleAttentionStartingNode(nn.Module):
 
         Returns:
             `[*, I, J, c_in]`.
+
+        Raises:
+            InvalidInputError: I and J differ.
         """
+        if x.dim() < 3 or x.shape[-3] != x.shape[-2]:
+            raise InvalidInputError(
+                f"x: expected pairs [*, L, L, c_in]; got {shape_of(x)}. The bias of one pair is a "
+                "projection of another one."
+            )
         if is_sharded(x, self.linear_z.weight):
             from deepspeed4science.distributed.axial import triangle_attention
 

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed4science.arguments import canonical_bias
 from deepspeed4science.call import TriangleBackward, TriangleForward
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.nn.fused import operators, steps
+from deepspeed4science.nn.parameters import is_plain
 from deepspeed4science.operators import is_transformed
 
 if TYPE_CHECKING:
@@ -39,9 +40,14 @@ def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
         and x.shape[-1] in _CHANNELS
         and layer.mha.no_heads * layer.mha.c_hidden in _CHANNELS
         and layer.mha.no_heads in _HEADS
+        and all(is_plain(part) for part in _parts(layer))
         and not is_transformed()
         and _compiles_for(x.device.index)
     )
+
+
+def _parts(layer: TriangleAttentionStartingNode) -> list[nn.Module]:
+    return [layer.layer_norm, layer.linear_z, *layer.mha.projections(), layer.mha.linear_o]
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:
