@@ -189,6 +189,8 @@ def _write_pictures(case: AttentionCase, alignment: Alignment, folder: Path) -> 
         )
     except ImportError:
         print("\nNo picture: it needs Pillow. pip install pillow")
+    except OSError as error:
+        print(f"\nNo picture: {error}. Name a folder that can be written with --out.")
     else:
         small, large = paths
         print(f"\nThe query's attention: {small}, twice as large for slides: {large}")

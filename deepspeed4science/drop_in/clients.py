@@ -7,7 +7,6 @@ casts that they need are not used.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepspeed4science.drop_in.import_hook import Switch
+from deepspeed4science.drop_in.import_hook import Switch, is_installed
 from deepspeed4science.errors import DropInError
 
 LAUNCHERS = Path(__file__).with_name("launch")
@@ -174,7 +173,7 @@ def version(client: Client) -> str | None:
 def functions(client: Client) -> list[tuple[str, str, str]]:
     """(module, name, replacement) of every function that is replaced on this machine."""
     kernels = ("cuequivariance_torch", "cuequivariance_ops_torch")
-    alone = any(importlib.util.find_spec(package) is None for package in kernels)
+    alone = not all(map(is_installed, kernels))
     tables = (client.functions, client.without_cuequivariance if alone else {})
     return [
         (module, name, replacement)

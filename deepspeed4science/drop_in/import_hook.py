@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
@@ -13,6 +15,21 @@ from typing import Any
 # Gives the attributes that a module gets; called with the module after its import.
 Attributes = Callable[[ModuleType], Mapping[str, Any]]
 _ABSENT = object()
+
+
+@dataclass
+class _Change:
+    """An attribute of a module that a switch has set."""
+
+    module: ModuleType
+    name: str
+    before: Any
+    value: Any
+
+    def follows(self, other: _Change) -> bool:
+        """Whether it replaced what `other` set."""
+        place = self.module is other.module and self.name == other.name
+        return place and self.before is other.value
 
 
 class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -32,10 +49,14 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, *, changed: Mapping[str, Attributes], served: Mapping[str, Attributes]
     ) -> None:
         self._changed, self._served = changed, served
-        self._before: list[tuple[ModuleType, str, Any]] = []
-        for name in changed:
-            if name in sys.modules:
-                self.change(sys.modules[name])
+        self._done: list[_Change] = []
+        try:
+            for name in changed:
+                if name in sys.modules:
+                    self.change(sys.modules[name])
+        except BaseException:
+            self.back()
+            raise
         sys.meta_path.insert(0, self)
 
     def __enter__(self) -> Switch:
@@ -50,15 +71,21 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.back()
 
     def back(self) -> None:
-        """Switch back; a second call does nothing."""
+        """Switch back; a second call does nothing. What another switch has changed since stays as
+        it is until that one is switched back.
+        """
+        since: list[_Change] = []
         if self in sys.meta_path:
+            since = _changes(sys.meta_path[: sys.meta_path.index(self)])  # the last one is first
             sys.meta_path.remove(self)
-        while self._before:
-            module, name, value = self._before.pop()
-            if value is _ABSENT:
-                delattr(module, name)
+        while self._done:
+            done = self._done.pop()
+            if later := next((change for change in since if change.follows(done)), None):
+                later.before = done.before
+            elif done.before is _ABSENT:
+                delattr(done.module, done.name)
             else:
-                setattr(module, name, value)
+                setattr(done.module, done.name, done.before)
         for name in self._served:
             if getattr(sys.modules.get(name), "__loader__", None) is self:
                 del sys.modules[name]
@@ -67,9 +94,9 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for name, value in self._changed[module.__name__](module).items():
             before = getattr(module, name, _ABSENT)
             if before is value:  # it was imported from a module that was changed before
-                same = (old for _, other, old in self._before if other == name)
+                same = (done.before for done in self._done if done.name == name)
                 before = next(same, before)
-            self._before.append((module, name, before))
+            self._done.append(_Change(module, name, before, value))
             setattr(module, name, value)
 
     def find_spec(
@@ -80,7 +107,8 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
         if fullname not in self._changed:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        # Those before it, such as a later switch, have been asked, or are asking now.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
@@ -94,6 +122,10 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _children(self, package: str) -> list[str]:
         return [name for name in self._served if name.rpartition(".")[0] == package]
+
+
+def _changes(finders: Sequence[object]) -> list[_Change]:
+    return [done for one in finders if isinstance(one, Switch) for done in one._done]
 
 
 class _LoaderThen:
@@ -111,3 +143,8 @@ class _LoaderThen:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._then(module)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a module without a spec, such as a stub, counts as one."""
+    return package in sys.modules or importlib.util.find_spec(package) is not None

@@ -4,13 +4,11 @@ installed library only the attention functions are replaced.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from deepspeed4science.drop_in.import_hook import Switch
+from deepspeed4science.drop_in.import_hook import Switch, is_installed
 
 
 def use_as_deepspeed() -> Switch:
@@ -29,7 +27,7 @@ def use_as_deepspeed() -> Switch:
     Returns:
         The switch, on: `with use_as_deepspeed(): ...` or `.back()` turns it off.
     """
-    if _is_installed("deepspeed"):
+    if is_installed("deepspeed"):
         package = "deepspeed.ops.deepspeed4science"
         names = (package, f"{package}.evoformer_attn")
         return Switch(changed=dict.fromkeys(names, _op), served={})
@@ -60,8 +58,8 @@ def use_as_cuequivariance() -> Switch:
         The switch, on: `with use_as_cuequivariance(): ...` or `.back()` turns it off.
     """
     names = ("cuequivariance_torch", "cuequivariance_torch.primitives.triangle")
-    if _is_installed("cuequivariance_torch"):
-        has_kernels = _is_installed("cuequivariance_ops_torch")
+    if is_installed("cuequivariance_torch"):
+        has_kernels = is_installed("cuequivariance_ops_torch")
         functions = _triangle_attention if has_kernels else _triangle
         return Switch(changed=dict.fromkeys(names, functions), served={})
     return Switch(
@@ -76,10 +74,6 @@ def use_as_cuequivariance() -> Switch:
             },
         },
     )
-
-
-def _is_installed(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 # The variable in which Lightning, under each of its names, keeps whether DeepSpeed is available.

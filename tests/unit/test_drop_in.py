@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("torch")
 import deepspeed4science
 from deepspeed4science import drop_in
 from deepspeed4science.drop_in import clients
+from deepspeed4science.drop_in.import_hook import Switch
 from deepspeed4science.errors import DropInError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +48,7 @@ def write(site, files):
 
 BOLTZ = {
     "boltz/model/layers/triangular_attention/primitives.py": """
-        def kernel_triangular_attn(q, k, v, tri_bias, mask, scale):
+        def kernel_triangular_attn(q=0, k=0, v=0, tri_bias=0, mask=0, scale=0):
             return "its own"
     """,
     "boltz/model/layers/triangular_mult.py": """
@@ -168,6 +170,52 @@ def test_a_model_is_switched_and_switched_back(site, imported_before):
         assert multiplication.kernel_triangular_mult is ours
     assert module.kernel_triangular_attn(1, 2, 3, 4, 5, 6) == "its own"
     assert multiplication.kernel_triangular_mult(1, 2, 3) == "its own"
+
+
+@pytest.mark.parametrize("imported_before", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_switches_end_in_any_order(site, order, imported_before):
+    """The model is switched until the last one ends."""
+    write(site, BOLTZ)
+    if imported_before:
+        importlib.import_module(ATTENTION)
+    other = {ATTENTION: lambda _: {"kernel_triangular_attn": len}}
+    switches = [
+        drop_in.switch("boltz"),
+        Switch(changed=other, served={}),
+        drop_in.switch("boltz"),
+    ]
+    module = importlib.import_module(ATTENTION)
+    replacement = clients._replacement(clients._BOLTZ)
+    values = [replacement, len, replacement]
+    on = [0, 1, 2]
+    for number in order:
+        switches[number].back()
+        on.remove(number)
+        found = module.kernel_triangular_attn
+        assert found is values[on[-1]] if on else found() == "its own", (number, on)
+
+
+def test_a_switch_that_fails_changes_nothing(site):
+    """The first of its modules was there already, as is the second, which lacks its function."""
+    lacking = {"boltz/model/layers/triangular_mult.py": "\n"}
+    write(site, BOLTZ | lacking)
+    module = importlib.import_module(ATTENTION)
+    own = module.kernel_triangular_attn
+    importlib.import_module("boltz.model.layers.triangular_mult")
+    with pytest.raises(DropInError, match="expected kernel_triangular_mult"):
+        drop_in.switch("boltz")
+    assert module.kernel_triangular_attn is own
+    assert not any(isinstance(finder, Switch) for finder in sys.meta_path)
+
+
+def test_a_stub_without_a_spec_counts_as_installed(site, monkeypatch):
+    write(site, BOLTZ)
+    for package in ("cuequivariance_torch", "cuequivariance_ops_torch"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    with drop_in.switch("boltz"):
+        module = importlib.import_module(ATTENTION)
+        assert module.kernel_triangular_attn.__module__.startswith("deepspeed4science")
 
 
 def test_cuequivariances_multiplication_is_left_where_its_kernels_are(site):
