@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -16,9 +16,11 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_sharded(x: Tensor, parameter: Tensor) -> bool:
-    """Whether x is a DTensor and the parameter a plain tensor, which every process has whole."""
-    return type(x) is not Tensor and is_dtensor(x) and not is_dtensor(parameter)
+def is_sharded(x: Tensor, part: nn.Module) -> bool:
+    """Whether x is a DTensor, and the part's parameters are plain tensors, which every process has
+    whole.
+    """
+    return type(x) is not Tensor and is_dtensor(x) and not any(map(is_dtensor, part.parameters()))
 
 
 def require_sharding_rules(tensor: Tensor) -> None:

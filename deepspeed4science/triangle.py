@@ -195,12 +195,14 @@ def _largest_scores(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     q, k, _ = autocast.cast_inputs(q, k, k)
     B, N, Lq, H, _ = q.shape
-    largest = torch.empty((B, N, H, Lq), dtype=torch.float32, device=q.device)
+    if N == 0:
+        return q.new_empty((B, N, H, Lq), dtype=torch.float32)
+    largest = []
     with autocast.off(q.device.type):
         for n in range(N):
             scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
             scores += bias[:, 0].float()
             if visible is not None:
                 scores.masked_fill_(~visible[:, min(n, visible.shape[1] - 1)], -math.inf)
-            largest[:, n] = scores.amax(dim=-1)
-    return largest
+            largest.append(scores.amax(dim=-1))
+    return torch.stack(largest, dim=1)

@@ -15,10 +15,11 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
     """(O, lse) over all keys, from the results over two disjoint sets of keys.
 
     O = s(lse1 - lse2) O1 + s(lse2 - lse1) O2 with s(x) = 1 / (1 + exp(-x)), and
-    lse = log(exp(lse1) + exp(lse2)), in float32. Where lse is large, such as -1e9 of a query whose
-    keys are all padding, it has no digits left for the number of keys, and O is the mean of O1 and
-    O2. The order of the sets does not matter, and more sets are merged one by one: with `o1` in
-    float32 the result is float32, too, and is rounded once at the end. It has no derivatives.
+    lse = log(exp(lse1) + exp(lse2)), in float32. More sets are merged one by one, in any order:
+    with `o1` in float32 the result is float32, too, and is rounded once at the end. Where lse is
+    large, such as -1e9 of a query whose keys are all padding, it has no digits left for the number
+    of keys: O1 and O2 get the same weight, and of more sets the last ones the most. It has no
+    derivatives.
 
     Args:
         o1, o2: `[*, Lq, H, Dv]`, float32, bfloat16 or float16.

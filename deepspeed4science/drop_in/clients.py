@@ -201,10 +201,7 @@ def _attributes(client: Client, module: ModuleType) -> Mapping[str, Any]:
                 "it. Install "
                 f'"{client.name}>={client.versions[0]},<{client.versions[1]}".'
             )
-    for name in client.flags.get(module.__name__, ()):
-        if not getattr(module, name):
-            found[name] = True
-    return found
+    return found | dict.fromkeys(client.flags.get(module.__name__, ()), True)
 
 
 def _replacement(where: str) -> Any:

@@ -76,12 +76,15 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """
         since: list[_Change] = []
         if self in sys.meta_path:
-            since = _changes(sys.meta_path[: sys.meta_path.index(self)])  # the last one is first
+            later = sys.meta_path[: sys.meta_path.index(self)]
+            since = [
+                done for one in reversed(later) if isinstance(one, Switch) for done in one._done
+            ]
             sys.meta_path.remove(self)
         while self._done:
             done = self._done.pop()
-            if later := next((change for change in since if change.follows(done)), None):
-                later.before = done.before
+            if following := next((change for change in since if change.follows(done)), None):
+                following.before = done.before
             elif done.before is _ABSENT:
                 delattr(done.module, done.name)
             else:
@@ -105,10 +108,11 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname in self._served:
             is_package = bool(self._children(fullname))
             return ModuleSpec(fullname, self, origin=__name__, is_package=is_package)
-        if fullname not in self._changed:
+        finders = list(sys.meta_path)
+        if fullname not in self._changed or self not in finders:  # another thread has ended it
             return None
         # Those before it, such as a later switch, have been asked, or are asking now.
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        others = finders[finders.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
@@ -122,10 +126,6 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _children(self, package: str) -> list[str]:
         return [name for name in self._served if name.rpartition(".")[0] == package]
-
-
-def _changes(finders: Sequence[object]) -> list[_Change]:
-    return [done for one in finders if isinstance(one, Switch) for done in one._done]
 
 
 class _LoaderThen:
@@ -146,5 +146,9 @@ class _LoaderThen:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a module without a spec, such as a stub, counts as one."""
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+    """Whether a package can be imported. A module without a spec, such as a stub, counts as one,
+    and None, which blocks an import, does not.
+    """
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None

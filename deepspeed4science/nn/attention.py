@@ -67,7 +67,7 @@ class EvoformerAttention(nn.Module):
             `[*, Lq, c_q]`.
         """
         if kv_x is None or kv_x is q_x:
-            if is_sharded(q_x, self.linear_q.weight):
+            if is_sharded(q_x, self.linear_q):
                 from deepspeed4science.distributed.axial import attention
 
                 return attention(self, q_x, biases)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from deepspeed4science import mixed_precision
 from deepspeed4science.errors import InvalidInputError
@@ -70,16 +71,18 @@ _PLAIN = (Linear.forward, nn.Linear.forward, LayerNorm.forward, nn.LayerNorm.for
 
 def is_plain(part: nn.Module) -> bool:
     """Whether its weight and bias are all there is to a linear map or norm: nothing wraps it, as
-    LoRA does, and no hook waits for its call.
+    LoRA does, or replaces its `forward`, and no hook waits for its call.
     """
     hooks = part._forward_hooks or part._forward_pre_hooks
-    hooks = hooks or part._backward_hooks or part._backward_pre_hooks
-    return type(part).forward in _PLAIN and not hooks
+    hooks = hooks or part._backward_hooks or part._backward_pre_hooks or _has_any_global_hook()
+    return type(part).forward in _PLAIN and "forward" not in vars(part) and not hooks
 
 
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
-    """`map(x)` for each map, as views of one tensor."""
-    product = join(x, maps)
+    """`map(x)` for each map. Plain maps are one product, so that x is read once."""
+    if not all(is_plain(one) for one in maps):
+        return [one(x) for one in maps]
+    product = mixed_precision.linear(x, *joined(maps))
     sizes = [one.out_features for one in maps]
     parts: Sequence[Tensor] = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)
     return parts[: len(maps)]
@@ -92,7 +95,7 @@ def join(x: Tensor, maps: Sequence[Linear]) -> Tensor:
     if all(is_plain(one) for one in maps):
         return mixed_precision.linear(x, *joined(maps))
     parts = [one(x) for one in maps]
-    rest = -sum(one.out_features for one in maps) % _ROW
+    rest = -sum(one.shape[-1] for one in parts) % _ROW
     return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], rest)], dim=-1)
 
 

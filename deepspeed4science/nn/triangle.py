@@ -60,7 +60,7 @@ class TriangleAttentionStartingNode(nn.Module):
                 f"x: expected pairs [*, L, L, c_in]; got {shape_of(x)}. The bias of one pair is a "
                 "projection of another one."
             )
-        if is_sharded(x, self.linear_z.weight):
+        if is_sharded(x, self.linear_z):
             from deepspeed4science.distributed.axial import triangle_attention
 
             sharded: Tensor = triangle_attention(self, x, mask)

@@ -35,6 +35,8 @@ def verify_and_publish(built: Built, root: Root) -> LoadedKernel:
         remedy = shortages.remedy(reason) or "set DS4S_CACHE_DIR to a folder that can be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not the disk of TMPDIR
             remedy = "free some space there, or set DS4S_CACHE_DIR to a folder on another disk"
+        elif error.errno == errno.EEXIST:
+            remedy = f"remove them: python -m deepspeed4science cache clear {name}"
         private = (
             f"compiled kernels cannot be kept in {root.path} ({reason}); "
             f"this process uses a private copy and the next one compiles again: {remedy}"

@@ -74,7 +74,7 @@ class Entry:
 
 def find(root: Path, job: CompileJob, hashes: Hashes, *, any_toolchain: bool) -> Iterator[Entry]:
     """The entries under `root` whose components are exactly those that `job` has now. There is at
-    most one, unless a damaged one could not be removed.
+    most one, unless a damaged one could not be removed, or system headers are in several places.
 
     With `any_toolchain` only our own sources are compared, neither the compiler's identity nor
     others' headers (the compiler's, CUTLASS's), and `job.stand_ins` match as well. This is for
@@ -213,7 +213,8 @@ def _are_here(headers: Iterable[Header], entry: Entry, job: CompileJob, hashes: 
     """Whether headers of an entry are unchanged. A system header below a folder that has been moved
     together with the compiler, such as a virtual environment, is looked for there first.
     """
-    before, now = _moved(entry.meta["created"]["compiler"], str(job.compiler or ""))
+    compiler = os.path.realpath(job.compiler) if job.compiler else ""
+    before, now = _moved(entry.meta["created"]["compiler"], compiler)
     for header in headers:
         path = header.path(job.include_dirs)
         found = None

@@ -168,7 +168,7 @@ def _write_entry(folder: Path, built: Built) -> dict[str, Any]:
             "time": time.time(),
             "host": socket.gethostname(),
             "system": " ".join((system.sysname, system.release, system.machine)),
-            "compiler": str(job.compiler),
+            "compiler": os.path.realpath(job.compiler or ""),
         },
     }
     files.write_new(folder / f"{job.name}.so", data, 0o755)

@@ -45,22 +45,21 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
 
         Raises as `family`.
         """
-        own = self._candidates(device)
+        lower = self._lower_target(device)
+        own = serving(device)
+        own += serving((lower.major, lower.minor)) if lower else ()
         if not own:
             raise ToolchainError(
                 f"compute capability {Arch(*device)} is below {Arch(*OLDEST)}, where the "
                 "templates begin; use the CPU"
             )
-        obstacles = {one.name: self._obstacle(one, device) for one in own}
+        able = [one for one in FAMILIES.values() if one.runs_on(device)]
+        obstacles = {one.name: self._obstacle(one, lower) for one in able}
         chain = tuple(one.name for one in own if not obstacles[one.name])
         forced = env.text("DS4S_CUDA_FAMILY")
         if forced is None or forced in chain:
             return chain[chain.index(forced) if forced else 0 :]
-        possible = [
-            one.name
-            for one in FAMILIES.values()
-            if one.runs_on(device) and not obstacles.get(one.name)
-        ]
+        possible = [name for name, reason in obstacles.items() if not reason]
         if forced not in possible:
             reasons = [f" (not {name}: {reason})" for name, reason in obstacles.items() if reason]
             raise ToolchainError(
@@ -69,25 +68,22 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
             )
         return (forced,)
 
-    def _candidates(self, device: tuple[int, int]) -> tuple[Family, ...]:
-        """The families for a device, best first, then those of a lower target whose PTX it runs."""
-        own = serving(device)
-        lower = self._lower_target(device)
-        return own + serving((lower.major, lower.minor)) if lower else own
-
     def _lower_target(self, device: tuple[int, int]) -> Arch | None:
         """The target of calls on a device where a list leaves one below its families: 7.5+PTX on
         8.0.
         """
+        if not env.text("TORCH_CUDA_ARCH_LIST") or not (own := serving(device)):
+            return None
         with contextlib.suppress(ToolchainError):  # whoever asks for a kernel is told
             target = self.arch_for(device)
-            if serving(device) and (target.major, target.minor) < serving(device)[-1].first:
+            if (target.major, target.minor) < own[-1].first:
                 return target
         return None
 
-    def _obstacle(self, family: Family, device: tuple[int, int]) -> str:
-        """Why a family does not serve a device; empty where it does."""
-        lower = self._lower_target(device)
+    def _obstacle(self, family: Family, lower: Arch | None) -> str:
+        """Why a family does not serve a device whose `_lower_target` is `lower`; empty where it
+        does.
+        """
         if lower and (lower.major, lower.minor) < family.first:
             return f"TORCH_CUDA_ARCH_LIST asks for {lower}, below {Arch(*family.first)}"
         return self.target_obstacle(family)
@@ -115,8 +111,9 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
         families = self.families(device)
         if len(families) > 1:
             return f"{families[1]} for {FAMILIES[families[0]].leaves}"
+        lower = self._lower_target(device)
         for newer in serving(device):
-            if obstacle := self._obstacle(newer, device):
+            if obstacle := self._obstacle(newer, lower):
                 return f"not {newer.name}: {obstacle}"
         return ""
 

@@ -71,7 +71,7 @@ def export(root: Path) -> None:
 
 
 def _place(root: Path, kind: str, key: str) -> Path:
-    digest = hashlib.sha256(os.fsencode(key)).hexdigest()[:20]
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:20]
     return root / "memo" / f"{kind}-{digest}.json"
 
 

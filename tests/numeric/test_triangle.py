@@ -1,5 +1,6 @@
 """cuEquivariance's signatures: layouts, masks and auxiliary results against the definition."""
 
+import functools
 import inspect
 import math
 from statistics import median
@@ -94,7 +95,7 @@ def test_auxiliary_results(device, masked):
     assert o.requires_grad
 
 
-def test_auxiliary_results_under_autocast_and_of_no_rows():
+def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     """In float32, of the inputs as autocast has rounded them."""
     q, k, v, bias, _ = inputs()
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,6 +104,10 @@ def test_auxiliary_results_under_autocast_and_of_no_rows():
     expected = triangle_attention(*rounded, bias, return_aux=True)
     assert [one.dtype for one in results] == [torch.bfloat16, torch.float32, torch.float32]
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    each = torch.func.vmap(functools.partial(triangle_attention, return_aux=True))
+    parts = [torch.stack([tensor, -tensor]) for tensor in (q, k, v, bias)]
+    mapped, one = each(*parts), triangle_attention(q, k, v, bias, return_aux=True)
+    torch.testing.assert_close(tuple(part[0] for part in mapped), one)
     results = triangle_attention(q[:, :0], k[:, :0], v[:, :0], bias, return_aux=True)
     assert [one.shape for one in results] == [(B, 0, H, Q, D), (B, 0, H, Q), (B, 0, H, Q)]
 

@@ -144,6 +144,10 @@ def test_system_headers_are_found_where_the_compiler_was_moved(workshop, tmp_pat
     assert workshop.run(load_with(moved)).origin == "built", "its own headers, not those moved away"
     other = toolchain(tmp_path / "a job2" / "other")
     assert workshop.run(load_with(other)).origin == "cache"
+    (tmp_path / "scratch").symlink_to(tmp_path / "a job2")
+    shutil.rmtree(other.parents[1])
+    linked = toolchain(tmp_path / "scratch" / "third")
+    assert workshop.run(load_with(linked)).origin == "cache"
 
 
 def test_system_headers_in_other_folders_are_compiled_with_once(workshop, tmp_path):

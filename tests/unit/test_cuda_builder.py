@@ -130,6 +130,16 @@ def test_a_list_below_a_device_chooses_the_templates_of_its_target(
             BUILDER.families(device)
 
 
+def test_a_family_above_the_target_cannot_be_forced(nvcc, monkeypatch):
+    set_nvcc(monkeypatch, "sm_70", "sm_75", "sm_80")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0+PTX")
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm75")
+    with pytest.raises(ToolchainError, match=r"one of sm70 on .*got sm75.*asks for 7\.0\+PTX"):
+        BUILDER.families((8, 0))
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm70")
+    assert BUILDER.families((8, 0)) == ("sm70",)
+
+
 def test_a_list_below_all_templates_is_refused(nvcc, monkeypatch):
     """Another toolkit would be no remedy, although nvcc 13 does not know 6.1."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1+PTX")

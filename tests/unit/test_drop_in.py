@@ -6,6 +6,7 @@ Models are imitated here by packages of a few lines; tests/clients has the real 
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ pytest.importorskip("torch")
 import deepspeed4science
 from deepspeed4science import drop_in
 from deepspeed4science.drop_in import clients
-from deepspeed4science.drop_in.import_hook import Switch
+from deepspeed4science.drop_in.import_hook import Switch, is_installed
 from deepspeed4science.errors import DropInError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +174,7 @@ def test_a_model_is_switched_and_switched_back(site, imported_before):
 
 
 @pytest.mark.parametrize("imported_before", [False, True])
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_switches_end_in_any_order(site, order, imported_before):
     """The model is switched until the last one ends."""
     write(site, BOLTZ)
@@ -182,13 +183,14 @@ def test_switches_end_in_any_order(site, order, imported_before):
     other = {ATTENTION: lambda _: {"kernel_triangular_attn": len}}
     switches = [
         drop_in.switch("boltz"),
+        drop_in.switch("boltz"),
         Switch(changed=other, served={}),
         drop_in.switch("boltz"),
     ]
     module = importlib.import_module(ATTENTION)
     replacement = clients._replacement(clients._BOLTZ)
-    values = [replacement, len, replacement]
-    on = [0, 1, 2]
+    values = [replacement, replacement, len, replacement]
+    on = [0, 1, 2, 3]
     for number in order:
         switches[number].back()
         on.remove(number)
@@ -216,6 +218,8 @@ def test_a_stub_without_a_spec_counts_as_installed(site, monkeypatch):
     with drop_in.switch("boltz"):
         module = importlib.import_module(ATTENTION)
         assert module.kernel_triangular_attn.__module__.startswith("deepspeed4science")
+    monkeypatch.setitem(sys.modules, package, None)  # blocks its import
+    assert not is_installed(package)
 
 
 def test_cuequivariances_multiplication_is_left_where_its_kernels_are(site):

@@ -141,7 +141,7 @@ def start(place):
         code = 1
         try:
             if interrupted(place):
-                # assert_close takes 3 s: it imports DTensor, which our import waits for.
+                # assert_close imports DTensor, which takes 3 s: it is called at some places only.
                 check() if place % 5 == 0 else check(close)
             code = 0
         except BaseException as error:
