@@ -2,8 +2,12 @@
 rest: pyproject.toml.
 """
 
-import shutil
 import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036, said before anything that an older one cannot read
+    sys.exit("deepspeed4science needs Python 3.10 or newer; this is " + sys.version.split()[0])
+
+import shutil
 import sysconfig
 from pathlib import Path
 

@@ -8,6 +8,7 @@ not.
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,5 +42,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        try:
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                error.msg += f"; {sys.executable} has no PyTorch. pip install 'torch>=2.10'"
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed4science.bias_advice import BIAS_HELP
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.problem import (
-    BIAS_HELP,
     LARGEST_SCALE,
     LEAST_SCALE,
     ROW_MASK_HELP,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed4science.bias_advice import advice
 from deepspeed4science.call import BackwardCall, Call
 from deepspeed4science.errors import InvalidInputError
 
@@ -20,16 +21,6 @@ SUPPORTED_DTYPES = tuple(DTYPE_NAMES)
 _FLOAT32 = torch.finfo(torch.float32)
 LEAST_SCALE, LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max
 
-BIAS_HELP = (
-    "bias1 (first) is the key mask, broadcastable to [B, N, 1, 1, Lk]; "
-    "bias2 (second) is the pair bias, broadcastable to [B, 1, H, Lq, Lk]; "
-    "either may be None, so a pair bias alone is passed as [None, bias2]"
-)
-_NOT_SHARED = (
-    "Kernels read one pair bias for all N, and take one that is expanded over N; where each row n "
-    "has its own, make each n a batch: Q, K, V as [B * N, 1, L, H, D], bias2 as "
-    "[B * N, 1, H, Lq, Lk]"
-)
 ROW_MASK_HELP = (
     "row_mask says which rows n of Q are read, one boolean for each, broadcastable to [B, N]; "
     "a mask of keys is bias1"
@@ -111,9 +102,9 @@ def describe(call: Call) -> Problem:
             "Move them there."
         )
     if bias1 is not None:
-        _check_bias("bias1", bias1, (B, N, 1, 1, Lk), device)
+        _check_bias("bias1", bias1, (B, N, 1, 1, Lk), (B, N, H, Lq, Lk), device)
     if bias2 is not None:
-        _check_bias("bias2", bias2, (B, 1, H, Lq, Lk), device)
+        _check_bias("bias2", bias2, (B, 1, H, Lq, Lk), (B, N, H, Lq, Lk), device)
     if call.row_mask is not None:
         _check_row_mask(call.row_mask, B, N, device)
     if isinstance(call, BackwardCall):
@@ -142,16 +133,24 @@ def describe(call: Call) -> Problem:
     )
 
 
-def _check_bias(name: str, bias: Tensor, target: tuple[int, ...], device: torch.device) -> None:
+def _check_bias(
+    name: str,
+    bias: Tensor,
+    target: tuple[int, ...],
+    sizes: tuple[int, int, int, int, int],
+    device: torch.device,
+) -> None:
     shape = bias.shape
     if shape != target and (
         len(shape) != 5
         or any(size != 1 and size != full for size, full in zip(shape, target, strict=True))
     ):
+        fewer = ", with leading dimensions of size 1 where it had fewer" if shape[0] == 1 else ""
         names = "[B, N, 1, 1, Lk]" if name == "bias1" else "[B, 1, H, Lq, Lk]"
         raise InvalidInputError(
             f"{name}: expected a shape broadcastable to {names} = {list(target)}; got "
-            f"{shape_of(bias)}. {_NOT_SHARED if _has_rows(name, shape, target) else BIAS_HELP}."
+            f"{shape_of(bias)}{fewer}. "
+            f"{advice(name, shape, *sizes)}."
         )
     if bias.dtype not in SUPPORTED_DTYPES:
         raise InvalidInputError(
@@ -163,11 +162,6 @@ def _check_bias(name: str, bias: Tensor, target: tuple[int, ...], device: torch.
         raise InvalidInputError(
             f"{name}: expected the device of Q, {device}; got {bias.device}. Move it there."
         )
-
-
-def _has_rows(name: str, shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Whether the bias has a row for each n, as no pair bias may."""
-    return name == "bias2" and len(shape) == 5 and shape[1] > 1
 
 
 def _check_row_mask(row_mask: Tensor, B: int, N: int, device: torch.device) -> None:

@@ -69,6 +69,11 @@ def ring_attention(
 
 
 def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: DTensor) -> None:
+    if not isinstance(tensor, DTensor):
+        raise InvalidInputError(
+            f"{name}: expected a DTensor; got {type(tensor).__name__}. A process that has all "
+            "queries and keys calls DS4Sci_EvoformerAttention."
+        )
     length = k.shape[2] if name in ("k", "v", "bias1") else q.shape[2]
     if tensor.placements[mesh_dim] != Shard(dim) or tensor.shape[dim] != length:
         raise InvalidInputError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed4science.dtensor import is_sharded
+from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.nn.parameters import Linear, project
 
@@ -65,7 +66,15 @@ class EvoformerAttention(nn.Module):
 
         Returns:
             `[*, Lq, c_q]`.
+
+        Raises:
+            InvalidInputError: kv_x is no tensor.
         """
+        if not (kv_x is None or isinstance(kv_x, Tensor)):
+            raise InvalidInputError(
+                f"kv_x: expected a tensor or None; got {type(kv_x).__name__}. Biases are passed as "
+                "biases=[bias1, bias2]."
+            )
         if kv_x is None or kv_x is q_x:
             if is_sharded(q_x, self.linear_q):
                 from deepspeed4science.distributed.axial import attention

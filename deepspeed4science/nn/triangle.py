@@ -34,6 +34,7 @@ class TriangleAttentionStartingNode(nn.Module):
 
     def __init__(self, c_in: int, c_hidden: int, no_heads: int, *, bias: bool = True) -> None:
         super().__init__()
+        self.c_in = c_in
         self.layer_norm = LayerNorm(c_in)
         self.linear_z = Linear(c_in, no_heads, "normal")
         self.mha = EvoformerAttention(c_in, c_in, c_in, c_hidden, no_heads, bias=bias)
@@ -53,12 +54,16 @@ class TriangleAttentionStartingNode(nn.Module):
             `[*, I, J, c_in]`.
 
         Raises:
-            InvalidInputError: I and J differ.
+            InvalidInputError: I and J differ, or a shape does not fit.
         """
-        if x.dim() < 3 or x.shape[-3] != x.shape[-2]:
+        if x.dim() < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_in:
             raise InvalidInputError(
-                f"x: expected pairs [*, L, L, c_in]; got {shape_of(x)}. The bias of one pair is a "
-                "projection of another one."
+                f"x: expected pairs [*, L, L, c_in], c_in = {self.c_in}; got {shape_of(x)}."
+            )
+        if mask is not None and mask.dim() >= x.dim():
+            raise InvalidInputError(
+                f"mask: expected {list(x.shape[:-1])}, a number for each pair; got "
+                f"{shape_of(mask)}."
             )
         if is_sharded(x, self.linear_z):
             from deepspeed4science.distributed.axial import triangle_attention

@@ -88,7 +88,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
         Raises ToolchainError, naming all lists, when none is left.
         """
         supported = self.supported_archs()
-        requested = self.requested_archs()
+        requested = self._requested_not_too_old("name newer ones")
         capabilities = self.gpus().capabilities
         if requested or not capabilities:
             return arch.intersect(requested, None, supported)
@@ -122,13 +122,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
 
         Raises ToolchainError, naming the requested architectures, the device's and the toolkits'.
         """
-        asked = self.requested_archs()
-        requested = [one for one in asked if not self._is_too_old(one)]
-        if asked and not requested:
-            raise ToolchainError(
-                f"TORCH_CUDA_ARCH_LIST asks for {'; '.join(map(str, asked))}, and the templates "
-                f"begin at {Arch(*self.OLDEST)}; add {Arch(*device)} to it, or unset it"
-            )
+        requested = self._requested_not_too_old(f"add {Arch(*device)} to it")
         supported: list[str] = []
         for tool in toolkits.nvccs():
             own = nvcc_targets.targets(tool).real
@@ -141,6 +135,17 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             return arch.intersect(requested, device, supported)[0]  # raises
         # Without a toolkit: kernels compiled earlier, for the device's own unless one is asked for.
         return fit[0] if len(fit) == 1 else Arch(*device)
+
+    def _requested_not_too_old(self, remedy: str) -> tuple[Arch, ...]:
+        """`requested_archs` from OLDEST on; raises ToolchainError where all of them are older."""
+        asked = self.requested_archs()
+        kept = tuple(one for one in asked if not self._is_too_old(one))
+        if asked and not kept:
+            raise ToolchainError(
+                f"TORCH_CUDA_ARCH_LIST asks for {'; '.join(map(str, asked))}, and the templates "
+                f"begin at {Arch(*self.OLDEST)}; {remedy}, or unset it"
+            )
+        return kept
 
     def _is_too_old(self, target: Arch) -> bool:
         return (target.major, target.minor) < self.OLDEST

@@ -234,7 +234,7 @@ def _nothing_left(
     requested: Sequence[Arch], device: tuple[int, int] | None, supported: Collection[str]
 ) -> ToolchainError:
     asked = "; ".join(map(str, requested)) or "nothing (TORCH_CUDA_ARCH_LIST is unset)"
-    has = "none asked for" if device is None else f"{device[0]}.{device[1]}"
+    has = "not known" if device is None else f"{device[0]}.{device[1]}"
     can = ", ".join(
         f"{number[:-1]}.{number[-1]}" for number in sorted(_plain_numbers(supported), key=int)
     )

@@ -94,6 +94,8 @@ def refusals(world):
     q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))
     with pytest.raises(InvalidInputError, match="k: expected 21 elements in dimension 2, sharded"):
         ring_attention(q, distribute(inputs.k, mesh, [1]), v)
+    with pytest.raises(InvalidInputError, match="q: expected a DTensor; got Tensor"):
+        ring_attention(inputs.q, k, v)
     with pytest.raises(InvalidInputError, match="scale: expected a finite number"):
         ring_attention(q, k, v, scale=math.inf)
     with pytest.raises(InvalidInputError, match="bias2: expected 21 elements"):

@@ -115,10 +115,18 @@ def test_kernels_that_know_weights_only_leave_it_to_the_modules(change):
         assert [is_plain(one) for one in _parts(layer)].count(False) == 1
 
 
-@pytest.mark.parametrize("shape", [(2, 1, L, C), (2, L, 1, C), (L, L + 1, C), (L, C)])
+@pytest.mark.parametrize("shape", [(2, 1, L, C), (2, L, 1, C), (L, L + 1, C), (L, C), (L, L, 7)])
 @pytest.mark.parametrize("kind", TRIANGLES)
 def test_pairs_are_square(kind, shape):
     """Attention would take the bias of one row for all."""
     layer, _, _ = layer_and_input(kind)
-    with pytest.raises(InvalidInputError, match=r"x: expected pairs \[\*, L, L, c_in\]; got \["):
+    with pytest.raises(InvalidInputError, match=r"x: expected pairs \[\*, L, L, c_in\], c_in = 12"):
         layer(torch.randn(shape))
+    with pytest.raises(InvalidInputError, match=r"mask: expected \[2, 20, 20\], a number"):
+        layer(torch.randn(2, L, L, C), torch.ones(2, L, L, 1))
+
+
+def test_biases_in_the_place_of_keys_are_told():
+    layer, x, _ = layer_and_input(nn.EvoformerAttention)
+    with pytest.raises(InvalidInputError, match=r"kv_x: expected a tensor.*biases=\[bias1"):
+        layer(x, [torch.zeros(2, 3, 1, 1, L)])

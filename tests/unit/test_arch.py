@@ -170,7 +170,7 @@ REFUSALS = [
     Refusal("9.0a+PTX", (12, 0), NVCC_13, ("requested 9.0a+PTX", "is 12.0", "add 12.0 to")),
     Refusal("8.6", (8, 0), NVCC_13, ("requested 8.6", "is 8.0", "add 8.0 to")),
     Refusal("10.0a", (10, 3), NVCC_13, ("requested 10.0a", "is 10.3", "add 10.3 to")),
-    Refusal("7.0", None, NVCC_13, ("requested 7.0", "none asked for", "CUDA 12.9")),
+    Refusal("7.0", None, NVCC_13, ("requested 7.0", "the device is not known", "CUDA 12.9")),
     Refusal("12.0f", (12, 0), NVCC_118, ("requested 12.0f", "is 12.0", "7.0, 7.5", "CUDA_HOME")),
     Refusal("", (9, 0), [], ("this nvcc can do nothing",)),
 ]

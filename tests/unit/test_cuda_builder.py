@@ -140,13 +140,15 @@ def test_a_family_above_the_target_cannot_be_forced(nvcc, monkeypatch):
     assert BUILDER.families((8, 0)) == ("sm70",)
 
 
-def test_a_list_below_all_templates_is_refused(nvcc, monkeypatch):
+def test_a_list_below_all_templates_is_refused(no_gpu, nvcc, monkeypatch):
     """Another toolkit would be no remedy, although nvcc 13 does not know 6.1."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1+PTX")
     for known in ((), ("sm_61",)):
         set_nvcc(monkeypatch, "sm_80", *known)
         told = r"asks for 6\.1\+PTX, and the templates begin at 7\.0; add 8\.0 to it, or unset it"
         assert re.search(told, BUILDER.refusal((8, 0)))
+        with pytest.raises(ToolchainError, match=r"begin at 7\.0; name newer ones, or unset it"):
+            BUILDER.target_archs()
 
 
 @pytest.mark.parametrize(
