@@ -12,6 +12,7 @@ import torch
 
 from op_builder import EvoformerAttnBuilder
 
+ROOT = Path(__file__).resolve().parents[1]
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
 
 
@@ -81,8 +82,12 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    """Of this repository, whatever the current folder; None where there is none."""
+    git = ("git", "-C", str(ROOT))
+    if _output(*git, "rev-parse", "--show-toplevel") != str(ROOT):
+        return None
+    commit = _output(*git, "rev-parse", "--short=12", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changed else commit
 
 

@@ -25,7 +25,8 @@ def measure_startups(*, dtype: str, device: str, num_runs: int = 5) -> StartupRe
     """A compile into an empty folder, then loads from that folder, each in a new process.
 
     Raises:
-        RuntimeError: a process failed, or compiled what should have been in the cache.
+        RuntimeError: a process failed, compiled what should have been in the cache, or found what
+            it should have compiled.
     """
 
     def startup(folder: str, *, train: bool) -> Startup:
@@ -36,6 +37,8 @@ def measure_startups(*, dtype: str, device: str, num_runs: int = 5) -> StartupRe
         first_training = startup(train, train=True)
         cached = [startup(infer, train=False) for _ in range(num_runs)]
         cached_training = [startup(train, train=True) for _ in range(num_runs)]
+    if not (first.num_built and first_training.num_built):
+        raise RuntimeError("nothing was compiled: kernels of an install were used")
     if any(run.num_built for run in (*cached, *cached_training)):
         raise RuntimeError("the cache was not used: did the kernels' sources change meanwhile?")
     return StartupResult(

@@ -18,8 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from deepspeed4science.printing import show
-
 
 @dataclass(frozen=True)
 class Why:
@@ -184,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"deepspeed4science {__version__}")
     options = parser.parse_args(argv)
     from deepspeed4science import probes
+    from deepspeed4science.printing import show
 
     report = probes.collect()
     show(to_json(report) if options.json else render(report))

@@ -95,7 +95,7 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses = []
-    begin = 0.0
+    begin = now(device)
     for step in range(options.steps):
         if step == 1:
             begin = now(device)

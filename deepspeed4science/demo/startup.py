@@ -78,8 +78,10 @@ def measure_startup(
     Raises:
         RuntimeError: the process failed; the message ends with what it printed.
     """
-    # env(1) sets the variable for that process alone: nothing here touches our own environment.
-    place = ["env", f"DS4S_CACHE_DIR={cache_dir}"] if cache_dir is not None else []
+    # env(1) sets variables for that process alone: nothing here touches our own environment.
+    place = []
+    if cache_dir is not None:
+        place = ["env", "-u", "DS4S_CACHE_PATH", f"DS4S_CACHE_DIR={cache_dir}"]
     command = [*place, sys.executable, "-c", _PROGRAM, device, dtype, "train" if train else "infer"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

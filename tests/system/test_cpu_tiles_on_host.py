@@ -55,7 +55,7 @@ def single(x):
     """As float32 has it."""
     return (
         struct.unpack("<f", struct.pack("<f", x))[0]
-        if abs(x) < 3.4e38
+        if math.isnan(x) or abs(x) < 3.4e38
         else math.copysign(math.inf, x)
     )
 
