@@ -60,12 +60,15 @@ def on_gpu_of_record(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def latest(kind: str, folder: Path = RESULTS, *, device: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and content of the newest file of a kind, such as "startup", from a "cpu" or "cuda"."""
+    """Name and content of the newest file of a kind, such as "startup", from a CPU or, for "cuda",
+    the GPU of record.
+    """
+    gpu = GPU_OF_RECORD if device == "cuda" else None
     files = [(path.name, json.loads(path.read_text())) for path in folder.glob("*.json")]
     there = [
         (name, content)
         for name, content in files
-        if content["kind"] == kind and (device == "cuda") == bool(content["environment"]["gpu"])
+        if content["kind"] == kind and content["environment"]["gpu"] == gpu
     ]
     return max(there, key=lambda entry: entry[1]["environment"]["date"], default=None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,49 @@ def main(argv: list[str] | None = None) -> int:
     return int(arguments.command(arguments))
 
 
+def _known(check: Callable[[list[str]], object]) -> Callable[[str], str]:
+    """The type of an option that lists names, with commas: `check` raises ValueError."""
+
+    def names(text: str) -> str:
+        try:
+            check(text.split(","))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return names
+
+
+def _check_dtypes(names: list[str]) -> None:
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise ValueError(f"no dtype is called {unknown[0]!r}; there are: {', '.join(DTYPES)}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
     run = commands.add_parser("run", help="time peers on workloads")
+    shapes: dict[str, Any] = {"type": _known(select)}
+    under: dict[str, Any] = {"type": _known(masks.named)}
     run.add_argument(
-        "--shapes", default="cpu", help=f"ids or groups, with commas; groups: {', '.join(GROUPS)}"
+        "--shapes",
+        default="cpu",
+        **shapes,
+        help=f"ids or groups, with commas; groups: {', '.join(GROUPS)}",
     )
     run.add_argument(
         "--masks",
+        **under,
         help="each workload under each of these, with commas, or all; "
         f"there are: {', '.join(masks.BY_ID)} (default: random)",
     )
-    run.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16, fp16, with commas")
+    run.add_argument(
+        "--dtype",
+        default="fp32,bf16",
+        type=_known(_check_dtypes),
+        help="fp32, bf16, fp16, with commas",
+    )
     run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
     run.add_argument(
         "--peers", default="cpu", help="names or groups, with commas; `list` shows them"
@@ -76,8 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     replay = commands.add_parser(
         "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
     )
-    replay.add_argument("--shapes", default="tri384,tri768", help="ids or groups, with commas")
-    replay.add_argument("--masks", default="none", help="masks, with commas, or all")
+    replay.add_argument(
+        "--shapes", default="tri384,tri768", **shapes, help="ids or groups, with commas"
+    )
+    replay.add_argument("--masks", **under, help="masks, with commas, or all (default: none)")
     replay.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     replay.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
     replay.add_argument(
@@ -91,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         "beside", help="versions of this package in turn: folders or revisions, with nvcc's flags"
     )
     beside.add_argument("versions", nargs="+", metavar="[NAME=]WHAT[@FLAGS]")
-    beside.add_argument("--shapes", default="tri384", help="ids or groups, with commas")
-    beside.add_argument("--masks", help="each workload under each of these, with commas, or all")
+    beside.add_argument("--shapes", default="tri384", **shapes, help="ids or groups, with commas")
+    beside.add_argument(
+        "--masks", **under, help="each workload under each of these, with commas, or all"
+    )
     beside.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     beside.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
     beside.add_argument("--rounds", type=int, default=9)
@@ -146,11 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     skipped: list[Skipped] = []
     result = {}
-    workloads = select(arguments.shapes.split(","))
-    if arguments.masks:
-        chosen = masks.named(arguments.masks.split(","))
-        workloads = tuple(w.with_mask(mask) for w in workloads for mask in chosen)
-    for workload in workloads:
+    for workload in _under_masks(arguments):
         for dtype in arguments.dtype.split(","):
             new, left_out = run_workload(
                 workload, peers, dtype=DTYPES[dtype], device=device, options=options
@@ -214,15 +244,20 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     device = torch.device("cuda")
     environment = describe(device, commit=arguments.commit)
-    workloads = _under_masks(arguments)
+    workloads = _under_masks(arguments, otherwise="none")
     settings = {
         "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
         "gradients": "dq, dk, dv, dbias2",
         "method": METHOD,
     }
     rows: dict[RowKey, ReplayRow] = {}
-    if arguments.append and arguments.json.exists():
-        rows = read_rows(json.loads(arguments.json.read_text()))
+    if arguments.append and arguments.json and arguments.json.is_file():
+        before = json.loads(arguments.json.read_text())
+        there = before["environment"]["gpu"], before["environment"]["torch"], before["settings"]
+        if there != (environment.gpu, environment.torch, settings):
+            print(f"{arguments.json} was measured otherwise: {there}; name another file")
+            return 2
+        rows = read_rows(before)
     for row in measure_replays(
         workloads,
         directions=arguments.direction.split(","),
@@ -282,17 +317,20 @@ def _beside(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _under_masks(arguments: argparse.Namespace) -> list[Workload]:
-    """The workloads, under each of the masks that fit them if any are named."""
-    workloads = select(arguments.shapes.split(","))
-    if not arguments.masks:
-        return list(workloads)
-    return [
-        workload.with_mask(mask)
-        for workload in workloads
-        for mask in masks.named(arguments.masks.split(","))
-        if workload.N == workload.L or not mask.hides_rows
-    ]
+def _under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Workload]:
+    """The workloads: those with a mask in their name, tri384/half, under that one; the others under
+    each of the named masks that fits them, by default `otherwise` or the workload's own.
+    """
+    names = arguments.masks or otherwise
+    found: list[Workload] = []
+    for workload in select(arguments.shapes.split(",")):
+        if "/" in workload.id or not names:
+            found.append(workload)
+            continue
+        chosen = masks.named(names.split(","))
+        fit = [mask for mask in chosen if workload.N == workload.L or not mask.hides_rows]
+        found += [workload.with_mask(mask) for mask in fit]
+    return found
 
 
 def _list(_: argparse.Namespace) -> int:

@@ -18,7 +18,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         help="triangle attention layers with residual, forward and backward, bf16 autocast",
     )
     layers.add_argument("--lengths", default="384,768", help="with commas")
-    layers.add_argument("--modes", default="eager,compiled", help="eager, compiled")
+    layers.add_argument(
+        "--modes", default=["eager", "compiled"], nargs="+", choices=("eager", "compiled")
+    )
     layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
     layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
     layers.set_defaults(command=_layers)
@@ -46,7 +48,7 @@ def _layers(arguments: argparse.Namespace) -> int:
     environment = describe(device, commit=arguments.commit)
     rows = measure_layers(
         [int(length) for length in arguments.lengths.split(",")],
-        modes=arguments.modes.split(","),
+        modes=arguments.modes,
         device=device,
         budget_s=arguments.seconds,
         max_runs=arguments.runs,

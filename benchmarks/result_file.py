@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 from collections.abc import Sequence
@@ -26,10 +27,18 @@ def save(
     path: Path = arguments.json
     if path.suffix != ".json":
         what = arguments.what or result["kind"]
-        path = path / f"{environment.date[:10]}-{short_machine_name(environment)}-{what}.json"
+        name = f"{environment.date[:10]}-{short_machine_name(environment)}-{what}"
+        path = _unused(path / f"{name}.json")
+        arguments.json = path  # where the next rows of this run go, too
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {**result, "command": command_line(arguments.words)}
     path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _unused(path: Path) -> Path:
+    """The path, numbered if there is a file already: results are never changed."""
+    others = (path.with_name(f"{path.stem}-{number}.json") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -37,7 +46,8 @@ def command_line(words: Sequence[str]) -> str:
     kept, skip = ["python", "-m", "benchmarks"], False
     for word in words:
         place = word in ("--json", "--what", "--commit")
-        if not (place or skip):
+        given = word.startswith(("--json=", "--what=", "--commit="))
+        if not (place or skip or given):
             kept.append(word)
         skip = place
     return shlex.join(kept)

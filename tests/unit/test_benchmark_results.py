@@ -55,7 +55,7 @@ def test_shares_of_limits_are_those_of_the_work():
 def test_a_file_tells_the_command_that_gave_it(tmp_path):
     path = tmp_path / "m.json"
     words = "run --peers eager --dtype fp32 --direction fwd --runs 1 --seconds 0 --shapes small"
-    with pytest.raises(ValueError, match="small"):
+    with pytest.raises(SystemExit):  # "small" is the tests' own
         cli.main([*words.split(), "--json", str(path)])
     words = words.replace("small", "trunk384")
     assert cli.main([*words.split(), "--commit", "x", "--json", str(path)]) == 0

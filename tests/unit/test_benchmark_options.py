@@ -1,0 +1,68 @@
+"""Options of the benchmarks: names that there are not, masks in a name, files that are there."""
+
+import argparse
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import archive, cli  # noqa: E402
+from benchmarks.result_file import command_line  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("run --shapes nope", "no workload or group is called 'nope'"),
+        ("run --shapes tri384/nope", "no mask is called 'nope'"),
+        ("run --masks nope", "no mask is called 'nope'"),
+        ("run --dtype int8", "no dtype is called 'int8'; there are: fp32, bf16, fp16"),
+        ("replay --shapes nope", "no workload or group is called 'nope'"),
+        ("layers --modes bogus", "invalid choice: 'bogus'"),
+    ],
+)
+def test_unknown_names_are_told(command, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(command.split())
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def chosen(shapes, masks, otherwise=""):
+    options = argparse.Namespace(shapes=shapes, masks=masks)
+    return [(one.id, one.mask.id) for one in cli._under_masks(options, otherwise)]
+
+
+def test_a_mask_in_a_name_is_the_one_that_is_measured():
+    own = [("tri384/half", "half"), ("tri768/pair-1/9-rows", "pair-1/9-rows")]
+    for masks, otherwise in ((None, ""), (None, "none"), ("none", "")):
+        assert chosen("tri384/half,tri768/pair-1/9-rows", masks, otherwise) == own
+    assert chosen("tri384", None, "none") == [("tri384/none", "none")]
+    assert [mask for _, mask in chosen("tri384", "half,random")] == ["half", "random"]
+    assert chosen("row512x384", "half,pair-1/9-rows") == [("row512x384/half", "half")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the file's name has a GPU's in it")
+def test_a_second_run_of_a_day_is_a_second_file(tmp_path):
+    argv = "layers --lengths 5 --modes eager --seconds 0 --runs 1 --commit x --what t --json"
+    for _ in range(2):
+        assert cli.main([*argv.split(), str(tmp_path)]) == 0
+    names = sorted(path.name.partition("core-")[2] for path in tmp_path.glob("*.json"))
+    assert names == ["t-2.json", "t.json"]
+
+
+def test_a_command_line_names_no_file():
+    words = ["run", "--json=/home/me/x.json", "--what", "a", "--commit=b", "--seed", "1"]
+    assert command_line(words) == "python -m benchmarks run --seed 1"
+
+
+def test_newest_results_are_of_the_gpu_of_record(tmp_path):
+    """Times of one card are divided by no other card's ceilings."""
+    for number, gpu in enumerate([archive.GPU_OF_RECORD, "NVIDIA H100", None]):
+        environment = {"gpu": gpu, "date": f"2026-11-0{number + 1}"}
+        content = {"kind": "ceilings", "environment": environment}
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    for device, file in (("cuda", "0.json"), ("cpu", "2.json")):
+        found = archive.latest("ceilings", tmp_path, device=device)
+        assert found is not None and found[0] == file
