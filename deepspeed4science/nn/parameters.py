@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from deepspeed4science import mixed_precision
 from deepspeed4science.errors import InvalidInputError
@@ -71,10 +70,11 @@ _PLAIN = (Linear.forward, nn.Linear.forward, LayerNorm.forward, nn.LayerNorm.for
 
 def is_plain(part: nn.Module) -> bool:
     """Whether its weight and bias are all there is to a linear map or norm: nothing wraps it, as
-    LoRA does, or replaces its `forward`, and no hook waits for its call.
+    LoRA does, or replaces its `forward`, and no hook of its own waits for its call. Global hooks
+    do not count: FlopCounterMode has them, and is to see what runs without it.
     """
     hooks = part._forward_hooks or part._forward_pre_hooks
-    hooks = hooks or part._backward_hooks or part._backward_pre_hooks or _has_any_global_hook()
+    hooks = hooks or part._backward_hooks or part._backward_pre_hooks
     return type(part).forward in _PLAIN and "forward" not in vars(part) and not hooks
 
 

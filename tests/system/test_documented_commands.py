@@ -24,7 +24,7 @@ RUN_BY = {
     r"pip install \.": "tests/system/test_install.py::test_loading_the_wheel_compiles_nothing",
     r'pip install "\.\[cuda\]"': "tests/system/test_cuda_extra.py::"
     "test_one_toolkit_of_the_release_that_torch_pins",
-    r"DS_BUILD_.* pip (install|wheel)( --no-deps)? \.": "tests/system/test_install.py::"
+    r"DS_BUILD_.* pip (install|wheel)( --no-deps)?( -w dist)? \.": "tests/system/test_install.py::"
     "test_loading_the_wheel_compiles_nothing",
     r"python -m deepspeed4science build( .*)?": "tests/system/test_build_command.py::"
     "test_several_readonly_folders_before_the_writable_one",
