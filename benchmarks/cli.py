@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks import archive, masks, models_cli, quoted, results_page, table
 from benchmarks.environment import describe
+from benchmarks.options import among, known
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.result_file import make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
@@ -35,47 +35,28 @@ def main(argv: list[str] | None = None) -> int:
     return int(arguments.command(arguments))
 
 
-def _known(check: Callable[[list[str]], object]) -> Callable[[str], str]:
-    """The type of an option that lists names, with commas: `check` raises ValueError."""
-
-    def names(text: str) -> str:
-        try:
-            check(text.split(","))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return text
-
-    return names
-
-
-def _check_dtypes(names: list[str]) -> None:
-    if unknown := [name for name in names if name not in DTYPES]:
-        raise ValueError(f"no dtype is called {unknown[0]!r}; there are: {', '.join(DTYPES)}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
     run = commands.add_parser("run", help="time peers on workloads")
-    shapes: dict[str, Any] = {"type": _known(select)}
-    under: dict[str, Any] = {"type": _known(masks.named)}
+    shapes, under = known(select), known(masks.named)
     run.add_argument(
         "--shapes",
         default="cpu",
-        **shapes,
+        type=shapes,
         help=f"ids or groups, with commas; groups: {', '.join(GROUPS)}",
     )
     run.add_argument(
         "--masks",
-        **under,
+        type=under,
         help="each workload under each of these, with commas, or all; "
         f"there are: {', '.join(masks.BY_ID)} (default: random)",
     )
     run.add_argument(
         "--dtype",
         default="fp32,bf16",
-        type=_known(_check_dtypes),
+        type=among("dtype", DTYPES),
         help="fp32, bf16, fp16, with commas",
     )
     run.add_argument("--direction", default="fwd,fwd+bwd", help=", ".join(DIRECTIONS))
@@ -107,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
     )
     replay.add_argument(
-        "--shapes", default="tri384,tri768", **shapes, help="ids or groups, with commas"
+        "--shapes", default="tri384,tri768", type=shapes, help="ids or groups, with commas"
     )
-    replay.add_argument("--masks", **under, help="masks, with commas, or all (default: none)")
+    replay.add_argument("--masks", type=under, help="masks, with commas, or all (default: none)")
     replay.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     replay.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
     replay.add_argument(
@@ -123,9 +104,11 @@ def _parser() -> argparse.ArgumentParser:
         "beside", help="versions of this package in turn: folders or revisions, with nvcc's flags"
     )
     beside.add_argument("versions", nargs="+", metavar="[NAME=]WHAT[@FLAGS]")
-    beside.add_argument("--shapes", default="tri384", **shapes, help="ids or groups, with commas")
     beside.add_argument(
-        "--masks", **under, help="each workload under each of these, with commas, or all"
+        "--shapes", default="tri384", type=shapes, help="ids or groups, with commas"
+    )
+    beside.add_argument(
+        "--masks", type=under, help="each workload under each of these, with commas, or all"
     )
     beside.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     beside.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
@@ -330,6 +313,8 @@ def _under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Wor
         chosen = masks.named(names.split(","))
         fit = [mask for mask in chosen if workload.N == workload.L or not mask.hides_rows]
         found += [workload.with_mask(mask) for mask in fit]
+        if left := [mask.id for mask in chosen if mask not in fit]:
+            print(f"{workload.id}: no pair map, left out under {', '.join(left)}", file=sys.stderr)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe
+from benchmarks.options import among
 from benchmarks.result_file import make_result, save
 
 
@@ -19,7 +20,10 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     )
     layers.add_argument("--lengths", default="384,768", help="with commas")
     layers.add_argument(
-        "--modes", default=["eager", "compiled"], nargs="+", choices=("eager", "compiled")
+        "--modes",
+        default="eager,compiled",
+        type=among("mode", ("eager", "compiled")),
+        help="eager, compiled",
     )
     layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
     layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
@@ -48,7 +52,7 @@ def _layers(arguments: argparse.Namespace) -> int:
     environment = describe(device, commit=arguments.commit)
     rows = measure_layers(
         [int(length) for length in arguments.lengths.split(",")],
-        modes=arguments.modes,
+        modes=arguments.modes.split(","),
         device=device,
         budget_s=arguments.seconds,
         max_runs=arguments.runs,

@@ -19,7 +19,7 @@ from benchmarks.result_file import command_line  # noqa: E402
         ("run --masks nope", "no mask is called 'nope'"),
         ("run --dtype int8", "no dtype is called 'int8'; there are: fp32, bf16, fp16"),
         ("replay --shapes nope", "no workload or group is called 'nope'"),
-        ("layers --modes bogus", "invalid choice: 'bogus'"),
+        ("layers --modes bogus", "no mode is called 'bogus'; there are: eager, compiled"),
     ],
 )
 def test_unknown_names_are_told(command, message, capsys):
@@ -34,13 +34,14 @@ def chosen(shapes, masks, otherwise=""):
     return [(one.id, one.mask.id) for one in cli._under_masks(options, otherwise)]
 
 
-def test_a_mask_in_a_name_is_the_one_that_is_measured():
+def test_a_mask_in_a_name_is_the_one_that_is_measured(capsys):
     own = [("tri384/half", "half"), ("tri768/pair-1/9-rows", "pair-1/9-rows")]
     for masks, otherwise in ((None, ""), (None, "none"), ("none", "")):
         assert chosen("tri384/half,tri768/pair-1/9-rows", masks, otherwise) == own
     assert chosen("tri384", None, "none") == [("tri384/none", "none")]
     assert [mask for _, mask in chosen("tri384", "half,random")] == ["half", "random"]
     assert chosen("row512x384", "half,pair-1/9-rows") == [("row512x384/half", "half")]
+    assert "row512x384: no pair map, left out under pair-1/9-rows" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the file's name has a GPU's in it")

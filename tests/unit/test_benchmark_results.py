@@ -52,11 +52,12 @@ def test_shares_of_limits_are_those_of_the_work():
     assert back["tensor_flop"] == pytest.approx(3.5 / 2 * share["tensor_flop"])
 
 
-def test_a_file_tells_the_command_that_gave_it(tmp_path):
+def test_a_file_tells_the_command_that_gave_it(tmp_path, capsys):
     path = tmp_path / "m.json"
     words = "run --peers eager --dtype fp32 --direction fwd --runs 1 --seconds 0 --shapes small"
-    with pytest.raises(SystemExit):  # "small" is the tests' own
+    with pytest.raises(SystemExit):
         cli.main([*words.split(), "--json", str(path)])
+    assert "'small'" in capsys.readouterr().err
     words = words.replace("small", "trunk384")
     assert cli.main([*words.split(), "--commit", "x", "--json", str(path)]) == 0
     assert archive.command("m.json", tmp_path) == f"python -m benchmarks {words}"
