@@ -167,9 +167,14 @@ def test_threads_share_out_ragged_batches(device):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def hidden_nan_inputs(value, dtype, device, first=False):
+# N, H, D. With N = 1, Hopper computes dbias2 in the kernel for dk and dv or, the last, in that for dq.
+ROWS = {"rows": (3, 2, 32), "one-row": (1, 2, 32), "one-row-many-scores": (1, 32, 64)}
+
+
+def hidden_nan_inputs(value, dtype, device, first=False, rows=ROWS["rows"]):
     """NaN in K and V of keys whose tiles hold no visible key, whatever the family's tiles are."""
-    inputs = Case("nan", B=1, N=3, Lq=70, Lk=600, H=2).inputs(dtype, device)
+    N, H, D = rows
+    inputs = Case("nan", B=1, N=N, Lq=70, Lk=600, H=H, D=D).inputs(dtype, device)
     hidden, nan = (slice(270), slice(192)) if first else (slice(150, 448), slice(256, 384))
     inputs.bias1[..., hidden] = held(value, dtype)
     inputs.do = torch.randn_like(inputs.q)
@@ -189,10 +194,11 @@ def check_not_read(inputs, function=ours):
 @each_dtype
 @pytest.mark.parametrize("value", [-math.inf, -1e9], ids=["inf", "1e9"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "middle"])
-def test_hidden_tiles_are_not_read(first, value, dtype, device):
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_hidden_tiles_are_not_read(rows, first, value, dtype, device):
     torch.use_deterministic_algorithms(True)
     try:
-        check_not_read(hidden_nan_inputs(value, dtype, device, first))
+        check_not_read(hidden_nan_inputs(value, dtype, device, first, rows))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -231,6 +237,21 @@ def test_rows_that_nobody_reads(biases, dtype, device):
     o, dq, dk, dv, dbias1, _ = check(inputs)
     for tensor in (o, dq, dk, dv, dbias1):
         assert tensor is None or (tensor[~inputs.row_mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("rows", list(ROWS)[1:])
+def test_lone_rows_that_nobody_reads(rows, dtype, device):
+    """The row of every second batch; beside it keys hidden at the end, whole tiles of them."""
+    _, H, D = ROWS[rows]
+    inputs = Case("lone", B=4, N=1, Lq=70, Lk=600, H=H, D=D).inputs(dtype, device)
+    inputs.row_mask = torch.tensor([[False], [True], [False], [True]], device=device)
+    inputs.bias1[1, ..., 230:] = -math.inf
+    inputs.do = torch.randn_like(inputs.q)
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.do):
+        tensor[::2] = math.nan
+    for result in check(inputs):
+        assert (result[::2] == 0).all() and result.isfinite().all()
 
 
 def test_all_rows_unread_and_a_mask_that_hides_none(device):

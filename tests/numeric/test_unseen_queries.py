@@ -122,6 +122,7 @@ PASSES = (
     (2, 60, 300, 60, 128),
     (1, 130, 130, 50, 32),
     (1, 130, 200, 25, 32),
+    (1, 70, 300, 60, 64),
     (9, 100, 72, 2, 32),
 )
 each_pass = pytest.mark.parametrize("shape", PASSES, ids=str)
@@ -135,9 +136,9 @@ def deterministic(request):
     torch.use_deterministic_algorithms(False)
 
 
-def inputs_of_pass(shape, device):
+def inputs_of_pass(shape, device, B=1):
     N, Lq, Lk, H, D = shape
-    inputs = Case("pass", N=N, Lq=Lq, Lk=Lk, H=H, D=D).inputs(torch.float16, device)
+    inputs = Case("pass", B=B, N=N, Lq=Lq, Lk=Lk, H=H, D=D).inputs(torch.float16, device)
     inputs.do = torch.randn_like(inputs.q)
     return inputs
 
@@ -158,6 +159,19 @@ def test_unseen_queries_of_each_pass(shape, device, deterministic):
     o, dq, *others = check(inputs)
     assert (o[unseen] == 0).all() and (dq[unseen] == 0).all()
     assert all(x.isfinite().all() for x in (o, dq, *others))
+
+
+@gpu
+@each_pass
+def test_rows_that_bias1_hides_in_each_pass(shape, device, deterministic):
+    """The last row n of a batch, with NaN in its dO and V."""
+    inputs = inputs_of_pass(shape, device, B=2)
+    unseen = (1, shape[0] - 1)
+    for tensor, poison in ((inputs.bias1, -math.inf), (inputs.v, math.nan), (inputs.do, math.nan)):
+        tensor[unseen] = poison
+    o, dq, dk, dv, *dbias = check(inputs)
+    assert all((x[unseen] == 0).all() for x in (o, dq, dk, dv))
+    assert all(x.isfinite().all() for x in (o, dq, dk, dv, *dbias))
 
 
 @gpu

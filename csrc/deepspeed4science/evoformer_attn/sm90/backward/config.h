@@ -197,6 +197,7 @@ struct DqDkdvConfig {
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kDqInGlobal, DqGlobalBarriers, Nothing> dq_global_barriers;
     cute::conditional_t<kTakesTiles, Queue, Nothing> tile_queue;
+    cute::conditional_t<kKeys, Nothing, int[kStages]> first_key;  // of the streamed keys
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));
   static_assert(kSharedBytes <= 227 * 1024, "a multiprocessor of 9.0 has 227 KiB for blocks");

@@ -49,6 +49,7 @@ struct DqDkdvConsumer {
       DqTileState dq{maps, block, owned_pipe, false, false};
       if constexpr (kDqInShared) {
         dq.first = visible.first, dq.last = visible.tile + 1 == visible.end && !Config::kSplitsKeys;
+        if constexpr (Config::kSplitsKeys) dq.sees_keys = uniform(visible.warpgroups) != 0;
       }
       const bool exists = block.row + at.row < args.N && block.owned + at.tile * kOwned < Config::num_owned(args);
       // kDqInGlobal: every warpgroup computes a part of dq of all keys; hidden keys have P = 0.
@@ -100,6 +101,9 @@ struct DqDkdvConsumer {
         }
       }
       if constexpr (Config::kHasDqWarpgroup) shared.owned_empty[buffer].arrive();
+      if constexpr (!kKeys) {
+        if (args.stores_dbias2 && exists) Mainloop::store_zero_dbias2(args, block, at);
+      }
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);
       if constexpr (Config::kHasDeltaTerms) {

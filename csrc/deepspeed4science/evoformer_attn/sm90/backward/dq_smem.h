@@ -30,7 +30,8 @@ struct DqShared {
     const typename Config::Coordinates& block;
     const typename Config::OwnedPipe& owned_pipe;
     bool first, last;  // among the tiles of this (b, n, h) with a visible key
-    // kPairsRows: whether this row n sees one of the keys, or only the other row n. Unseen keys may be NaN.
+    // Whether this row n sees one of the keys: with kPairsRows maybe only the other row n does, with kSplitsKeys maybe
+    // only other blocks' keys are seen. Unseen keys may be NaN.
     bool sees_keys = true;
   };
 
@@ -59,7 +60,7 @@ struct DqShared {
     if (!state.first) load(sum, mine);
     shared.dq.full[pipe.index].wait(pipe.phase);
     if constexpr (Config::kHasDqWarpgroup) cutlass::arch::fence_view_async_shared();  // for the consumers' stores
-    if (!Config::kPairsRows || state.sees_keys) {
+    if (!(Config::kPairsRows || Config::kSplitsKeys) || state.sees_keys) {
       start_product(sum, start_address(shared.stages[pipe.index].bias2),
                     start_address(shared.owned[state.owned_pipe.index]));
     }

@@ -75,8 +75,6 @@ class BackwardFill {
     } else {
       args.stores_first = true;
       args.stores_dbias2 = plan_.stores_dbias2, args.dbias2 = p_.dbias2;
-      // dbias2 of hidden keys must be stored, too: tiles are visited as if every key were visible.
-      if (args.stores_dbias2) args.mask.visible = nullptr, args.mask.range = nullptr;
     }
     if constexpr (Config::kPairsRows) {
       args.dbias2_global = dbias2_sums(), args.dbias2_stride = int32_t(plan_.dbias2_stride);

@@ -68,15 +68,30 @@ struct DqDkdvMainloop : StepProducts<Config> {
     results.dbias2 = args.stores_dbias2 ? args.dbias2 + row * args.Lk + key : nullptr;
     results.keys_left = query < args.Lq ? args.Lk - key : 0;
   }
-  CUTLASS_DEVICE static void store_dbias2(const Scores& ds, Results& results, const BackwardArgs& args,
-                                          const ConsumerCoord& at) {
+  CUTLASS_DEVICE static void store_dbias2(const Scores& ds, const Results& results, int first_key,
+                                          const BackwardArgs& args, const ConsumerCoord& at) {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; x += 4) {
       float four[4];
       four_of_a_row(four, ds + x, at.lane % 2 != 0);
-      store_four(results.dbias2 + 2 * x, four, results.keys_left - 2 * x, args.Lk % 4 == 0);
+      const int key = first_key + 2 * x;
+      store_four(results.dbias2 + key, four, results.keys_left - key, args.Lk % 4 == 0);
     }
-    results.dbias2 += kColumns, results.keys_left -= kColumns;
+  }
+  // Stores dbias2 = 0 of hidden keys, in the steps that are left out. N is 1.
+  CUTLASS_DEVICE static void store_zero_dbias2(const BackwardArgs& args, const Coordinates& block,
+                                               const ConsumerCoord& at) {
+    const int query = block.owned + at.tile * kOwned + 16 * at.warp, rows = min(16, args.Lq - query);
+    float* dbias2 = args.dbias2 + ((int64_t(block.batch) * args.H + block.head) * args.Lq + query) * args.Lk;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first_key = 0; first_key < args.Lk; first_key += kColumns) {
+      if (args.mask.units(block.batch, first_key, kColumns / KeyMask::kUnit) != 0) continue;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int x = at.lane; x < rows * kColumns; x += 32) {
+        const int key = first_key + x % kColumns;
+        if (key < args.Lk) dbias2[int64_t(x / kColumns) * args.Lk + key] = 0.f;
+      }
+    }
   }
 
   // Packs P and dS of a step whose products s and dp have been started. Also waits for the result products of the
@@ -109,7 +124,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
     if constexpr (!kKeys) {
-      if (results.dbias2 != nullptr) store_dbias2(s, results, args, at);
+      if (results.dbias2 != nullptr) store_dbias2(s, results, shared.first_key[stage], args, at);
     }
     if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL

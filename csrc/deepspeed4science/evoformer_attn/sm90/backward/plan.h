@@ -199,7 +199,7 @@ class Sm90BackwardPlanner {
     plan_.heads_outside =
         plan_.cluster_blocks > 2 || (plan_.query_parts > 1 && p_.H * p_.Lq * p_.Lk * (2 + 4) > kMostOfL2);
     plan_.dbias2_is_last = bool(plan_.dq_global) || plan_.cluster_blocks > 2 || plan_.delta_with_dq;
-    plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone && !p_.row_mask;
+    plan_.stores_dbias2 = p_.dbias2 && p_.N == 1 && plan_.queries != Kernel::kNone;
     if (kHasBias2 && p_.dbias2 && !plan_.stores_dbias2 && !plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) {
       plan_.dbias2 = dbias2_kernel();
     }

@@ -207,6 +207,7 @@ struct DqDkdvProducer {
             }
           } else {
             score = bias1.value(next.of_key[x], column + in_step) * args.unit;
+            if (r == 0 && in_step == 0) shared.first_key[pipe.index] = column;
           }
         }
         if constexpr (Config::kHasDeltaTerms) {

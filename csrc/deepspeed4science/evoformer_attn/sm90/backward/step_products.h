@@ -29,7 +29,7 @@ struct StepProducts {
     Result of_ds;                          // dk or dq
     float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
     float sums[2];                         // this lane's share of dS summed over columns
-    float* dbias2;                         // where dS is stored, too: this lane's next four keys; or null
+    float* dbias2;                         // where dS is stored, too: this lane's first four keys; or null
     int keys_left;                         // keys from there on
   };
 
