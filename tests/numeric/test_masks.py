@@ -167,7 +167,7 @@ def test_threads_share_out_ragged_batches(device):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-# N, H, D. With N = 1, Hopper computes dbias2 in the kernel for dk and dv or, the last, in that for dq.
+# N, H, D. With N = 1, Hopper computes dbias2 in the kernel for dk and dv; the last, in that for dq.
 ROWS = {"rows": (3, 2, 32), "one-row": (1, 2, 32), "one-row-many-scores": (1, 32, 64)}
 
 

@@ -26,6 +26,10 @@ class Launch {
     add(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
   }
 
+  // Starts when all blocks fit on the device at a time, for kernels whose blocks wait for each other whatever other
+  // streams run.
+  void cooperate() { add(cudaLaunchAttributeCooperative).val.cooperative = 1; }
+
   const cudaLaunchConfig_t* config() const { return &config_; }
 
  private:

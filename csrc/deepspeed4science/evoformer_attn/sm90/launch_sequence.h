@@ -26,6 +26,14 @@ class LaunchSequence {
     launch.overlap();
     check(cudaLaunchKernelEx(launch.config(), kernel, args...));
   }
+  template <typename Kernel, typename... Args>
+  void start_cooperative(Kernel* kernel, int64_t blocks, int threads, int shared_bytes, int cluster,
+                         const Args&... args) {
+    if (status_ != cudaSuccess) return;
+    Launch launch(blocks, threads, shared_bytes, cluster, stream_);
+    launch.cooperate();
+    check(cudaLaunchKernelEx(launch.config(), kernel, args...));
+  }
   void zero(float* x, int64_t count) {
     if (status_ == cudaSuccess && count > 0) check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_));
   }

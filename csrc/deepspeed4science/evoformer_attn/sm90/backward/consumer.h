@@ -102,7 +102,8 @@ struct DqDkdvConsumer {
       }
       if constexpr (Config::kHasDqWarpgroup) shared.owned_empty[buffer].arrive();
       if constexpr (!kKeys) {
-        if (args.stores_dbias2 && exists) Mainloop::store_zero_dbias2(args, block, at);
+        const bool hides_keys = visible.num_steps * Config::kColumns < args.Lk;
+        if (args.stores_dbias2 && exists && hides_keys) Mainloop::store_zero_dbias2(args, block, at);
       }
       if (exists)
         DqDkdvEpilogue<Config>::finish(shared, args, maps, block, owned_pipe, computes, results, exchanged, at);

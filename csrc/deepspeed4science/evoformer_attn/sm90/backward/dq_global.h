@@ -16,6 +16,7 @@
 //   H3  A pair releases its accumulator when all its tiles have been added and all parts of its dq written.
 //   H4  The tiles of a pair fit into the queues of all blocks (DqGlobalPlan).
 //   H5  Sections are ordered so that none waits for a later one (section_order.h).
+//   H6  kPairsRows: all clusters of the grid run at the same time (a cooperative launch).
 // With two rows n in a cluster (kPairsRows), tiles 2 m and 2 m + 1 are the same keys of both; there are no queues.
 #pragma once
 

@@ -200,6 +200,10 @@ class Sm90Backward {
   void start(Kernel kernel, int cluster, int64_t most, const BackwardArgs& args, const Maps& maps) {
     const int64_t blocks = device_.blocks_of(kernel);
     if (blocks == 0) return launches_.check(cudaErrorInvalidConfiguration);
+    if (kernel == Kernel::kDqGlobalPaired) {  // docs/kernels/dq-accumulators.md, H6
+      return launches_.start_cooperative(kKernel, std::min(blocks, most), Config::kNumThreads, Config::kSharedBytes,
+                                         cluster, args, maps);
+    }
     // kClusterFused is not persistent: each of its blocks has one tile.
     launches_.start_overlapping(kKernel, kernel == Kernel::kClusterFused ? most : std::min(blocks, most),
                                 Config::kNumThreads, Config::kSharedBytes, cluster, args, maps);

@@ -99,6 +99,8 @@ struct DqDkdvMainloop : StepProducts<Config> {
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
                                            Shared& shared, const BackwardArgs& args, int stage, int last_stage,
                                            PendingStore& pending, const ConsumerCoord& at) {
+    int first_key = 0;
+    if constexpr (!kKeys) first_key = shared.first_key[stage];
     wgmma_wait<2>();
     fence_registers(s);
     CUTLASS_PRAGMA_UNROLL
@@ -124,7 +126,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
     if constexpr (!kKeys) {
-      if (results.dbias2 != nullptr) store_dbias2(s, results, shared.first_key[stage], args, at);
+      if (results.dbias2 != nullptr) store_dbias2(s, results, first_key, args, at);
     }
     if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL
