@@ -16,7 +16,9 @@ SHARE_NAMES = {0.0: "no padding", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2"}
 
 
 def padded(measurements: Sequence[Measurement]) -> list[str]:
-    """Time under each mask beside the same call without one, from the newest file with both."""
+    """Time of a batch item under each mask beside that without one, from the newest file with both.
+    Masks of four lengths have four batch items.
+    """
     runs: dict[tuple[str, str], dict[tuple[str, str | None], dict[str, Measurement]]] = {}
     for m in measurements:
         if m.workload in ("tri384", "tri768") and m.peer == "ours":
@@ -26,7 +28,8 @@ def padded(measurements: Sequence[Measurement]) -> list[str]:
     for column, files in runs.items():
         for by_mask in files.values():  # oldest first: the newest stays
             for mask, m in by_mask.items() if "none" in by_mask else ():
-                shares.setdefault(mask, {})[column] = (m.ms / by_mask["none"].ms, m)
+                share = _ms_of_item(m) / _ms_of_item(by_mask["none"])
+                shares.setdefault(mask, {})[column] = (share, m)
     columns = [(w, d) for w in ("tri384", "tri768") for d in ("fwd", "bwd")]
     rows = []
     for entry in masks.MASKS:
@@ -40,9 +43,13 @@ def padded(measurements: Sequence[Measurement]) -> list[str]:
         return []
     heads = [f"L = {w[3:]}, {DIRECTION_NAMES[d]}" for w, d in columns]
     return [
-        "Time under a mask beside the same call without one, (1, L, L, 4, 32):",
+        "Time of a batch item under a mask beside the same call without one, (B, L, L, 4, 32):",
         table(["mask", *heads, "run"], rows),
     ]
+
+
+def _ms_of_item(m: Measurement) -> float:
+    return m.ms / m.shape[0]
 
 
 def padded_runs(

@@ -120,6 +120,17 @@ def test_replays_of_this_op_take_no_row_from_peers():
     assert {m.file for by_mask in run.values() for m in by_mask.values()} == {"a.json"}
 
 
+def test_masks_of_four_lengths_are_compared_by_batch_item():
+    def measured(mask, batches, ms):
+        shape, call = (batches, 384, 384, 4, 32), ("bfloat16", "fwd", "ours", ms)
+        return archive.Measurement(
+            "a.json", "2026-01-01", "GPU", "sm90", "c", "tri384", mask, shape, *call
+        )
+
+    _, lines = results_padding.padded([measured("none", 1, 2.0), measured("ragged", 4, 6.0)])
+    assert "| 0.75 | - | - | - |" in lines
+
+
 def test_table_of_this_op_alone_has_the_newest_replay_of_one_commit():
     def measured(file, commit, mask, ms):
         call = ((1, 384, 384, 4, 32), "bfloat16", "fwd", "ours", ms)
