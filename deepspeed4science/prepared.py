@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -132,6 +133,7 @@ class PreparedBackward(_Prepared):
         # Sums that autograd rounds may have any strides.
         padding = -p.Lk % 4 if may_round and choice.backend.pads_dbias2 else 0
         self._row_elements = p.Lk + padding
+        self._first_call = threading.RLock()
 
     def __call__(self, call: BackwardCall, into: Sequence[Tensor] = ()) -> Gradients:
         """dq, dk, dv in the dtype of Q, dbias1 `[B, N, 1, 1, Lk]` and dbias2 `[B, 1, H, Lq, Lk]` in
@@ -142,6 +144,12 @@ class PreparedBackward(_Prepared):
         A softmax over one key (attention over the columns of a single sequence) is 1 for every
         score. All gradients but dv are then exactly 0; a kernel would return rounding errors.
         """
+        if self._rest is None:  # the first call finds out whether rows of dbias2 may be padded
+            with self._first_call:
+                return self._compute(call, into)
+        return self._compute(call, into)
+
+    def _compute(self, call: BackwardCall, into: Sequence[Tensor]) -> Gradients:
         if self._converts:
             call = self._converted(call)
         p = self._problem
@@ -178,7 +186,7 @@ class PreparedBackward(_Prepared):
                 self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed[:3], *dbias)
             except _RowsRefusedError:
                 self._row_elements = p.Lk
-                return self(call, into)
+                return self._compute(call, into)
         if q.dtype != p.dtype:
             dq, dk, dv = (None if one is None else one.to(p.dtype) for one in (dq, dk, dv))
         return dq, dk, dv, dbias1, dbias2

@@ -1,6 +1,9 @@
-"""CONTRACT, on a GPU: the tensor's device, the current stream, graphs, 64-bit offsets, forced
-families, TF32.
+"""CONTRACT, on a GPU: the tensor's device, the current stream, graphs, threads, 64-bit offsets,
+forced families, TF32.
 """
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +83,36 @@ def test_graph_capture():
 
     for a, b in zip(*replayed_and_direct(step, tensors), strict=True):
         assert relative_error(a, b) < 1e-3  # the fast backward may add in another order
+
+
+IN_A_NEW_THREAD = """
+import threading
+import torch
+from deepspeed4science import DS4Sci_EvoformerAttention
+
+q, k, v = (torch.randn(1, 64, 128, 4, 32, device="cuda").bfloat16() for _ in range(3))
+shapes = (1, 64, 1, 1, 128), (1, 1, 4, 128, 128)
+biases = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
+
+
+def attend():
+    return DS4Sci_EvoformerAttention(q, k, v, biases)
+
+
+expected = attend().cpu()  # its memory is in PyTorch's cache now
+found = []
+thread = threading.Thread(target=lambda: found.append(attend()))
+thread.start()
+thread.join()
+print(torch.equal(found[0].cpu(), expected))
+"""
+
+
+def test_a_thread_that_has_not_used_the_device():
+    """It has no CUDA context until a call makes one; PyTorch's allocator makes none here."""
+    command = [sys.executable, "-c", IN_A_NEW_THREAD]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")

@@ -10,7 +10,7 @@ import torch
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import DEVICES, DTYPES, Case
-from tests.numeric.law import check, check_weights, ours, run
+from tests.numeric.law import check, check_weights, determinism, ours, run
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -196,11 +196,34 @@ def check_not_read(inputs, function=ours):
 @pytest.mark.parametrize("first", [True, False], ids=["first", "middle"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_hidden_tiles_are_not_read(rows, first, value, dtype, device):
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism(True):
         check_not_read(hidden_nan_inputs(value, dtype, device, first, rows))
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+
+def sees_one_key(inputs):
+    """The row n = 0, a key whose tile is hidden in the other rows n."""
+    inputs.bias1[:, 0] = -math.inf
+    inputs.bias1[:, 0, ..., 300] = 0.5
+
+
+def sees_nothing(inputs):
+    """Some queries of the row n = 0, by both biases; their dO is NaN."""
+    inputs.bias1[:, 0] = 0.5
+    inputs.bias1[:, 0, ..., :300] = -math.inf
+    inputs.bias2[..., 20:25, 300:] = -math.inf
+    inputs.do[:, 0, 20:25] = math.nan
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [-math.inf, -1e9], ids=["inf", "1e9"])
+@pytest.mark.parametrize("repaired", [sees_one_key, sees_nothing])
+def test_repairs_do_not_read_hidden_tiles(repaired, value, dtype, device):
+    """On a GPU, dbias2 of these queries is computed again, over all rows n."""
+    inputs = hidden_nan_inputs(value, dtype, device)
+    repaired(inputs)
+    inputs.k[:, 0], inputs.v[:, 0] = torch.randn_like(inputs.q[0, 0, :1]), 1.0
+    with determinism(True):
+        check_not_read(inputs)
 
 
 def test_reading_hidden_tiles_is_noticed(device):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -297,6 +298,40 @@ def test_rows_of_dbias2_are_padded_unless_the_kernel_refuses(refuses, launched, 
     assert asked == ([40, 39] if refuses else [40])
     # The operator's gradients are dense: tracing says so.
     assert PreparedBackward(choice, problem)(call)[4].stride()[3:] == (39, 1)
+
+
+def test_threads_agree_on_the_rows_of_dbias2(launched, monkeypatch):
+    """The kernel refuses padded rows to one thread, while another one has allocated some."""
+    stride_at = params.BWD.offsets()["dbias2_stride"]
+    allocated, first_is_done = threading.Event(), threading.Event()
+    new_sums = PreparedBackward._new_sums
+
+    def workspace_bytes(self, kernel, packed, device):
+        return -1 if struct.unpack_from("=q", packed, stride_at) != (39,) else 0
+
+    def allocate(self, lse):
+        rows = new_sums(self, lse)
+        if threading.current_thread() is thread:
+            allocated.set()
+            first_is_done.wait(1)
+        return rows
+
+    monkeypatch.setattr(cuda.CudaBackend, "workspace_bytes", workspace_bytes)
+    monkeypatch.setattr(PreparedBackward, "_new_sums", allocate)
+    monkeypatch.setattr(prepared, "_MOST_ROUNDED", 0)
+    problem = PROBLEM._replace(Lk=39)
+    q, k = tensor(), tensor()[:, :, :39].contiguous()
+    bias2 = torch.empty(1, 1, 2, 40, 39, dtype=torch.bfloat16)
+    call = BackwardCall(q, q, k, k, q, torch.empty(1, 3, 2, 40), None, bias2, [True] * 5)
+    compute = PreparedBackward(choose(problem, "bwd", [q, k, k, q, q]), problem, rounds=True)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(compute(call)[4]))
+    thread.start()
+    assert allocated.wait(10)
+    found.append(compute(call)[4])
+    first_is_done.set()
+    thread.join()
+    assert [one.stride()[3:] for one in found] == [(39, 1)] * 2
 
 
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS.keys())

@@ -151,9 +151,11 @@ class Postprocess {
     of.do_ = load(element<const scalar_t>(p_.do_, p_.do_stride, b, n, q, h), p_.Dv);
     Channels values = load(element<const scalar_t>(p_.v, p_.v_stride, b, n, key, h), p_.Dv);
     float s = p_.scale * of.q.dot(load(element<const scalar_t>(p_.k, p_.k_stride, b, n, key, h), p_.D));
+    bool is_visible = true;
     if (p_.bias1) {
       const int64_t at = b * p_.bias1_stride[0] + n * p_.bias1_stride[1] + key * p_.bias1_stride[2];
-      s += float(static_cast<const scalar_t*>(p_.bias1)[at]) - args_.shift[bn];
+      const float bias1 = float(static_cast<const scalar_t*>(p_.bias1)[at]), shift = args_.shift[bn];
+      s += bias1 - shift, is_visible = MaskRule<scalar_t>::is_visible(bias1, shift);
     }
     if (p_.bias2) s += float(*element<const scalar_t>(p_.bias2, p_.bias2_stride, b, h, q, key));
     if (kExact && args_.softmax != nullptr) {
@@ -167,6 +169,7 @@ class Postprocess {
       of.ds = of.p * of.do_.dot(values);  // dP - delta = dO (V - O)
     }
     if (only_key(bn) >= 0) of.ds *= 0.f;
+    if (!is_visible) of.p = of.ds = 0.f;  // whatever K and V hold
     return of;
   }
 

@@ -200,7 +200,9 @@ class Sm90Backward {
   void start(Kernel kernel, int cluster, int64_t most, const BackwardArgs& args, const Maps& maps) {
     const int64_t blocks = device_.blocks_of(kernel);
     if (blocks == 0) return launches_.check(cudaErrorInvalidConfiguration);
-    if (kernel == Kernel::kDqGlobalPaired) {  // docs/kernels/dq-accumulators.md, H6
+    // docs/kernels/dq-accumulators.md, H4 and H6
+    const bool has_long_pairs = kernel == Kernel::kDqGlobal && args.by_blocks.divisor > kTileQueueSize;
+    if (kernel == Kernel::kDqGlobalPaired || has_long_pairs) {
       return launches_.start_cooperative(kKernel, std::min(blocks, most), Config::kNumThreads, Config::kSharedBytes,
                                          cluster, args, maps);
     }

@@ -42,9 +42,14 @@ cudaError_t encode_tensor_map(CUtensorMap& map, CUtensorMapDataType type, int el
     step[d] = 1;
     if (d > 0) stride_bytes[d - 1] = t.size[d] == 1 ? 16 : element_bytes * cuuint64_t(t.stride[d]);
   }
-  CUresult result =
-      encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto run = [&] {
+    return encode(&map, type, kRank, const_cast<void*>(t.ptr), size, stride_bytes, box, step,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = run();
+  // The driver wants a current context. A thread whose first call this is has none: cudaGetDevice makes none.
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) result = run();
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
