@@ -7,8 +7,10 @@ import sys
 if sys.version_info < (3, 10):  # noqa: UP036, said before anything that an older one cannot read
     sys.exit("deepspeed4science needs Python 3.10 or newer; this is " + sys.version.split()[0])
 
+import json
+import os
 import shutil
-import sysconfig
+import subprocess
 from pathlib import Path
 
 import setuptools
@@ -17,10 +19,20 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a build front end does not put the source folder there
-# pip's build isolation hides the environment's packages: nvcc and CUTLASS are looked up among them.
-sys.path.append(sysconfig.get_path("purelib"))
+# pip's build isolation hides the environment's packages: nvcc and CUTLASS are looked up among them,
+# those of the user's folder, of the system beneath a venv and of .pth files included.
+HIDING = ("PYTHONPATH", "PYTHONNOUSERSITE")
+asked = subprocess.run(
+    [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],
+    env={name: value for name, value in os.environ.items() if name not in HIDING},
+    stdout=subprocess.PIPE,
+    check=True,
+)
+sys.path += [one for one in json.loads(asked.stdout.splitlines()[-1]) if one not in sys.path]
 
 from op_builder.ops import prebuild  # noqa: E402
+
+PACKAGES = ("deepspeed4science", "op_builder")
 
 
 class BuildPackageAndKernels(build_py):
@@ -32,6 +44,10 @@ class BuildPackageAndKernels(build_py):
     """
 
     def run(self) -> None:
+        if not self.editable_mode:
+            for name in PACKAGES:  # an earlier build's, which may have been renamed since
+                for module in (Path(self.build_lib) / name).rglob("*.py"):
+                    module.unlink()
         super().run()
         package = (HERE if self.editable_mode else Path(self.build_lib)) / "deepspeed4science"
         if not self.editable_mode:

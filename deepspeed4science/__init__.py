@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +28,28 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-with suppress(ImportError):  # a damaged installation: the report says more about it
+
+def _import_own_op_builder() -> None:
+    """DeepSpeed's sources have an op_builder, too, which Python finds where it starts in them."""
+    own = Path(__file__).resolve().parent.parent / "op_builder" / "__init__.py"
+    there = sys.modules.get("op_builder")
+    if there is not None and there.__file__ and own.is_file() and not own.samefile(there.__file__):
+        raise ImportError(
+            f"op_builder was imported from {there.__file__}, which is another package's; "
+            "import deepspeed4science first"
+        )
+    spec = spec_from_file_location("op_builder", own)
+    if there is not None or spec is None or spec.loader is None:
+        return
+    sys.modules["op_builder"] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules["op_builder"])
+    except (ImportError, OSError):  # a damaged installation: the report says more about it
+        del sys.modules["op_builder"]
+
+
+_import_own_op_builder()
+with suppress(ImportError):
     from op_builder import offered
 
     # DeepSpeed's `load()` returns a module with these two functions.

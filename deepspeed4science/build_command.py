@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,8 +43,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.preset and (options.head_dim or options.bias):
         parser.error("--preset says which head dimensions and biases; leave it or them out")
+    if options.cpu and options.arch:
+        parser.error("--arch names GPUs, --cpu asks for the CPU op; leave one of them out")
     try:
         jobs = _jobs(options)
+        if not jobs:
+            raise BuildError("no kernel computes such calls")
         kernels = _build(options.out, jobs, verbose=not options.quiet)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,9 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arch", help="architectures (TORCH_CUDA_ARCH_LIST, else the GPUs here)")
     parser.add_argument("--cpu", action="store_true", help="the CPU op instead of the CUDA op")
-    parser.add_argument("--out", type=Path, help="folder to fill (the cache)")
+    parser.add_argument("--out", type=_folder, help="folder to fill (the cache)")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
+
+
+def _folder(text: str) -> Path:
+    """One that DS4S_CACHE_PATH can name."""
+    if not text or os.pathsep in text:
+        raise argparse.ArgumentTypeError(f"expected a folder without {os.pathsep!r}, got {text!r}")
+    return Path(text)
 
 
 def _list(allowed: Sequence[str]) -> Callable[[str], list[str]]:

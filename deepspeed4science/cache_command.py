@@ -11,6 +11,7 @@ NAME and KEY are those of `cache list`, or a beginning of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import shutil
@@ -65,9 +66,23 @@ def _parser() -> argparse.ArgumentParser:
     explain_ = commands.add_parser("explain", help="which component of the key changed")
     explain_.add_argument("entry", nargs="+", help="one name, or two keys")
     clear = commands.add_parser("clear", help="remove from the cache")
-    clear.add_argument("entry", nargs="*", help="names or keys (everything)")
-    clear.add_argument("--unused-days", type=float, help="only what was not used for so long")
+    clear.add_argument("entry", nargs="*", type=_entry, help="names or keys (everything)")
+    clear.add_argument("--unused-days", type=_days, help="only what was not used for so long")
     return parser
+
+
+def _entry(text: str) -> str:
+    """An empty one, as of a variable that is not set, would be a beginning of every name."""
+    if not text:
+        raise ValueError(text)
+    return text
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not days >= 0:
+        raise ValueError(text)
+    return days
 
 
 def rows() -> list[tuple[Row, Entry]]:
@@ -192,8 +207,11 @@ def _clear(options: argparse.Namespace) -> int:
     if not options.entry and options.unused_days is None:
         for left in evict.usages(root, "units"):  # remains of entries
             staging.remove(left.folder)
-        for part in ("aside", "failed", "memo"):
-            shutil.rmtree(root / part, ignore_errors=True)
+        shutil.rmtree(root / "aside", ignore_errors=True)
+        for pattern in ("failed/*.log", "memo/*.json"):
+            for file in root.glob(pattern):
+                with contextlib.suppress(OSError):
+                    file.unlink()
     size = sum(row.size_bytes for row in removed) / 2**20
     show(f"removed {len(removed)} kernels, {size:.1f} MiB, from {root}")
     if len(removed) < len(chosen):

@@ -20,6 +20,7 @@ _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
+import deepspeed4science  # finds its own op_builder
 from op_builder.errors import BuildError
 from op_builder.cache.loaded_kernel import LoadedKernel
 for path, name in json.loads(sys.argv[2]):

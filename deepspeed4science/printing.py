@@ -11,6 +11,8 @@ def show(text: str) -> None:
     """Prints although a path may hold characters outside the terminal's encoding, and although the
     reader may have closed the pipe.
     """
+    if sys.stdout is None:  # closed (>&-): nobody reads it
+        return
     encoding = sys.stdout.encoding or "ascii"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .. import env
 from . import cache, loaded_kernel, staging
 
 DEFAULT_MAX_MB = 2048
+_OURS = re.compile(r"\w+-[0-9a-f]{32}(\.\d+)?")  # other folders there are somebody's own
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def usages(root: Path, part: str) -> Iterator[Usage]:
     """Every folder in `root`/units or `root`/aside, except those being published."""
     with contextlib.suppress(OSError):
         for folder in sorted((root / part).iterdir()):
-            if not folder.name.startswith("."):
+            if _OURS.fullmatch(folder.name):
                 yield usage(folder)
 
 

@@ -63,6 +63,8 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as stream:
         stream.write(data)
+        with contextlib.suppress(OSError):  # whatever the umask is: the folder says who reads it
+            os.fchmod(stream.fileno(), mode & bits(path.parent) | mode & 0o600)
         stream.flush()
         synchronise(stream.fileno())
 
@@ -91,9 +93,8 @@ def make_root(root: Path, *, private: bool) -> None:
         mode = 0o770
     with contextlib.suppress(FileExistsError):
         os.mkdir(root, mode)
-        if mode == 0o770:  # whatever the umask is
-            with contextlib.suppress(OSError):
-                os.chmod(root, mode | stat.S_ISGID)
+        with contextlib.suppress(OSError):  # whatever the umask is
+            os.chmod(root, mode | stat.S_ISGID if mode == 0o770 else mode)
 
 
 def make_part(root: Path, part: str) -> Path:

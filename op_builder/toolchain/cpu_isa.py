@@ -26,7 +26,7 @@ from ..errors import ToolchainError
 from . import memo
 from .cpu_probe_sources import PROBES
 from .host_compiler import find_host_compiler
-from .tool import Tool, UnfitError, run
+from .tool import Tool, UnfitError, on_path, run
 
 CPU_ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 PROC_CPUINFO = Path("/proc/cpuinfo")
@@ -157,8 +157,8 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         return ""
     source = PROBES[level]
     command = [str(compiler.path), "-std=c++17", "-O1", *_FLAGS[level], "-x", "c++", "-c", "-"]
-    stamp = memo.file_stamp(compiler.path)
-    key = "\n".join([stamp, env.settings_line(), *command, source])
+    stamps = [memo.file_stamp(compiler.path), memo.file_stamp(_assembler(compiler.path))]
+    key = "\n".join([compiler.identity, *stamps, env.settings_line(), *command, source])
 
     def attempt() -> str:
         with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:
@@ -170,10 +170,17 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         return ran.problem
 
     try:
-        problem: str = memo.remember("isa-1", key, attempt)
+        problem: str = memo.remember("isa-2", key, attempt)
     except (UnfitError, OSError) as error:
         problem = str(error)
     return f"the host compiler cannot make code for it: {problem}" if problem else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _assembler(compiler: Path) -> Path:
+    """The assembler, which may be installed or found on PATH apart from its compiler."""
+    name = run([str(compiler), "-print-prog-name=as"]).output.strip() or "as"
+    return next((one.path for one in on_path(name)), Path(name))
 
 
 def _is_about_the_code(output: str) -> bool:

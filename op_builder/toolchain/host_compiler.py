@@ -29,7 +29,10 @@ _SMOKE_FLAGS = ("-std=c++17", "-O1", "-fPIC")
 _SMOKE_SOURCE = """\
 #include <cmath>
 #include <cstdint>
+#include <vector>
 extern "C" float smoke(float* x, std::int64_t n) {
+  std::vector<float> copy(x, x + n);  // links the C++ runtime, which a C compiler leaves out
+  x[0] = copy.back();
   if constexpr (sizeof(float) == 4) {
     for (std::int64_t i = 0; i < n; ++i) x[i] = std::exp(x[i]);
   }
@@ -101,13 +104,28 @@ def _examine_compiler(candidate: Candidate) -> Tool:
     path = candidate.path
     name, where = "host compiler", candidate.where
     try:
-        key = f"{memo.file_stamp(path)} {env.settings_line()}".rstrip()
-        identity: str = memo.remember("compiler-2", key, lambda: _try_compiler(str(path)))
+        key = f"{memo.file_stamp(path)} {env.settings_line()} {_behind(path)}".rstrip()
+        identity: str = memo.remember("compiler-3", key, lambda: _try_compiler(str(path)))
     except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
         remedy = shortages.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)
+
+
+def _behind(path: Path) -> str:
+    """What a script or a launcher's link runs now: its own stamp does not change with it."""
+    try:
+        with path.open("rb") as stream:
+            script = stream.read(2) == b"#!"
+    except OSError:
+        script = False
+    if not script and os.path.basename(os.path.realpath(path)) not in _LAUNCHERS:
+        return ""
+    spoken = run([str(path), "--version"])
+    if spoken.problem:
+        raise UnfitError(spoken.problem)
+    return spoken.output
 
 
 def _full_disk() -> str:
@@ -124,7 +142,12 @@ def _try_compiler(path: str) -> str:
     with tempfile.TemporaryDirectory(prefix="ds4s-smoke-") as folder:
         compile_ = [path, *_SMOKE_FLAGS, "-x", "c++", "-c", "-", "-o", "smoke.o"]
         problem = problem or run(compile_, stdin=_SMOKE_SOURCE, cwd=folder).problem
-        problem = problem or run([path, "-shared", "smoke.o", "-o", "smoke.so"], cwd=folder).problem
+        problem = (
+            problem
+            or run(
+                [path, "-shared", "-Wl,--no-undefined", "smoke.o", "-o", "smoke.so"], cwd=folder
+            ).problem
+        )
         if not problem and not os.path.isfile(Path(folder) / "smoke.so"):
             problem = f"{path} says it compiled a C++ source but wrote nothing"
         made = elf.machine(Path(folder) / "smoke.so")

@@ -58,9 +58,9 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
     identities = (nvcc.identity, host.identity, env.settings_line())
     key = "\n".join((*identities, *command, SOURCE, *stamps))
     try:
-        words = memo.known("nvcc-smoke-2", key)
+        words = memo.known("nvcc-smoke-3", key)
         if words is None and prove:
-            words = memo.remember("nvcc-smoke-2", key, lambda: _try(command))
+            words = memo.remember("nvcc-smoke-3", key, lambda: _try(command))
     except _UnprovenError:
         return None
     return _explain(words, nvcc, host) if words else None
@@ -88,7 +88,7 @@ def _try(command: list[str]) -> str:
     return words if ran.problem else ""
 
 
-_UNANSWERED = re.compile(r"cannot be run|ended with -")  # killed
+_UNANSWERED = re.compile(r"cannot be run|ended with -|Could not open output file")  # killed
 
 
 def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:

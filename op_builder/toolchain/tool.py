@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -143,7 +144,8 @@ def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=env.for_compiler(),
+        # nvcc and clang, unlike Python and gcc, do without no TMPDIR that cannot be written.
+        env=env.for_compiler() | {"TMPDIR": "." if cwd else tempfile.gettempdir()},
         cwd=cwd,
         start_new_session=True,
     ) as process:

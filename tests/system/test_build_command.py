@@ -153,6 +153,10 @@ REFUSED = {
     "dtype": (("--dtype", "fp64"), 2, "expected some of fp32, tf32, fp16, bf16, got 'fp64'"),
     "head dimension": (("--head-dim", "32,256"), 2, "expected numbers from 1 to 128"),
     "preset and more": (("--preset", "af3", "--bias", "both"), 2, "leave it or them out"),
+    "no such kernel": (("--arch", "7.5", "--dtype", "tf32"), 1, "no kernel computes such calls"),
+    "two folders": (("--out", "a:b"), 2, "expected a folder without ':', got 'a:b'"),
+    "no folder": (("--out", ""), 2, "expected a folder without ':', got ''"),
+    "a CPU's architecture": (("--cpu", "--arch", "8.0"), 2, "leave one of them out"),
     "tf32 on a CPU": (("--cpu", "--dtype", "tf32"), 1, "with --cpu, got tf32"),
 }
 
@@ -178,8 +182,9 @@ def chosen(monkeypatch, *options):
     """The kernels that a command would compile."""
     seen = []
     monkeypatch.setattr(
-        EvoformerAttnBuilder, "jobs", lambda self, kernels: seen.extend(kernels) or []
+        EvoformerAttnBuilder, "jobs", lambda self, kernels: seen.extend(kernels) or ["a job"]
     )
+    monkeypatch.setattr(build_command, "_build", lambda *rest, **more: [])
     monkeypatch.setattr(EvoformerAttnBuilder, "require", lambda self, targets: None)
     assert build_command.main([*options, "--arch", "8.0"]) == 0
     return seen

@@ -292,6 +292,26 @@ def test_clear(workshop, command, monkeypatch, tmp_path):
     assert workshop.run("report(**load('b'))").origin == "built"
 
 
+def test_other_peoples_folders_stay(big, command):
+    """Somebody named a folder that he uses himself."""
+    own = [big.cache / place for place in ("units/mine/file", "failed/file", "memo/file")]
+    for file in own:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(4 << 20))
+    set_age(own[0].parent, 2.0)
+    big.run(DS4S_CACHE_MAX_MB="1")
+    command("clear")
+    assert names(big) == ["mine"] and all(file.exists() for file in own)
+
+
+@pytest.mark.parametrize("options", [("",), ("--unused-days", "-1"), ("--unused-days", "nan")])
+def test_clear_of_what_nobody_means_is_refused(options, workshop, command):
+    workshop.run()
+    with pytest.raises(SystemExit, match="2"):
+        command("clear", *options)
+    assert names(workshop) == ["toy"]
+
+
 def test_clear_what_cannot_be_written(workshop, command, make_readonly):
     workshop.run()
     make_readonly(workshop.cache)

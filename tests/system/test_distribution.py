@@ -31,15 +31,17 @@ def test_the_source_distribution_is_the_repository(tree, tmp_path):
 
 def test_a_wheel_holds_the_headers_once(tree, tmp_path):
     """As data of the package, and none that an earlier build has left behind."""
-    stale = tree / "build" / "lib" / "deepspeed4science" / "csrc" / "removed.h"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
+    package = tree / "build" / "lib" / "deepspeed4science"
+    for stale in (package / "csrc" / "removed.h", package / "renamed_since.py"):
+        stale.parent.mkdir(parents=True, exist_ok=True)
+        stale.touch()
     made = trees.backend(f"build_wheel({str(tmp_path)!r})", tree)
     assert made.returncode == 0, made.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     held = {name for name in names if "csrc/" in name}
     sources = [name for name in trees.tracked() if name.startswith("csrc/")]
     assert held == {f"deepspeed4science/{name}" for name in sources}
+    assert "deepspeed4science/renamed_since.py" not in names
     top = {name.partition("/")[0] for name in names}
     assert top - {"deepspeed4science", "op_builder"} == {"deepspeed4science-0.1.0.dist-info"}
 

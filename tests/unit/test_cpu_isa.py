@@ -155,6 +155,24 @@ def test_probes_run_once_for_a_compiler(
     assert cpu_isa.detect() == first
 
 
+def test_another_assembler_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is the same; `module load binutils` puts another assembler on PATH."""
+    path = shutil.which("g++")
+    if path is None or os.uname().machine != "x86_64":
+        pytest.skip("needs g++ for x86-64")
+    compiler = Tool("host compiler", Path(path), "", "test", ok=True)
+    monkeypatch.setattr(cpu_isa, "_assembler", cpu_isa._assembler.__wrapped__)
+    if cpu_isa._compile_problem("amx", compiler):
+        pytest.skip("needs a toolchain for AMX")
+    old = tmp_path / "as"
+    old.write_text("#!/bin/sh\ncat > /dev/null\necho 'Error: no such instruction' >&2\nexit 1\n")
+    old.chmod(0o755)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert "no such instruction" in cpu_isa._compile_problem("amx", compiler)
+    assert not cpu_isa._compile_problem("amx", compiler)
+
+
 @pytest.mark.parametrize("level", ["avx2", "avx512", "avx512bf16", "amx"])
 def test_the_probe_sources_compile_with_their_flags_and_not_without(level: str) -> None:
     """A probe that compiles without its flags would prove nothing."""

@@ -162,3 +162,37 @@ def test_a_compiler_that_does_not_answer_is_asked_once(
     monkeypatch.setattr(tool, "_SILENT_S", 0.0)
     host_compiler.find_host_compiler()
     assert calls.read_text() == "call\n" * 2, "and again some time later"
+
+
+def test_a_c_compiler_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcc compiles C++, but what it links lacks the C++ runtime."""
+    gcc = shutil.which("gcc", path=os.defpath)
+    if gcc is None:
+        pytest.skip("needs gcc")
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", gcc)
+    tool = host_compiler.find_host_compiler()
+    assert not tool.ok
+    assert "undefined reference" in tool.reason
+
+
+def test_what_a_script_runs_is_asked_for_each_time(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script stays as it is; the compiler behind it is replaced, or removed."""
+    current = bare_machine / "current"
+    script = bare_machine / "bin" / "c++"
+    script.write_text(f'#!/bin/sh\nexec {current} "$@"\n')
+    current.write_text(f'#!/bin/sh\nexec {real_compiler()} "$@"\n')
+    for file in (script, current):
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bare_machine / 'bin'}:{os.defpath}")
+    monkeypatch.setenv("CXX", str(script))
+    before = host_compiler.find_host_compiler()
+    assert before.ok
+    newer = "[ $1 = --version ] && echo 'g++ (new) 99.1.0' && exit"
+    current.write_text(f'#!/bin/sh\n{newer}\nexec {real_compiler()} "$@"\n')
+    after = host_compiler.find_host_compiler()
+    assert after.ok and (after.version, before.version != after.version) == ("99.1.0", True)
+    current.unlink()
+    assert not host_compiler.find_host_compiler().ok

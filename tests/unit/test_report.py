@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed4science import report, software_probe, torch_probe
+from deepspeed4science.printing import show
 from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow, Why
 
 CPU_OK = OpRow("evoformer_attn_cpu", "cpu", "buildable", "0 of 6 kernels compiled")
@@ -135,3 +136,9 @@ def test_no_interpreter_to_ask_torch_with(
     assert not answer.ok
     assert answer.reason
     assert answer.remedy
+
+
+def test_nothing_is_shown_where_standard_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ds_report >&-`: its exit code still tells."""
+    monkeypatch.setattr(sys, "stdout", None)
+    show("text")

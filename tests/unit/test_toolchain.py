@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from op_builder.errors import ToolchainError
-from op_builder.toolchain import gpu, ninja, nvcc, nvcc_targets, toolkits
+from op_builder.toolchain import gpu, ninja, nvcc, nvcc_targets, smoke, tool, toolkits
 from op_builder.toolchain.tool import command_exists
 from tests import fakes
 
@@ -350,3 +351,15 @@ def test_a_relative_folder_on_path_gives_an_absolute_program(
     monkeypatch.chdir(bare_machine)
     monkeypatch.setenv("PATH", "bin")
     assert ninja.find_ninja().path == bare_machine / "bin" / "ninja"
+
+
+def test_programs_get_a_folder_for_temporary_files_that_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python and gcc do without the one in TMPDIR, nvcc does not."""
+    monkeypatch.setenv("TMPDIR", "/there/is/none")
+    monkeypatch.setattr(tempfile, "tempdir", None)  # Python's answer is of its first question
+    for folder, expected in ((None, tempfile.gettempdir()), (str(tmp_path), ".")):
+        said = tool.run(["/bin/sh", "-c", "echo $TMPDIR"], cwd=folder).output
+        assert said.strip() == expected
+    assert smoke._UNANSWERED.search("nvcc fatal   : Could not open output file '/none/a.ii'")

@@ -6,6 +6,8 @@ import stat
 
 import pytest
 
+from op_builder.system import files
+
 from .people import NOBODY
 
 OTHER = NOBODY - 1  # somebody else again
@@ -120,6 +122,18 @@ def test_own_folders_are_for_their_user_alone(his, umask):
         assert mode(place) & 0o022 == 0, place
     assert {mode(lock) for lock in (his.cache / "locks").iterdir()} == {0o600}
     assert his.run().origin == "cache"
+
+
+def test_what_root_makes_for_all_can_be_read_by_all(tmp_path):
+    """An image's or a share's folder, whatever the umask; what it holds is no secret."""
+    before = os.umask(0o077)
+    try:
+        files.make_root(tmp_path / "image", private=False)
+        files.write_new(tmp_path / "image" / "kernel.so", b"code", 0o644)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "image") == 0o755
+    assert mode(tmp_path / "image" / "kernel.so") == 0o644
 
 
 def test_lock_that_is_a_link(his, nobody):
