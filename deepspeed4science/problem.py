@@ -153,10 +153,13 @@ def _check_bias(
             f"{advice(name, shape, *sizes)}."
         )
     if bias.dtype not in SUPPORTED_DTYPES:
+        of_mask = (
+            "A boolean mask becomes one by torch.where(mask, 0.0, -torch.inf); bias1 may be one"
+        )
+        remedy = f"Pass {name}.float()" if bias.is_floating_point() else of_mask
         raise InvalidInputError(
             f"{name}: expected float32, bfloat16 or float16, added to the scores; got "
-            f"{bias.dtype}. "
-            "A boolean mask becomes one by torch.where(mask, 0.0, -torch.inf); bias1 may be a mask."
+            f"{bias.dtype}. {remedy}."
         )
     if bias.device != device:
         raise InvalidInputError(

@@ -80,7 +80,8 @@ def triangle_attention(
         InvalidInputError: both masks are given, a mask has another shape, or the op refuses the
             call.
     """
-    q, k, v, bias = (_five(tensor) for tensor in (q, k, v, bias))
+    q, k, v, bias = _five("q", q), _five("k", k), _five("v", v), _five("bias", bias)
+    _check_bias(bias, q, k)
     visible = _visible_keys(mask, kv_lengths, k.shape[3])
     q, k, v = q.transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3)
     if not return_aux:
@@ -160,8 +161,28 @@ def triangle_multiplicative_update(
     return linear(product, p_out_weight, p_out_bias) * gate
 
 
-def _five(tensor: Tensor) -> Tensor:
-    return tensor[(None,) * (5 - tensor.dim())] if tensor.dim() < 5 else tensor
+def _five(name: str, tensor: Tensor) -> Tensor:
+    """With leading dimensions of size 1 where it has fewer than five."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidInputError(f"{name}: expected a tensor; got {type(tensor).__name__}.")
+    if tensor.dim() > 5:
+        raise InvalidInputError(
+            f"{name}: expected at most five dimensions; got {shape_of(tensor)}. Flatten leading "
+            "dimensions into B."
+        )
+    return tensor[(None,) * (5 - tensor.dim())]
+
+
+def _check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
+    """Here, where it is called bias; what is right in shape goes on to the op's own checks."""
+    wanted = (q.shape[2], q.shape[3], k.shape[3])
+    if any(size not in (1, full) for size, full in zip(bias.shape[2:], wanted, strict=True)):
+        raise InvalidInputError(
+            f"bias: expected [B, 1, H, Q, K] with H, Q, K = {list(wanted)}, those of q "
+            f"{shape_of(q)} = [B, N, H, Q, D] and k {shape_of(k)} = [B, N, H, K, D]; got "
+            f"{shape_of(bias)}. Heads come before lengths here, unlike in "
+            "DS4Sci_EvoformerAttention."
+        )
 
 
 def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Tensor | None:
@@ -173,12 +194,12 @@ def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Te
     given = mask if mask is not None else kv_lengths
     if given is None:
         return None
-    given = _five(given)
-    if given.dim() != 5 or given.shape[2] != 1 or given.shape[3] != 1:
-        name, last = ("mask", "K") if mask is not None else ("kv_lengths", "1")
+    name, last, keys = ("mask", "K", Lk) if mask is not None else ("kv_lengths", "1", 1)
+    given = _five(name, given)
+    if given.shape[2:4] != (1, 1) or given.shape[4] not in (1, keys):
         raise InvalidInputError(
-            f"{name}: expected [B, N, 1, 1, {last}]; got {shape_of(given)}. A term for each query "
-            "belongs to bias."
+            f"{name}: expected [B, N, 1, 1, {last}], K = {Lk}; got {shape_of(given)}. A term for "
+            "each query belongs to bias."
         )
     if mask is not None:
         return given if given.dtype == torch.bool else given != 0

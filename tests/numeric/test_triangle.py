@@ -116,7 +116,9 @@ def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     ("change", "message"),
     [
         ({"kv_lengths": torch.ones(B, N, 1, 1, 1, dtype=torch.int32)}, "mask or kv_lengths"),
-        ({"mask": torch.ones(B, N, 1, Q, K)}, r"mask: expected \[B, N, 1, 1, K\]; got"),
+        ({"mask": torch.ones(B, N, 1, Q, K)}, r"mask: expected \[B, N, 1, 1, K\], K = "),
+        ({"mask": torch.ones(B, N, 1, 1, K + 1)}, r"mask: expected \[B, N, 1, 1, K\], K = "),
+        ({"mask": [True] * K}, "mask: expected a tensor; got list"),
         ({"mask": None, "kv_lengths": torch.ones(B, N, 1, 2, 1)}, "kv_lengths: expected"),
     ],
 )
@@ -124,6 +126,20 @@ def test_wrong_masks_are_told(change, message):
     q, k, v, bias, mask = inputs()
     with pytest.raises(InvalidInputError, match=message):
         triangle_attention(q, k, v, bias, **{"mask": mask, **change})
+
+
+def test_wrong_tensors_are_told():
+    """By the names that this function gives them."""
+    q, k, v, bias, _ = inputs()
+    lengths_first = [one.transpose(2, 3) for one in (q, k, v)]
+    with pytest.raises(
+        InvalidInputError, match=r"bias: expected .* Heads come before lengths here"
+    ):
+        triangle_attention(*lengths_first, bias)
+    with pytest.raises(InvalidInputError, match="bias: expected a tensor; got NoneType"):
+        triangle_attention(q, k, v, None)
+    with pytest.raises(InvalidInputError, match="q: expected at most five dimensions"):
+        triangle_attention(q[None], k, v, bias)
 
 
 C, HIDDEN, L = 12, 6, 5

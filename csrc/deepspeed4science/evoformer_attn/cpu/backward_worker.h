@@ -169,6 +169,7 @@ class BackwardWorker {
       prefetch_share<false>(at(p_.do_, p_.do_stride, b_, n_, q1, h_), p_.do_stride[2], next, p_.Dv, x);
       first_pass(q0, rows, x);
     }
+    clear_unseen(q0, rows);
     rows_.finish(rows);
     if (p_.partial_keys != 0) {
       settle_partial_rows<kPreciseExp<scalar_t>, E>(wants_dscores_ ? s_.dprobs : nullptr, tiles_, rows, lse(q0), rows_);
@@ -235,6 +236,15 @@ class BackwardWorker {
     // A NaN anywhere in the row is in lse too, and is kept.
     for (int i = 0; i < rows; ++i) {
       if (lse[i] == lse[i] && highest[i] != -kInfinity) rows_.shift[i] = highest[i];
+    }
+  }
+
+  // P of a query that sees no key is 0, although 0 (its q, pack_queries) times an infinite k is NaN.
+  void clear_unseen(int64_t q0, int rows) {
+    for (int i = 0; i < rows; ++i) {
+      if (lse(q0)[i] != -kInfinity) continue;
+      StripRow<E>(s_.scores, s_.scores, tiles_, i).clear_dprobs();
+      for (int x = i * V::kWidth; x < (i + 1) * V::kWidth; ++x) rows_.sums[x] = rows_.dots[x] = 0.0f;
     }
   }
 
