@@ -145,8 +145,9 @@ def switch(client: str, *, any_version: bool = False) -> Switch:
         The switch, on: `with switch("boltz"): ...` or `.back()` turns it off.
 
     Raises:
-        DropInError: there is no such client, or it has another version. Also later, when one of its
-            modules is imported that no longer has the function.
+        DropInError: there is no such client, or it has another version, or this runs within the
+            import of one of its modules. Also later, when one of its modules is imported that no
+            longer has the function.
     """
     chosen = find(client)
     _check_version(chosen, any_version)

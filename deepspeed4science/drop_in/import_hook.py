@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
+from deepspeed4science.errors import DropInError
+
 # Gives the attributes that a module gets; called with the module after its import.
 Attributes = Callable[[ModuleType], Mapping[str, Any]]
 _ABSENT = object()
@@ -40,9 +42,12 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
         changed: by name of a module, attributes that it gets as soon as it is imported, or now if
-            it is imported already.
+            it is imported already. If another thread is importing it, this waits for the end.
         served: by name, attributes of a module that does not exist. Its parent packages must be
             served too.
+
+    Raises:
+        DropInError: this runs within the import of a module of `changed`.
     """
 
     def __init__(
@@ -50,14 +55,14 @@ class Switch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> None:
         self._changed, self._served = changed, served
         self._done: list[_Change] = []
+        sys.meta_path.insert(0, self)
         try:
             for name in changed:
-                if name in sys.modules:
-                    self.change(sys.modules[name])
+                if sys.modules.get(name) is not None:
+                    self.change(_whole(name))
         except BaseException:
             self.back()
             raise
-        sys.meta_path.insert(0, self)
 
     def __enter__(self) -> Switch:
         return self
@@ -145,10 +150,24 @@ class _LoaderThen:
         self._then(module)
 
 
+def _whole(name: str) -> ModuleType:
+    """The imported module."""
+    module = importlib.import_module(name)  # waits while another thread imports it
+    if getattr(getattr(module, "__spec__", None), "_initializing", False):
+        raise DropInError(
+            f"{name}: expected it to be imported, or not yet; got a call within its import, by a "
+            f"module that it imports. Switch before the first import of {name.split('.')[0]}."
+        )
+    return module
+
+
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported. A module without a spec, such as a stub, counts as one,
-    and None, which blocks an import, does not.
+    """Whether a package can be imported. A module without a spec, such as a stub, counts as one;
+    None, which blocks an import, does not, nor does what a switch serves.
     """
     if package in sys.modules:
-        return sys.modules[package] is not None
-    return importlib.util.find_spec(package) is not None
+        module = sys.modules[package]
+        loader = getattr(module, "__loader__", None)
+        return module is not None and not isinstance(loader, Switch)
+    spec = importlib.util.find_spec(package)
+    return spec is not None and not isinstance(spec.loader, Switch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepspeed4science import autocast
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.operators import forward_op, is_transformed
@@ -49,6 +50,8 @@ def gated_attention(
     Returns:
         `[*, N, L, no_heads * c_hidden]`.
     """
+    # A wrapped map may give float32 under autocast, and the backward takes one dtype.
+    product, _, _ = autocast.cast_inputs(product, product, product)
     result: Tensor = _GatedAttention.apply(
         product,
         None if gather is None else gather.shard,

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from deepspeed4science import mixed_precision
+from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.errors import InvalidInputError
 
 # The number of columns of a joined projection is a multiple of this. For 589,824 rows of 128 inputs
@@ -66,16 +69,32 @@ class LayerNorm(nn.LayerNorm):
 
 
 _PLAIN = (Linear.forward, nn.Linear.forward, LayerNorm.forward, nn.LayerNorm.forward)
+_NUMBERS = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the latter two while tracing
 
 
 def is_plain(part: nn.Module) -> bool:
     """Whether its weight and bias are all there is to a linear map or norm: nothing wraps it, as
-    LoRA does, or replaces its `forward`, and no hook of its own waits for its call. Global hooks
-    do not count: FlopCounterMode has them, and is to see what runs without it.
+    LoRA does, and nothing waits for its call. They are tensors or DTensors: other subclasses, such
+    as quantised weights, may know no operator but that of their map.
     """
-    hooks = part._forward_hooks or part._forward_pre_hooks
-    hooks = hooks or part._backward_hooks or part._backward_pre_hooks
-    return type(part).forward in _PLAIN and "forward" not in vars(part) and not hooks
+    return (
+        type(part).forward in _PLAIN
+        and is_untouched(part)
+        and all(
+            one is None or type(one) in _NUMBERS or is_dtensor(one)
+            for one in part._parameters.values()
+        )
+    )
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a call of the module is one of its class's `forward` only: nothing replaces that in
+    this module, and no hook of its own waits for the call. Global hooks do not count:
+    FlopCounterMode has them, and is to see what runs without it.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    hooks = hooks or module._backward_hooks or module._backward_pre_hooks
+    return "forward" not in vars(module) and not hooks
 
 
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:

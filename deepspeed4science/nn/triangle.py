@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed4science.dtensor import is_sharded
@@ -12,7 +13,7 @@ from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
-from deepspeed4science.nn.parameters import LayerNorm, Linear, join
+from deepspeed4science.nn.parameters import LayerNorm, Linear, is_untouched, join
 from deepspeed4science.packed import columns
 from deepspeed4science.problem import shape_of
 
@@ -44,9 +45,9 @@ class TriangleAttentionStartingNode(nn.Module):
         """
         Args:
             x: `[*, I, J, c_in]`, with I = J.
-            mask: `[*, I, J]`; pairs of 0 or False are hidden from every query. In a row (ending
-                node: a column) in which all pairs are hidden, attention is 0. Default: no pair is
-                hidden.
+            mask: `[*, I, J]`, or what broadcasts to it; pairs of 0 or False are hidden from every
+                query. In a row (ending node: a column) in which all pairs are hidden, attention is
+                0. Default: no pair is hidden.
             residual: add x to the result, without another pass over the pairs. With dropout
                 between layer and residual, write `x = x + dropout(layer(x, mask))` instead.
 
@@ -70,13 +71,30 @@ class TriangleAttentionStartingNode(nn.Module):
 
             sharded: Tensor = triangle_attention(self, x, mask)
             return x + sharded if residual else sharded
-        if mask is not None and self.is_ending:
-            mask = mask.transpose(-1, -2)
-        seen = None if mask is None else (mask != 0)[..., None, None, :]
+        seen = None
+        if mask is not None:
+            mask = torch.atleast_2d(mask)
+            seen = ((mask.mT if self.is_ending else mask) != 0)[..., None, None, :]
         if fused.serves(self, x):
             return fused.triangle_attention(self, x, seen, residual)
-        o = self._by_parts(x, seen)
+        o = self._by_parts(x, seen) if self.is_one_product() else self._by_modules(x, seen)
         return x + o if residual else o
+
+    def is_one_product(self) -> bool:
+        """Whether mha's projections may be columns of one product with the pair bias, and mha is
+        not called itself: it is a gated EvoformerAttention, and nothing waits for its call.
+        """
+        own = type(self.mha) is EvoformerAttention and is_untouched(self.mha)
+        return own and self.mha.linear_g is not None
+
+    def _by_modules(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        """The layer as calls of its modules."""
+        x = self.layer_norm(x)
+        z = self.linear_z(x)
+        if self.is_ending:
+            x, z = x.transpose(-2, -3), z.transpose(-2, -3)
+        o: Tensor = self.mha(x, biases=(seen, z.movedim(-1, -3).unsqueeze(-4)))
+        return o.transpose(-2, -3) if self.is_ending else o
 
     def _by_parts(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """The layer in plain PyTorch around the op."""

@@ -10,6 +10,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 from pathlib import Path
 
@@ -88,6 +89,31 @@ def test_deepspeed_where_it_is_not_installed():
     assert importlib.util.find_spec("deepspeed") is None
     assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
     switched.back()  # harmless
+
+
+@pytest.mark.parametrize("imported_before", [False, True])
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (drop_in.use_as_deepspeed, "deepspeed.ops.deepspeed4science"),
+        (drop_in.use_as_cuequivariance, "cuequivariance_torch.primitives.triangle"),
+    ],
+    ids=["deepspeed", "cuequivariance"],
+)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(2))), ids=str)
+def test_a_library_is_served_until_the_last_switch_ends(order, use, name, imported_before):
+    switches = [use()]
+    if imported_before:
+        importlib.import_module(name)
+    switches.append(use())
+    try:
+        for number in order:
+            assert importlib.import_module(name).__name__ == name
+            switches[number].back()
+    finally:
+        for switch in switches:
+            switch.back()
+    assert importlib.util.find_spec(name.split(".")[0]) is None
 
 
 def test_lightning_does_not_believe_in_it(site):
@@ -209,6 +235,43 @@ def test_a_switch_that_fails_changes_nothing(site):
         drop_in.switch("boltz")
     assert module.kernel_triangular_attn is own
     assert not any(isinstance(finder, Switch) for finder in sys.meta_path)
+
+
+def test_a_switch_within_the_import_of_a_model_is_told(site):
+    circular = "import helper\ndef kernel_triangular_attn(): ...\n"
+    helper = "from deepspeed4science import drop_in\ndrop_in.switch('boltz')\n"
+    place = f"{ATTENTION.replace('.', '/')}.py"
+    write(site, BOLTZ | {place: circular, "helper.py": helper})
+    with pytest.raises(DropInError, match=rf"{ATTENTION}: expected it to be imported, or not yet"):
+        importlib.import_module(ATTENTION)
+    assert not any(isinstance(finder, Switch) for finder in sys.meta_path)
+
+
+def test_a_switch_waits_for_an_import_in_another_thread(site):
+    """The other modules of the model, which that thread imports next, are switched, too."""
+    slow = f"""
+        import threading
+        started, goes_on = threading.Event(), threading.Event()
+        def load():
+            import {ATTENTION}
+            import boltz.model.layers.triangular_mult
+    """
+    waits = "import slow\nslow.started.set()\nslow.goes_on.wait(60)\n"
+    place = f"{ATTENTION.replace('.', '/')}.py"
+    own = waits + textwrap.dedent(BOLTZ[place])
+    write(site, BOLTZ | {place: own, "slow.py": slow})
+    slow = importlib.import_module("slow")
+    thread = threading.Thread(target=slow.load)
+    thread.start()
+    assert slow.started.wait(60)
+    threading.Timer(0.3, slow.goes_on.set).start()
+    with drop_in.switch("boltz"):
+        thread.join()
+        module = sys.modules[ATTENTION]
+        assert module.kernel_triangular_attn.__module__.startswith("deepspeed4science")
+        multiplication = sys.modules["boltz.model.layers.triangular_mult"]
+        assert multiplication.kernel_triangular_mult.__module__.startswith("deepspeed4science")
+    assert module.kernel_triangular_attn() == "its own"
 
 
 def test_a_stub_without_a_spec_counts_as_installed(site, monkeypatch):

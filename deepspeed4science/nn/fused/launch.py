@@ -76,7 +76,7 @@ def norm_pair_bias(
     ending: bool,
 ) -> tuple[Tensor, Tensor]:
     """normed, of x's shape, and z, `[*, 1, H, queries, keys]`."""
-    normed = torch.empty_like(x, dtype=dtype)
+    normed = x.new_empty(x.shape, dtype=dtype)
     *batch, rows, columns, C = x.shape
     H = weight.shape[0]
     heads = (columns, rows) if ending else (rows, columns)
@@ -145,7 +145,7 @@ def gated_output_backward(
             _descriptor(gate, _BLOCK),
         ),
         (weight, do, dgate, dweight),
-        (num_pairs, rows, columns, num_tiles, dgate.stride(-2)),
+        (num_pairs, rows, columns, num_tiles, _row_stride(dgate)),
         (C, N, ending, _BLOCK, _STAGES),
     )
     dbias, dgate_bias = (_column_sums(x) if has_bias else _parts(x, 0) for x in (dy, dgate))
@@ -157,7 +157,7 @@ def _column_sums(x: Tensor) -> Tensor:
     num_tiles = -(-x.numel() // C // block)
     programs = _num_programs(x, num_tiles, per_multiprocessor=4)
     sums = _parts(x, programs, C)
-    numbers = (x.numel() // C, num_tiles, x.stride(-2))
+    numbers = (x.numel() // C, num_tiles, _row_stride(x))
     _column_sums_of.launch(programs, (), (x, sums), numbers, (C, block))
     return sums.sum(0)
 
@@ -228,7 +228,14 @@ def _descriptor(x: Tensor, block: int) -> TensorDescriptor:
     if x.data_ptr() % 16:
         x = x.clone()
     C = x.shape[-1]
-    return _Matrix(x, [x.numel() // C, C], [x.stride(-2), 1], [block, C])
+    return _Matrix(x, [x.numel() // C, C], [_row_stride(x), 1], [block, C])
+
+
+def _row_stride(x: Tensor) -> int:
+    """Elements from one pair to the next. Where there is one column of pairs, the stride of a
+    contiguous tensor along it may be any number.
+    """
+    return x.shape[-1] if x.is_contiguous() else x.stride(-2)
 
 
 def _descriptor_of_o(o: Tensor, rows: int, C: int, ending: bool) -> TensorDescriptor:

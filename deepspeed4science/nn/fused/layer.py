@@ -38,9 +38,11 @@ def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
         and _dtype_of_products(x) in (torch.bfloat16, torch.float16)
         and x.dtype in (torch.float32, _dtype_of_products(x))
         and x.shape[-1] in _CHANNELS
+        and layer.is_one_product()
         and layer.mha.no_heads * layer.mha.c_hidden in _CHANNELS
         and layer.mha.no_heads in _HEADS
         and all(is_plain(part) for part in _parts(layer))
+        and _has_parameters_of_kernels(layer)
         and not is_transformed()
         and _compiles_for(x.device.index)
     )
@@ -48,6 +50,14 @@ def serves(layer: TriangleAttentionStartingNode, x: Tensor) -> bool:
 
 def _parts(layer: TriangleAttentionStartingNode) -> list[nn.Module]:
     return [layer.layer_norm, layer.linear_z, *layer.mha.projections(), layer.mha.linear_o]
+
+
+def _has_parameters_of_kernels(layer: TriangleAttentionStartingNode) -> bool:
+    """Whether the norm has a weight and a bias, and the maps to q, k, v and z have no bias."""
+    norm, mha = layer.layer_norm, layer.mha
+    maps = (layer.linear_z, mha.linear_q, mha.linear_k, mha.linear_v)
+    has_both = norm.weight is not None and norm.bias is not None
+    return has_both and all(one.bias is None for one in maps)
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:
