@@ -10,8 +10,9 @@ def sum_gradients(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """A hook for `DistributedDataParallel.register_comm_hook(group, sum_gradients)`: gradients of
-    parameters are summed over processes; by default DDP takes their mean. With FSDP2 call
-    `set_gradient_divide_factor(1.0)` instead.
+    parameters are summed over the processes of `group`, all if it is None; by default DDP takes
+    their mean. The group is that of the dimensions of the mesh that shard the input. With FSDP2
+    call `set_gradient_divide_factor(1.0)` instead.
     """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from deepspeed4science.errors import InvalidInputError
+
+
+def beside(
+    tensor: DTensor, like: DTensor, dims: Mapping[int, int], kept: int | None = None
+) -> DTensor:
+    """`tensor`, redistributed so that each process has what belongs to its part of `like`: sharded
+    along an axis that shards `like` if it has all of the axis, and else replicated.
+
+    Args:
+        dims: the dimensions of `like` that are axes of both tensors -> those of `tensor`.
+        kept: a dimension of the mesh over which `tensor` stays placed as it is.
+    """
+    placements = list(tensor.placements)
+    for i, other in enumerate(like.placements):
+        if i == kept:
+            continue
+        placements[i] = Replicate()
+        if isinstance(other, Shard) and other.dim in dims:
+            dim = dims[other.dim]
+            if tensor.shape[dim] == like.shape[other.dim]:
+                placements[i] = Shard(dim)
+    if placements == list(tensor.placements):  # its gradient may then remain a partial sum
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def local_beside(tensor: DTensor, like: DTensor) -> Tensor:

@@ -14,14 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from deepspeed4science.arguments import canonicalise_scale, largest_finite
+from deepspeed4science import autocast, dispatch
+from deepspeed4science.arguments import canonicalise, canonicalise_scale, largest_finite
+from deepspeed4science.call import ForwardCall
 from deepspeed4science.distributed.exchange import Ring, extents
 from deepspeed4science.distributed.merge import merge_attention
-from deepspeed4science.distributed.placements import local_beside, placed_as
+from deepspeed4science.distributed.placements import beside, local_beside, placed_as
+from deepspeed4science.distributed.sharding import AXES
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.operators import backward_op, forward_op
+from deepspeed4science.problem import describe
+
+# The axes that other dimensions of the mesh may shard.
+_OTHER_AXES = [axis for name, axis in AXES.items() if name != "Lq"]
 
 
 def ring_attention(
@@ -38,42 +45,89 @@ def ring_attention(
     of the mesh. No process holds all keys, nor more of bias2 than the rows of its queries.
 
     Args:
-        q: `[B, N, Lq, H, D]`, sharded by Lq; float32, bfloat16 or float16, as k and v.
+        q: `[B, N, Lq, H, D]`, sharded by Lq; float32, bfloat16 or float16.
         k, v: `[B, N, Lk, H, D]`, sharded by Lk.
-        bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; of a floating-point dtype.
+        bias1: `[B|1, N|1, 1, 1, Lk]`, sharded by Lk; numbers, or a mask of booleans or integers.
         bias2: `[B|1, 1, H|1, Lq, Lk]`, sharded by Lq.
         mesh_dim: the dimension of the mesh that shards Lq and Lk. Other dimensions may shard
-            batches, rows n or heads.
+            batches, rows n or heads of q; other tensors are redistributed to fit q.
         scale: any finite number of float32. Default: 1 / sqrt(D).
 
     Returns:
-        O, placed as q is. Gradients are placed as their tensors are. If another dimension of the
-        mesh shards q and a tensor is replicated over it, that tensor's gradient is a partial sum.
+        O, placed as q is, in the promoted dtype of q, k and v, or in autocast's. Gradients are
+        placed as their tensors are. If another dimension of the mesh shards q along an axis along
+        which a replicated bias is broadcast, the bias's gradient is a partial sum.
 
     Raises:
-        InvalidInputError: placements, shapes or the scale do not fit, or a process would have no
-            key or query.
+        InvalidInputError: placements, shapes, dtypes or the scale do not fit, or a process would
+            have no key or query.
+        NoBackendError: no kernel takes this call.
 
     Source: Liu, Zaharia and Abbeel, arXiv:2310.01889.
     """
+    # All is refused before the first transfer. An error between transfers would leave one behind,
+    # for which the group's next collective would wait.
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("bias1", bias1), ("bias2", bias2)):
+        if tensor is not None:
+            _check_mesh(name, tensor, q)
+    mesh_dim = _check_queries(q, mesh_dim)
+    q, k, v, bias1, bias2, scale = _as_the_op_does(q, k, v, bias1, bias2, scale)
     given = [("q", q, 2), ("k", k, 2), ("v", v, 2), ("bias1", bias1, 4), ("bias2", bias2, 3)]
     for name, tensor, dim in given:
         if tensor is not None:
             _check(name, tensor, dim, mesh_dim, q, k)
-    own = local_beside(q, q)
-    if scale is not None:  # refused here, before processes wait for each other
-        own, scale = canonicalise_scale(own, scale)
-    others = [None if tensor is None else local_beside(tensor, q) for _, tensor, _ in given[1:]]
-    o = _RingAttention.apply(own, *others, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
+    problem = describe(ForwardCall(q, k, v, bias1, bias2, with_lse=True, scale=scale))
+    own: list[Any] = [None if x is None else _local(name, x, q, mesh_dim) for name, x, _ in given]
+    dispatch.choose(problem, "fwd", own[:3])
+    o = _RingAttention.apply(*own, k.shape[2], q.device_mesh.get_group(mesh_dim), scale)
     return placed_as(q, o, v.shape[4])
 
 
-def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: DTensor) -> None:
+def _check_mesh(name: str, tensor: DTensor, q: DTensor) -> None:
     if not isinstance(tensor, DTensor):
         raise InvalidInputError(
             f"{name}: expected a DTensor; got {type(tensor).__name__}. A process that has all "
             "queries and keys calls DS4Sci_EvoformerAttention."
         )
+    if tensor.device_mesh != q.device_mesh:
+        raise InvalidInputError(
+            f"{name}: expected the mesh of q, {q.device_mesh}; got {tensor.device_mesh}. "
+            "Distribute both over one mesh."
+        )
+
+
+def _check_queries(q: DTensor, mesh_dim: int) -> int:
+    """mesh_dim, counted from the first dimension of the mesh."""
+    num_dims = q.device_mesh.ndim
+    if mesh_dim not in range(-num_dims, num_dims):
+        raise InvalidInputError(
+            f"mesh_dim: expected one of the {num_dims} dimensions of the mesh, by its number; got "
+            f"{mesh_dim!r}."
+        )
+    mesh_dim %= num_dims
+    allowed = [Replicate(), *(Shard(axis["q"]) for axis in _OTHER_AXES)]
+    others = (*q.placements[:mesh_dim], *q.placements[mesh_dim + 1 :])
+    if q.dim() != 5 or any(one not in allowed for one in others):
+        raise InvalidInputError(
+            "q: expected [B, N, Lq, H, D], of which dimensions of the mesh other than dimension "
+            f"{mesh_dim} shard B, N, H or nothing; got {list(q.shape)}, {q.placements}. Use "
+            "redistribute."
+        )
+    return mesh_dim
+
+
+def _as_the_op_does(
+    q: Any, k: Any, v: Any, bias1: Any, bias2: Any, scale: float | None
+) -> tuple[Any, ...]:
+    """The arguments with one dtype of q, k and v, numbers for a mask, and a positive scale."""
+    q, k, v, bias1, bias2 = canonicalise(q, k, v, bias1, bias2)
+    q, k, v = autocast.cast_inputs(q, k, v)
+    if scale is not None:
+        q, scale = canonicalise_scale(q, scale)
+    return q, k, v, bias1, bias2, scale
+
+
+def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: DTensor) -> None:
     length = k.shape[2] if name in ("k", "v", "bias1") else q.shape[2]
     if tensor.placements[mesh_dim] != Shard(dim) or tensor.shape[dim] != length:
         raise InvalidInputError(
@@ -87,6 +141,14 @@ def _check(name: str, tensor: DTensor, dim: int, mesh_dim: int, q: DTensor, k: D
             f"{name}: expected a part of dimension {dim} for each of {size} processes; got "
             f"{length} elements, of which some get none. Use fewer processes."
         )
+
+
+def _local(name: str, tensor: DTensor, q: DTensor, mesh_dim: int) -> Tensor:
+    """The part of `tensor` that belongs to the local part of q, of all keys or rows that
+    `mesh_dim` gives this process.
+    """
+    dims = {axis["q"]: axis[name] for axis in _OTHER_AXES if name in axis}
+    return local_beside(beside(tensor, q, dims, kept=mesh_dim), q)
 
 
 class _RingAttention(torch.autograd.Function):

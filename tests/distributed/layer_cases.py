@@ -6,9 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from deepspeed4science.distributed import sum_gradients
+from deepspeed4science.distributed import apply_locally, sum_gradients
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import (
     EvoformerAttention,
@@ -19,7 +20,7 @@ from deepspeed4science.nn import (
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.law import relative_error, violations
 
-from .sharded import stacked
+from .sharded import partly, stacked
 
 START, END = TriangleAttentionStartingNode, TriangleAttentionEndingNode
 C, WIDTH, HEADS = 32, 8, 4
@@ -259,6 +260,60 @@ def msa(world):
             assert relative_error(one, other) < 1e-5
 
 
+def row_attention(world, mesh, of_x, of_bias1, of_bias2, batches=4, wrap=lambda layer: layer):
+    """In every process the results of one process, however the biases are placed, whose gradients
+    keep the placements.
+
+    batches   of the biases
+    """
+    layer = Layer("", EvoformerAttention, ROWS).layer(world)
+    x, dy = (torch.randn(4, 8, 12, C, device=world.device) for _ in range(2))
+    bias1 = torch.randn(batches, 8 if batches > 1 else 1, 1, 1, 12, device=world.device)
+    bias2 = torch.randn(batches, 1, HEADS, 12, 12, device=world.device)
+    whole = [one.requires_grad_() for one in (x, bias1, bias2)]
+    y = layer(x, biases=whole[1:])
+    expected = [y, *torch.autograd.grad(y, whole, dy)]
+    placements = (of_x, of_bias1, of_bias2)
+    shards = [partly(one.detach(), mesh, of) for one, of in zip(whole, placements, strict=True)]
+    y = wrap(layer)(shards[0], biases=shards[1:])
+    found = [y, *torch.autograd.grad(y, shards, distribute_tensor(dy, mesh, of_x))]
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one.full_tensor(), other) < 1e-5
+    for one, of in zip(found[2:], placements[1:], strict=True):
+        for own, given in zip(one.placements, of, strict=True):
+            assert own == given or not given.is_shard()
+
+
+def biases_placed_otherwise(world):
+    """Sharded by batches, heads or keys, or sums."""
+    mesh, R = world.mesh(), Replicate()
+    placed = [(Shard(0), Shard(0)), (Shard(4), Shard(2)), (R, Shard(4)), (Partial(), Partial())]
+    for of_x in (Shard(1), Shard(2)):
+        for of_bias1, of_bias2 in placed:
+            row_attention(world, mesh, [of_x], [of_bias1], [of_bias2])
+
+
+BATCHES_AND_ROWS = (Shard(0), Shard(1))
+
+
+def biases_over_two_dimensions(world):
+    """bias2 gathered beside further shards: of batches, which may share it, and others."""
+    mesh, R = world.mesh(2, world.size // 2), Replicate()
+    shared = partial(row_attention, world, mesh, BATCHES_AND_ROWS, [R, R], batches=1)
+    for first in (R, Shard(2), Shard(3), Partial()):
+        shared([first, Shard(3)])
+    shared([R, R])
+    for first in (R, Shard(0), Shard(2), Shard(3)):
+        row_attention(world, mesh, BATCHES_AND_ROWS, [R, Shard(4)], [first, Shard(3)])
+
+
+def shared_bias_compiled(world):
+    mesh, R = world.mesh(2, world.size // 2), Replicate()
+    wrap = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    options = {"batches": 1, "wrap": wrap}
+    row_attention(world, mesh, BATCHES_AND_ROWS, [R, R], [R, Shard(3)], **options)
+
+
 def dtypes_on_their_way(world):
     """The pair bias travels in 16 bits, its gradient in float32, where parts are added up."""
     from deepspeed4science.distributed.gather import Gather
@@ -289,6 +344,36 @@ def refusals(world):
     x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), world.mesh(), [Replicate()])
     with pytest.raises(InvalidInputError, match="x: expected one dimension of the mesh to shard"):
         layer(x)
+    x = x.redistribute(placements=ROWS)
+    mask = torch.ones(1, 8, 8, device=world.device)
+    with pytest.raises(InvalidInputError, match=r"mask: expected a DTensor, .* distribute_tensor"):
+        layer(x, mask)
+    for wrong in (mask[0], mask[:, :7]):
+        placed = distribute_tensor(wrong, world.mesh(), [Replicate()])
+        with pytest.raises(InvalidInputError, match=r"mask: expected 3 dimensions, .* unsqueeze"):
+            layer(x, placed)
+    other = DeviceMesh(world.device, list(reversed(range(world.size))))
+    with pytest.raises(InvalidInputError, match=r"mask: expected .* on the mesh of x"):
+        layer(x, distribute_tensor(mask, other, ROWS))
+    attention = Layer("", EvoformerAttention, ROWS).layer(world)
+    bias = torch.zeros(1, 1, HEADS, 8, 8, device=world.device)
+    with pytest.raises(InvalidInputError, match="bias2: expected a DTensor"):
+        attention(x, biases=[None, bias])
+    with pytest.raises(InvalidInputError, match="bias2: expected 5 dimensions"):
+        attention(x, biases=[None, distribute_tensor(bias[0], world.mesh(), [Replicate()])])
+    for placement in (Partial(), Shard(3)):
+        with pytest.raises(InvalidInputError, match="x: expected a DTensor that is not sharded"):
+            apply_locally(torch.nn.GELU(), partly(mask[..., None], world.mesh(), [placement]))
+
+
+def mask_for_all_batches(world):
+    layer = Layer("", START, (Shard(0), Shard(1))).layer(world)
+    mesh = world.mesh(2, world.size // 2)
+    x = torch.randn(2, 8, 8, C, device=world.device)
+    mask = torch.rand(1, 8, 8, device=world.device) < 0.8
+    placed = distribute_tensor(mask, mesh, [Replicate(), Shard(2)])
+    y = layer(distribute_tensor(x, mesh, BATCHES_AND_ROWS), placed)
+    torch.testing.assert_close(y.full_tensor(), layer(x, mask), rtol=1e-4, atol=1e-4)
 
 
 ONE = {case.id: partial(run_case, case) for case in CASES}
@@ -297,10 +382,13 @@ ONE |= {
     f"layer-{function.__name__}": function
     for function in (
         *(block, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
+        biases_placed_otherwise,
     )
 }
 
 
 def of(size):
     two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
+    functions = biases_over_two_dimensions, shared_bias_compiled, mask_for_all_batches
+    two |= {f"layer-{function.__name__}": function for function in functions}
     return ONE | two if size >= 4 else ONE

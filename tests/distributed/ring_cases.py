@@ -2,17 +2,34 @@
 
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
 
-from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science import DS4Sci_EvoformerAttention, dispatch
 from deepspeed4science.distributed import ring_attention
-from deepspeed4science.errors import InvalidInputError
+from deepspeed4science.errors import InvalidInputError, NoBackendError
+from tests.numeric.law import relative_error
 
-from .sharded import PLACEMENTS, Case, check, distribute, run_sharded
+from .sharded import PLACEMENTS, Case, check, distribute, partly, run_sharded
 
 PLACEMENTS["ring"] = (2, 2, 2, 4, 3, 2)
+# Tensors that another dimension of the mesh shards otherwise than q.
+OTHERWISE = {
+    "N-biases-by-batch": (1, 1, 1, 0, 0, 1),
+    "N-biases-by-keys": (1, 1, 1, 4, 4, 1),
+    "N-bias2-by-heads": (1, 1, 1, 1, 2, 1),
+    "N-keys-otherwise": (1, 0, 3, None, None, 1),
+    "N-keys-whole": (1, None, None, None, None, 1),
+    "H-biases-by-rows": (3, 3, 3, 1, 3, 3),
+    "H-bias2-whole": (3, 3, 3, None, None, 3),
+    "whole-biases-not": (None, None, 2, 1, 2, None),
+}
+PLACEMENTS |= OTHERWISE
+HALVES = (torch.bfloat16, torch.float16)
 
 CASES = [
     Case("ring", ("ring",)),
@@ -31,6 +48,7 @@ CASES = [
 # A ring of each process, with all keys: nothing is sent.
 ALONE = Case("ring-of-one", ("N", "ring"))
 TWO_DIMENSIONS = [Case(f"ring-{axis}", (axis, "ring")) for axis in ("B", "N", "H")]
+TWO_DIMENSIONS.append(Case("ring-B-of-one", ("B", "ring"), B=1))
 
 
 def ring(q, k, v, biases, scale=None, mesh_dim=0):
@@ -88,28 +106,135 @@ def large_scores(world):
     check(world, (ours, inputs), more=rounding_of_lse(inputs))
 
 
+def otherwise(name, world):
+    """Gradients stay sharded as their tensors are."""
+    case = Case("", (name, "ring"))
+    inputs = case.inputs(world.device)
+    mesh = world.mesh(2, world.size // 2)
+    ours, placed = run_sharded(inputs, mesh, case.axes, partial(ring, mesh_dim=1))
+    check(world, (ours, inputs), more=rounding_of_lse(inputs))
+    for x, first, second in zip(
+        placed[1:], PLACEMENTS[name][:5], PLACEMENTS["ring"][:5], strict=True
+    ):
+        assert first is None or x.placements == (Shard(first), Shard(second))
+
+
+def beside_one_process(tensors, mesh, placements, mesh_dim=0):
+    """The law is that of one dtype; here are several, or parts that `distribute` does not make."""
+
+    def gradients(function, leaves):
+        o = function(*leaves)
+        loss = (o.sin() if o.dtype == torch.float32 else o.float().sin()).sum()
+        floats = [x for x in leaves if x is not None and x.requires_grad]
+        return [o, *torch.autograd.grad(loss, floats)]
+
+    leaves = [x if x is None else x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    shards = [
+        x if x is None else partly(x, mesh, of) for x, of in zip(tensors, placements, strict=True)
+    ]
+    expected = gradients(lambda q, k, v, *two: DS4Sci_EvoformerAttention(q, k, v, two), leaves)
+    found = gradients(partial(ring_attention, mesh_dim=mesh_dim), shards)
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype == other.dtype
+        eps = max(torch.finfo(x.dtype).eps for x in (one, expected[0]))
+        assert relative_error(other.full_tensor(), one) < max(1e-5, eps)
+
+
+RING = [[Shard(2)]] * 3 + [[Shard(4)], [Shard(3)]]
+
+
+def masks_of_keys(world):
+    """Of booleans and integers, as in the op."""
+    inputs = Case("", ()).inputs(world.device)
+    mask = torch.rand_like(inputs.bias1) < 0.7
+    for own in (mask, mask.long()):
+        tensors = [inputs.q, inputs.k, inputs.v, own, inputs.bias2]
+        beside_one_process(tensors, world.mesh(), RING)
+
+
+def promoted(world):
+    inputs = Case("", ()).inputs(world.device)
+    for dtypes in ((torch.bfloat16, torch.float32, torch.float16), (torch.float32, *HALVES)):
+        qkv = [x.to(dtype) for x, dtype in zip(inputs.tensors()[:3], dtypes, strict=True)]
+        beside_one_process([*qkv, inputs.bias1, inputs.bias2], world.mesh(), RING)
+
+
+def autocast(world):
+    inputs = Case("", ()).inputs(world.device)
+    with torch.autocast(world.device, torch.bfloat16):
+        beside_one_process(inputs.tensors()[:5], world.mesh(), RING)
+
+
+def partial_sums(world):
+    """Biases and keys that are sums over another dimension of the mesh."""
+    mesh = world.mesh(2, world.size // 2)
+    tensors = Case("", ()).inputs(world.device).tensors()[:5]
+    placements = [[Shard(1), Shard(2)], *([Partial(), *of] for of in RING[1:])]
+    beside_one_process(tensors, mesh, placements, mesh_dim=1)
+
+
 def refusals(world):
+    """None of them leaves a transfer behind, for which the next collective would wait."""
     inputs = Case("", ()).inputs(world.device)
     mesh = world.mesh()
     q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))
-    with pytest.raises(InvalidInputError, match="k: expected 21 elements in dimension 2, sharded"):
-        ring_attention(q, distribute(inputs.k, mesh, [1]), v)
-    with pytest.raises(InvalidInputError, match="q: expected a DTensor; got Tensor"):
-        ring_attention(inputs.q, k, v)
-    with pytest.raises(InvalidInputError, match="scale: expected a finite number"):
-        ring_attention(q, k, v, scale=math.inf)
-    with pytest.raises(InvalidInputError, match="bias2: expected 21 elements"):
-        ring_attention(q, k, v, None, distribute(inputs.bias2, mesh, [4]))
+
+    def refused(match, *arguments, error=InvalidInputError, **options):
+        with pytest.raises(error, match=match):
+            ring_attention(*arguments, **options)
+        torch.distributed.barrier()
+
+    wrong = distribute(inputs.k, mesh, [1])
+    refused("k: expected 21 elements in dimension 2, sharded", q, wrong, v)
+    refused("q: expected a DTensor; got Tensor", inputs.q, k, v)
+    refused("Q, K, V: expected a tensor for each", q, k, None)
+    refused("scale: expected a finite number", q, k, v, scale=math.inf)
+    refused("bias2: expected 21 elements", q, k, v, None, distribute(inputs.bias2, mesh, [4]))
+    refused("mesh_dim: expected one of the 1 dimensions", q, k, v, mesh_dim=1)
+    other = DeviceMesh(world.device, list(reversed(range(world.size))))
+    refused("k: expected the mesh of q", q, distribute(inputs.k, other, [2]), v)
+    fewer = [distribute(x[..., :2, :], mesh, [2]) for x in (inputs.k, inputs.v)]
+    refused("K: expected .* to match Q", q, *fewer)
+    refused("V: expected .* to match K", q, k, fewer[1])
+    refused(
+        "K: expected .* to match Q",
+        q,
+        *(distribute(x[:, :7], mesh, [2]) for x in inputs.tensors()[1:3]),
+    )
+    refused("Q: expected float32, bfloat16", q.double(), k, v)
+    rows = distribute(inputs.bias1[:, :7], mesh, [4])
+    refused("bias1: expected a shape broadcastable", q, k, v, rows)
+    pairs = distribute(inputs.bias2, mesh, [3])
+    refused("bias2: expected float32, bfloat16", q, k, v, None, pairs > 0)
+    with mock.patch.object(dispatch, "BACKENDS", ()):
+        refused("no backend takes this call", q, k, v, error=NoBackendError)
     few = distribute(inputs.q[:, :, : world.size + 1], mesh, [2])
     if world.size == 4:  # 5 over 4 processes
-        with pytest.raises(InvalidInputError, match="some get none"):
-            ring_attention(few, k, v)
+        refused("some get none", few, k, v)
+
+
+def refusals_of_queries(world):
+    inputs = Case("", ()).inputs(world.device)
+    mesh = world.mesh(2, world.size // 2)
+    k, v = (distribute(x, mesh, [None, 2]) for x in (inputs.k, inputs.v))
+    for placement in (Partial(), Shard(4), Shard(2)):
+        q = partly(inputs.q, mesh, [placement, Shard(2)])
+        with pytest.raises(
+            InvalidInputError, match=r"q: expected .* shard B, N, H or nothing; got"
+        ):
+            ring_attention(q, k, v, mesh_dim=1)
+        torch.distributed.barrier()
 
 
 ONE = {case.id: partial(run_case, case) for case in [*CASES, ALONE]}
 ONE |= {f"ring-{function.__name__}": function for function in (masks, large_scores, refusals)}
+ONE |= {f"ring-{function.__name__}": function for function in (masks_of_keys, promoted, autocast)}
 
 
 def of(size):
     two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
+    two |= {f"ring-{name}": partial(otherwise, name) for name in OTHERWISE}
+    two |= {
+        f"ring-{function.__name__}": function for function in (partial_sums, refusals_of_queries)
+    }
     return ONE | two if size >= 4 else ONE

@@ -67,6 +67,19 @@ def distribute(tensor, mesh, dims):
     return distribute_tensor(tensor, mesh, placements)
 
 
+def partly(tensor, mesh, placements):
+    """The tensor as a leaf, placed so. Where that is `Partial`, each process has an equal part."""
+    whole = [Replicate() if one.is_partial() else one for one in placements]
+    local = distribute_tensor(tensor, mesh, whole).to_local()
+    for i, one in enumerate(placements):
+        local = local / mesh.size(i) if one.is_partial() else local
+    shape, stride = tensor.shape, tensor.stride()
+    made = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    ).detach()
+    return made.requires_grad_(tensor.is_floating_point())
+
+
 def run_sharded(inputs, mesh, axes, function=None):
     """(O, dq, dk, dv, dbias1, dbias2) as whole tensors, and as the DTensors that they were."""
     dims = list(zip(*(PLACEMENTS[axis] for axis in axes), strict=True))
