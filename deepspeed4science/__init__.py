@@ -8,11 +8,11 @@ not.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,15 +31,17 @@ __version__ = "0.1.0"
 
 def _import_own_op_builder() -> None:
     """DeepSpeed's sources have an op_builder, too, which Python finds where it starts in them."""
-    own = Path(__file__).resolve().parent.parent / "op_builder" / "__init__.py"
-    there = sys.modules.get("op_builder")
-    if there is not None and there.__file__ and own.is_file() and not own.samefile(there.__file__):
-        raise ImportError(
-            f"op_builder was imported from {there.__file__}, which is another package's; "
-            "import deepspeed4science first"
-        )
+    beside = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    own = os.path.join(beside, "op_builder", "__init__.py")
     spec = spec_from_file_location("op_builder", own)
-    if there is not None or spec is None or spec.loader is None:
+    if not os.path.isfile(own) or spec is None or spec.loader is None:
+        return
+    if (there := sys.modules.get("op_builder")) is not None:
+        if there.__file__ and os.path.realpath(there.__file__) != own:
+            raise ImportError(
+                f"op_builder was imported from {there.__file__}, which is another package's; "
+                "import deepspeed4science first"
+            )
         return
     sys.modules["op_builder"] = module_from_spec(spec)
     try:

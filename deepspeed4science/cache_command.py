@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import itertools
 import json
 import shutil
@@ -209,9 +210,9 @@ def _clear(options: argparse.Namespace) -> int:
             staging.remove(left.folder)
         shutil.rmtree(root / "aside", ignore_errors=True)
         for pattern in ("failed/*.log", "memo/*.json"):
-            for file in root.glob(pattern):
+            for file in glob.glob(pattern, root_dir=root):
                 with contextlib.suppress(OSError):
-                    file.unlink()
+                    (root / file).unlink()
     size = sum(row.size_bytes for row in removed) / 2**20
     show(f"removed {len(removed)} kernels, {size:.1f} MiB, from {root}")
     if len(removed) < len(chosen):
