@@ -265,16 +265,16 @@ def test_rows_that_nobody_reads(biases, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("rows", list(ROWS)[1:])
 def test_lone_rows_that_nobody_reads(rows, dtype, device):
-    """The row of every second batch; beside it keys hidden at the end, whole tiles of them."""
+    """That of the first batch; beside it keys hidden at the end, whole tiles of them."""
     _, H, D = ROWS[rows]
-    inputs = Case("lone", B=4, N=1, Lq=70, Lk=600, H=H, D=D).inputs(dtype, device)
-    inputs.row_mask = torch.tensor([[False], [True], [False], [True]], device=device)
+    inputs = Case("lone", B=2, N=1, Lq=70, Lk=600, H=H, D=D).inputs(dtype, device)
+    inputs.row_mask = torch.tensor([[False], [True]], device=device)
     inputs.bias1[1, ..., 230:] = -math.inf
     inputs.do = torch.randn_like(inputs.q)
     for tensor in (inputs.q, inputs.k, inputs.v, inputs.do):
-        tensor[::2] = math.nan
+        tensor[0] = math.nan
     for result in check(inputs):
-        assert (result[::2] == 0).all() and result.isfinite().all()
+        assert (result[0] == 0).all() and result.isfinite().all()
 
 
 def test_all_rows_unread_and_a_mask_that_hides_none(device):
