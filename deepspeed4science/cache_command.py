@@ -15,7 +15,6 @@ import contextlib
 import glob
 import itertools
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -206,9 +205,9 @@ def _clear(options: argparse.Namespace) -> int:
         chosen = {folder: row for folder, row in chosen.items() if row.last_used < oldest}
     removed = [row for folder, row in chosen.items() if staging.remove(folder)]
     if not options.entry and options.unused_days is None:
-        for left in evict.usages(root, "units"):  # remains of entries
-            staging.remove(left.folder)
-        shutil.rmtree(root / "aside", ignore_errors=True)
+        for part in ("units", "aside"):  # remains of entries
+            for left in evict.usages(root, part):
+                staging.remove(left.folder)
         for pattern in ("failed/*.log", "memo/*.json"):
             for file in glob.glob(pattern, root_dir=root):
                 with contextlib.suppress(OSError):

@@ -147,8 +147,10 @@ def _cache(probes: Probes) -> CacheRow:
     for shared in paths.readonly_roots():
         if not os.path.isdir(shared):
             probes.warn(f"DS4S_CACHE_PATH names {shared}, which is not a folder")
-        elif not os.access(shared / "units", os.R_OK | os.X_OK) and (
-            not os.access(shared, os.R_OK | os.X_OK) or os.path.isdir(shared / "units")
+        elif not all(
+            os.access(folder, os.R_OK | os.X_OK)
+            for folder in (shared, shared / "units")
+            if os.path.isdir(folder)
         ):
             probes.warn(f"{shared} cannot be read by this user: chmod -R a+rX {shared}")
     for place in search.roots():

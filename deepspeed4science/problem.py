@@ -154,7 +154,7 @@ def _check_bias(
         )
     if bias.dtype not in SUPPORTED_DTYPES:
         of_mask = (
-            "A boolean mask becomes one by torch.where(mask, 0.0, -torch.inf); bias1 may be one"
+            "A boolean mask becomes one by torch.where(mask, 0.0, -torch.inf); bias1 may be a mask"
         )
         remedy = f"Pass {name}.float()" if bias.is_floating_point() else of_mask
         raise InvalidInputError(

@@ -88,7 +88,8 @@ def _try(command: list[str]) -> str:
     return words if ran.problem else ""
 
 
-_UNANSWERED = re.compile(r"cannot be run|ended with -|Could not open output file")  # killed
+# Killed, or without a folder to write to: nothing is known of the compiler.
+_UNANSWERED = re.compile(r"cannot be run|ended with -|Could not open output file")
 
 
 def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:

@@ -144,7 +144,7 @@ def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # nvcc and clang, unlike Python and gcc, do without no TMPDIR that cannot be written.
+        # Where TMPDIR names no folder that can be written, Python and gcc take another, nvcc fails.
         env=env.for_compiler() | {"TMPDIR": "." if cwd else tempfile.gettempdir()},
         cwd=cwd,
         start_new_session=True,

@@ -294,7 +294,10 @@ def test_clear(workshop, command, monkeypatch, tmp_path):
 
 def test_other_peoples_folders_stay(big, command):
     """Somebody named a folder that he uses himself."""
-    own = [big.cache / place for place in ("units/mine/file", "failed/file", "memo/file")]
+    own = [
+        big.cache / place
+        for place in ("units/mine/file", "aside/mine/file", "failed/file", "memo/file")
+    ]
     for file in own:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(bytes(4 << 20))
