@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from deepspeed4science import report, software_probe, torch_probe
+from deepspeed4science import probes, report, software_probe, torch_probe
 from deepspeed4science.printing import show
 from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow, Why
 
@@ -142,3 +143,17 @@ def test_nothing_is_shown_where_standard_output_is_closed(monkeypatch: pytest.Mo
     """`ds_report >&-`: its exit code still tells."""
     monkeypatch.setattr(sys, "stdout", None)
     show("text")
+
+
+@pytest.mark.parametrize("unreadable", ["", "units"])
+def test_a_shared_cache_that_cannot_be_read_is_told(
+    unreadable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As root's is, filled under a umask of 077."""
+    (tmp_path / "units").mkdir()
+    monkeypatch.setenv("DS4S_CACHE_PATH", str(tmp_path))
+    for hidden, told in ((tmp_path / unreadable, True), (tmp_path / "elsewhere", False)):
+        monkeypatch.setattr(os, "access", lambda path, _, hidden=hidden: Path(path) != hidden)
+        found = probes.Probes()
+        probes._cache(found)
+        assert any("cannot be read by this user" in one for one in found.warnings) == told
