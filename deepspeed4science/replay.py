@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed4science import dispatch
+from deepspeed4science.backends.cuda import allows_tf32
 from deepspeed4science.call import Call
 from op_builder import env
 from op_builder.toolchain import openmp
@@ -140,7 +141,7 @@ def _settings(q: Tensor) -> tuple[object, ...]:
         return (
             dispatch.BACKENDS,
             torch._C._get_deterministic_algorithms(),
-            torch.get_float32_matmul_precision(),
+            allows_tf32(),
             env.text("DS4S_CUDA_FAMILY"),
         )
     return dispatch.BACKENDS, openmp.threads(torch.get_num_threads())

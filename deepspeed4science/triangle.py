@@ -127,7 +127,7 @@ def triangle_multiplicative_update(
         g_out_weight: `[C, C]`.
         eps: of both norms.
         precision: "bfloat16" rounds all inputs first. Any other value is ignored: products are
-            PyTorch's, in TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
+            PyTorch's, in TF32 where torch.backends.cuda.matmul.fp32_precision says so.
 
     Returns:
         `[*, L, L, C]`.

@@ -97,6 +97,16 @@ class CudaBackend:
             return kernel.run(packed, torch._C._cuda_getCurrentRawStream(index))
 
 
+def allows_tf32() -> bool:
+    """Whether PyTorch's own float32 products on a GPU may be computed in TF32.
+
+    `torch.get_float32_matmul_precision` raises where a program has used the newer setting
+    (torch.backends.cuda.matmul.fp32_precision) or two of the older ones.
+    """
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision == "tf32"
+
+
 @functools.cache
 def serving_families(device: torch.device, forced: str | None) -> tuple[str, ...]:
     """The families that serve a device, as the builder says. That takes milliseconds and is kept

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from deepspeed4science.backends import cuda
@@ -45,7 +44,7 @@ class Sm80Backend(cuda.CudaBackend):
         copied = dtype != DTYPE_NAMES[problem.dtype]
         size = _TORCH_DTYPES[dtype].itemsize
         aligned = all(_will_be_aligned(tensor, size, copied=copied) for tensor in tensors)
-        if dtype == "fp32" and self.family.dtype_for(direction, "tf32") and _allows_tf32():
+        if dtype == "fp32" and self.family.dtype_for(direction, "tf32") and cuda.allows_tf32():
             dtype = "tf32"
         return self.row(problem, direction, dtype, aligned=aligned)
 
@@ -77,10 +76,6 @@ def _tell_of_float32() -> None:
             "bfloat16 is computed in float32 on this GPU: tensor cores of compute capability 7.0 "
             "and 7.5 do not multiply it. Results are right; float16 is faster."
         )
-
-
-def _allows_tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _will_be_aligned(tensor: Tensor, size: int, *, copied: bool) -> bool:

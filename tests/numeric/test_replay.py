@@ -29,6 +29,7 @@ from deepspeed4science import (  # noqa: E402
     implementation,
     replay,
 )
+from deepspeed4science.backends.cuda import allows_tf32  # noqa: E402
 from deepspeed4science.prepared import PreparedForward  # noqa: E402
 from deepspeed4science.reference import evoformer_attention  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
@@ -155,6 +156,38 @@ def test_what_chooses_a_kernel_of_a_gpu_is_looked_at(monkeypatch):
     finally:
         torch.set_float32_matmul_precision(precision)
     assert len(set(found)) == len(found)
+
+
+@pytest.fixture
+def matmul():
+    """PyTorch's newer settings of products on a GPU; all settings are undone."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    torch.set_float32_matmul_precision("highest")
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "allowed"),
+    [
+        (None, {"fp32_precision": "tf32"}, True),
+        ("high", {"fp32_precision": "ieee"}, False),
+        ("high", {"allow_tf32": False}, False),
+        ("medium", {"allow_tf32": True}, True),
+        ("high", {}, True),
+    ],
+)
+def test_any_of_pytorchs_settings_of_tf32_is_looked_at(older, newer, allowed, matmul):
+    """After most of these, `torch.get_float32_matmul_precision` raises."""
+    q = SimpleNamespace(is_cuda=True)
+    default = replay._settings(q)
+    if older:
+        torch.set_float32_matmul_precision(older)
+    for name, value in newer.items():
+        setattr(matmul, name, value)
+    assert allows_tf32() == allowed
+    assert (replay._settings(q) != default) == allowed
 
 
 def test_tensors_off_16_bytes_are_no_kind(described):
