@@ -244,7 +244,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             source=kernel.source(),
             suffix=".cu",
             compiler=None if missing else compiler.path,
-            flags=(*self.nvcc_args(), *target.gencode()),
+            flags=(*self.nvcc_args(), *target.unit_flags()),
             include_dirs=(
                 paths.csrc_root(),
                 *([headers.include_dir] if headers.include_dir else []),
@@ -261,7 +261,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             usual_seconds=kernel.usual_seconds,
             label=f"{kernel.name} for {kernel.arch}",
             stand_ins=tuple(
-                (*self.nvcc_args(), *other.gencode())
+                (*self.nvcc_args(), *other.unit_flags())
                 for other in arch.stand_ins(target)
                 if (other.major, other.minor) >= kernel.first
             ),

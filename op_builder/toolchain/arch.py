@@ -70,6 +70,10 @@ class Arch:
         codes = (self.real, self.virtual) if self.ptx else (self.real,)
         return tuple(f"-gencode=arch={self.virtual},code={code}" for code in codes)
 
+    def unit_flags(self) -> tuple[str, ...]:
+        """`gencode`, and the macro by which a unit knows that it has PTX (csrc/.../arch.h)."""
+        return (*self.gencode(), *(["-DDS4S_HAS_PTX"] if self.ptx else []))
+
     def has_code_for(self, device: tuple[int, int]) -> bool:
         """Whether the machine code (not the PTX) runs on the device.
 

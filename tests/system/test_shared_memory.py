@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from op_builder import paths
-from op_builder.toolchain import cutlass, nvcc_targets, toolkits
+from op_builder.toolchain import arch, cutlass, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc import FLAGS
 from tests.system.every_kernel import every_kernel
 
@@ -17,7 +17,7 @@ class Gpus:
     """That have so much for a block, as the CUDA C++ Programming Guide says."""
 
     family: str
-    archs: tuple[str, ...]
+    archs: tuple[str, ...]  # of the code that they run
     shared_bytes: int
 
     @property
@@ -25,7 +25,11 @@ class Gpus:
         return "-".join(self.archs)
 
 
-GPUS = (Gpus("sm75", ("7.5",), 64 * 1024), Gpus("sm80", ("8.6", "8.9", "12.0"), 99 * 1024))
+GPUS = (
+    Gpus("sm75", ("7.5",), 64 * 1024),
+    Gpus("sm80", ("8.6", "8.9", "12.0"), 99 * 1024),
+    Gpus("sm80", ("9.0+PTX",), 99 * 1024),  # 12.0, where nvcc has no target of its own
+)
 # Of a kernel by its template arguments, in the fewest stages: a launch takes a second one where the
 # device has room for it (sm80/backward/plan.h).
 BYTES = """\
@@ -68,15 +72,15 @@ def compiled(gpus, folder):
     nvcc, headers = toolkits.find_nvcc(), cutlass.find_cutlass()
     if not nvcc.ok or not headers.ok:
         pytest.skip(f"nvcc: {nvcc.reason}; CUTLASS: {headers.reason}")
-    targets = [f"sm_{arch.replace('.', '')}" for arch in gpus.archs]
-    if missing := [one for one in targets if one not in nvcc_targets.targets(nvcc).real]:
-        pytest.skip(f"nvcc {nvcc.version} does not compile for {missing}")
+    targets = arch.parse(" ".join(gpus.archs))
+    if missing := [one for one in targets if one.real not in nvcc_targets.targets(nvcc).real]:
+        pytest.skip(f"nvcc {nvcc.version} does not compile for {missing[0]}")
     source = folder / "shared_memory.cu"
     folders = ("forward", "backward")
     lines = [f'#include "sm80/{direction}/launch.h"\n' for direction in folders]
     lines += [BYTES, *(assertion(one, gpus.shared_bytes) for one in every_kernel(gpus.family))]
     source.write_text("".join(lines))
-    flags = [f"-gencode=arch=compute_{one[3:]},code={one}" for one in targets]
+    flags = [flag for one in targets for flag in one.unit_flags()]
     includes = [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
     command = [nvcc.path, "-c", *FLAGS, *flags, *includes, "-o", folder / "out.o", source]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)

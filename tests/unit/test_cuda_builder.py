@@ -175,6 +175,16 @@ def test_no_code_of_a_lower_family_stands_in(nvcc):
     assert not [target for target in targets if "compute_7" in target]
 
 
+def test_units_know_that_they_have_ptx(nvcc):
+    """Later GPUs, which have less shared memory, may run them."""
+    call = ("sm80", "fwd", "bf16", 128, "both", True)
+    with_ptx, without = BUILDER.jobs([CudaKernel(*call, "9.0+PTX"), CudaKernel(*call, "12.0")])
+    for flags in (with_ptx.flags, without.flags, *without.stand_ins):
+        has_ptx = any("code=compute_" in flag for flag in flags)
+        assert ("-DDS4S_HAS_PTX" in flags) == has_ptx
+    assert "-DDS4S_HAS_PTX" in with_ptx.flags
+
+
 def test_the_note_tells_who_does_the_rest(nvcc):
     assert BUILDER.family_note((9, 0)) == "sm80 for float32 and what TMA cannot read"
     assert BUILDER.family_note((8, 0)) == ""

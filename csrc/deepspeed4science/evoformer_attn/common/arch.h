@@ -33,6 +33,16 @@ CUTLASS_HOST_DEVICE constexpr int shared_kib_of_multiprocessor() {
   return least;
 }
 
+// Whether this unit has PTX, which later GPUs run, too: these may have less shared memory (12.0 than 9.0). The builder
+// defines the macro (op_builder/toolchain/arch.py).
+CUTLASS_HOST_DEVICE constexpr bool has_ptx() {
+#ifdef DS4S_HAS_PTX
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up.
 CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
 #ifdef __CUDA_ARCH_LIST__
