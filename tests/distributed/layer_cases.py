@@ -260,15 +260,17 @@ def msa(world):
             assert relative_error(one, other) < 1e-5
 
 
-def row_attention(world, mesh, of_x, of_bias1, of_bias2, batches=4, wrap=lambda layer: layer):
+def row_attention(
+    world, mesh, of_x, of_bias1, of_bias2, batches=4, rows=8, wrap=lambda layer: layer
+):
     """In every process the results of one process, however the biases are placed, whose gradients
     keep the placements.
 
     batches   of the biases
     """
     layer = Layer("", EvoformerAttention, ROWS).layer(world)
-    x, dy = (torch.randn(4, 8, 12, C, device=world.device) for _ in range(2))
-    bias1 = torch.randn(batches, 8 if batches > 1 else 1, 1, 1, 12, device=world.device)
+    x, dy = (torch.randn(4, rows, 12, C, device=world.device) for _ in range(2))
+    bias1 = torch.randn(batches, rows if batches > 1 else 1, 1, 1, 12, device=world.device)
     bias2 = torch.randn(batches, 1, HEADS, 12, 12, device=world.device)
     whole = [one.requires_grad_() for one in (x, bias1, bias2)]
     y = layer(x, biases=whole[1:])
@@ -291,6 +293,12 @@ def biases_placed_otherwise(world):
     for of_x in (Shard(1), Shard(2)):
         for of_bias1, of_bias2 in placed:
             row_attention(world, mesh, [of_x], [of_bias1], [of_bias2])
+
+
+def single_row(world):
+    """All processes but one have no row."""
+    for of_bias2 in (Replicate(), Shard(2), Shard(3)):
+        row_attention(world, world.mesh(), ROWS, ROWS, [of_bias2], rows=1)
 
 
 BATCHES_AND_ROWS = (Shard(0), Shard(1))
@@ -382,7 +390,7 @@ ONE |= {
     f"layer-{function.__name__}": function
     for function in (
         *(block, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
-        biases_placed_otherwise,
+        *(biases_placed_otherwise, single_row),
     )
 }
 
