@@ -36,9 +36,8 @@ def _package() -> Iterable[Candidate]:
     package = Path(spec.origin).parent
     folders = (
         package / "data" / "bin",
-        *(
-            parent / "bin" for parent in package.parents[1:4]
-        ),  # <prefix>/lib/pythonX.Y/site-packages/ninja
+        # <target>/ninja of pip install --target, else <prefix>/lib/pythonX.Y/site-packages/ninja
+        *(parent / "bin" for parent in package.parents[:4]),
         Path(sysconfig.get_path("scripts")),
         Path(sys.executable or ".").parent,
     )

@@ -303,7 +303,9 @@ def test_no_ninja_says_so(monkeypatch: pytest.MonkeyPatch, bare_machine: Path) -
     )
 
 
-@pytest.mark.parametrize("place", ["site-packages/ninja/data/bin/ninja", "bin/ninja"])
+@pytest.mark.parametrize(
+    "place", ["site-packages/ninja/data/bin/ninja", "bin/ninja", "site-packages/bin/ninja"]
+)
 def test_the_packages_ninja_comes_before_path(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
