@@ -59,6 +59,18 @@ def toolkit(
     return program(root / "bin" / "nvcc", script)
 
 
+def debian_toolkit(usr: Path, version: str = "12.4.131") -> Path:
+    """A toolkit as in the package of Debian and Ubuntu; returns the script on PATH before nvcc."""
+    root, include = usr / "lib" / "nvidia-cuda-toolkit", usr / "include"
+    nvcc = toolkit(root, version)
+    nvcc.write_text(nvcc.read_text().replace(f"#$ TOP={root}/bin/..\\n", ""))
+    (root / "nvvm" / "bin" / "cicc").rename(root / "bin" / "cicc")
+    (root / "include").rename(include)
+    (include / "cccl" / "cuda").rename(include / "cuda")
+    (root / "lib").rename(usr / "lib" / "x86_64-linux-gnu")
+    return wrapper(usr / "bin" / "nvcc", nvcc)
+
+
 # As nvcc in front of a host compiler that has no use for most of its flags. What nvcc itself puts
 # before every unit is the runtime's header.
 _HOST_NVCC = """\

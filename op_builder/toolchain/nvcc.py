@@ -28,6 +28,9 @@ from .host_compiler import find_host_compiler
 from .tool import Candidate, Tool, UnfitError, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
+# The package of Debian and Ubuntu has its programs in /usr/lib/nvidia-cuda-toolkit/bin, its headers
+# in /usr/include and its libraries in /usr/lib/x86_64-linux-gnu.
+DEBIAN = "nvidia-cuda-toolkit"
 OLDEST = (11, 8)  # the first with sm_90
 PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take missing parts from any release
 TRIED = "13.0.2"
@@ -108,7 +111,7 @@ def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
 
 def cudart_folder(nvcc: Tool) -> Path | None:
     """The folder of libcudart_static.a, which every kernel links; None when it is missing."""
-    return _first(_roots(nvcc.root, "lib64", "lib"), "libcudart_static.a")
+    return _first(_library_folders(nvcc.root), "libcudart_static.a")
 
 
 def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
@@ -127,7 +130,7 @@ def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
 
 def include_folders(nvcc: Tool) -> list[Path]:
     """The folders of its headers: conda and the system's packages keep them below `targets`."""
-    return _roots(nvcc.root, "include")
+    return _include_folders(nvcc.root)
 
 
 def _candidates() -> Iterable[Candidate]:
@@ -212,14 +215,17 @@ def _ask(path: str) -> dict[str, str]:
 
 
 def _top(path: str) -> str:
-    """The toolkit's folder according to nvcc.profile; empty where it does not say."""
+    """The toolkit's folder according to nvcc.profile, else above nvcc's own; empty where neither is
+    told.
+    """
     # /dev/null is a source that every machine has. Even a dry run starts the host compiler, which
     # need not be the gcc on PATH that nvcc would choose.
     host = find_host_compiler()
     ccbin = ["-ccbin", str(host.path)] if host.ok else []
     rehearsed = run([path, "--dryrun", *ccbin, "-c", "-x", "cu", os.devnull]).output
-    match = re.search(r"^#\$ TOP=(.+)$", rehearsed, re.MULTILINE)
-    return match[1].strip() if match else ""
+    told: dict[str, str] = dict(re.findall(r"^#\$ (TOP|_HERE_)=(.+)$", rehearsed, re.MULTILINE))
+    here = told.get("_HERE_", "").strip()
+    return told.get("TOP", "").strip() or os.path.dirname(here)  # Debian's profile has no TOP
 
 
 @functools.lru_cache(maxsize=16)
@@ -234,10 +240,10 @@ def _behind(script: Path, _stamp: str) -> Path:
 
 def _require_whole(root: Path, version: str) -> None:
     """Raises UnfitError where a part of the toolkit is missing or has another version."""
-    include = _roots(root, "include")
-    libraries = _roots(root, "lib64", "lib")
+    include, libraries = _include_folders(root), _library_folders(root)
+    cicc = "bin/cicc" if root.name == DEBIAN else "nvvm/bin/cicc"
     parts = {
-        "the device compiler (nvidia-nvvm)": _first([root], "nvvm/bin/cicc"),
+        "the device compiler (nvidia-nvvm)": _first([root], cicc),
         "the CUDA runtime headers (nvidia-cuda-runtime)": _first(include, "cuda_runtime_api.h"),
         "the compiler's own headers (nvidia-cuda-crt)": _first(include, "crt/host_config.h"),
         "the static CUDA runtime (nvidia-cuda-runtime)": _first(libraries, "libcudart_static.a"),
@@ -266,6 +272,18 @@ def _runtime_version(include: Iterable[Path]) -> tuple[int, int] | None:
         return None
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
     return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
+
+
+def _include_folders(root: Path | None) -> list[Path]:
+    if root is not None and root.name == DEBIAN:
+        return [root.parents[1] / "include"]
+    return _roots(root, "include")
+
+
+def _library_folders(root: Path | None) -> list[Path]:
+    if root is not None and root.name == DEBIAN:
+        return paths.matching(root.parent, "*-linux-gnu")
+    return _roots(root, "lib64", "lib")
 
 
 def _roots(root: Path | None, *folders: str) -> list[Path]:

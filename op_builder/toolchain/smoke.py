@@ -67,7 +67,7 @@ def problem(nvcc: Tool, host: Tool, *, prove: bool) -> Problem | None:
 
 
 # A toolkit in which one of these has changed counts as another one.
-_PROGRAMS = ("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc")
+_PROGRAMS = ("bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc", "bin/cicc")
 _HEADERS = ("crt/host_config.h", "crt/host_runtime.h", "cuda_runtime_api.h")
 
 

@@ -176,6 +176,26 @@ def test_the_toolkit_behind_a_shell_script_on_path_is_the_real_root(bare_machine
     assert nvcc.cudart_folder(tool) == bare_machine / "opt" / "cuda" / "lib"
 
 
+@pytest.mark.parametrize("named", ["usr", "usr/lib/nvidia-cuda-toolkit", ""])
+def test_the_toolkit_of_debian_and_ubuntu(
+    named: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nvcc.profile has no TOP, and its parts are where the system keeps those of all."""
+    usr = bare_machine / "usr"
+    on_path = fakes.debian_toolkit(usr)
+    if named:
+        monkeypatch.setenv("CUDA_HOME", str(bare_machine / named))
+    else:
+        monkeypatch.setenv("PATH", str(on_path.parent), prepend=":")
+    tool = toolkits.find_nvcc()
+    assert (tool.ok, tool.version, tool.reason) == (True, "12.4.131", "")
+    assert tool.root == usr / "lib" / "nvidia-cuda-toolkit"
+    assert nvcc.cudart_folder(tool) == usr / "lib" / "x86_64-linux-gnu"
+    assert nvcc.include_folders(tool) == [usr / "include"]
+    (usr / "include" / "cuda" / "std" / "version").unlink()
+    assert "lacks libcu++" in toolkits.find_nvcc().reason
+
+
 def test_a_new_toolkit_behind_the_same_script_is_noticed(bare_machine: Path) -> None:
     for version in ("12.8.1", "13.0.88"):
         real = fakes.toolkit(bare_machine / version, version)
