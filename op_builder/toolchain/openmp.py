@@ -56,8 +56,8 @@ def present() -> list[str]:
     """The OpenMP runtimes mapped into this process, torch's own first."""
     found: dict[str, None] = {}
     try:
-        with open("/proc/self/maps") as stream:
-            for line in stream:
+        with open("/proc/self/maps", "rb") as stream:
+            for line in map(os.fsdecode, stream):  # names of all mapped files, in any encoding
                 path = line.rstrip("\n").partition("/")
                 if _RUNTIME.search("/" + path[2]):
                     found["/" + path[2]] = None

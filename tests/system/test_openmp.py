@@ -1,6 +1,7 @@
 """One OpenMP runtime in the process: torch's where torch is, the system's elsewhere."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,16 @@ def test_private_copy_under_another_name(workshop, tmp_path):
     copy.write_bytes(renamed)
     answers = run(workshop, f"import ctypes; ctypes.CDLL({str(copy)!r})")
     assert answers["before"] == answers["after"] == [str(copy)]
+
+
+def test_a_mapped_file_whose_name_is_not_utf_8(workshop, tmp_path):
+    """Such as a data set that the program has mapped into memory."""
+    name = os.fsencode(tmp_path) + b"/donn\xe9es"
+    Path(os.fsdecode(name)).write_bytes(b"x")
+    mapping = (
+        f"import mmap; data = mmap.mmap(os.open({name!r}, os.O_RDONLY), 0, prot=mmap.PROT_READ)"
+    )
+    assert len(run(workshop, mapping)["after"]) == 1
 
 
 def test_library_needs_no_runtime_by_name(workshop):
