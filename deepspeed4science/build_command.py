@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deepspeed4science.printing import show
 from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder, paths
 from op_builder.build import jit
 from op_builder.cache import search
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(_summary(options.out, kernels))
+    show(_summary(options.out, kernels))
     return 0
 
 

@@ -19,6 +19,7 @@ from deepspeed4science.demo.measure import peak_extra_bytes, time_interleaved
 from deepspeed4science.demo.picture import UBIQUITIN_STRUCTURE, draw_attention, query_attention
 from deepspeed4science.demo.startup import measure_startup
 from deepspeed4science.errors import EvoformerError
+from deepspeed4science.printing import show
 
 PICTURE_NOTE = "8 heads averaged, untrained weights: the alignment alone, not a prediction"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when every tensor keeps the error law, 1 otherwise."""
     arguments = _parser().parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: PyTorch finds no CUDA GPU here; --device cpu runs everywhere.")
+        show("--device cuda: PyTorch finds no CUDA GPU here; --device cpu runs everywhere.")
         return 2
     devices = _devices(arguments.device, beside=arguments.gpu)
     dtype = DTYPES[arguments.dtype]
@@ -67,7 +68,7 @@ def _devices(asked: str, *, beside: bool) -> list[torch.device]:
     """The devices to run on; with `beside` the CPU, then the GPU if there is a usable one."""
     best = _best_device() if beside or asked == "auto" else asked
     if beside and best == "cpu":
-        print("--gpu: there is no GPU that the op can use here; the CPU's figures alone.")
+        show("--gpu: there is no GPU that the op can use here; the CPU's figures alone.")
     return [torch.device(name) for name in dict.fromkeys(("cpu", best) if beside else (best,))]
 
 
@@ -80,16 +81,16 @@ def _best_device() -> str:
     try:
         op(probe, probe, probe, [])
     except (EvoformerError, NotImplementedError) as error:
-        print(f"The GPU is not used: {str(error).splitlines()[0]}")
+        show(f"The GPU is not used: {str(error).splitlines()[0]}")
         return "cpu"
     return "cuda"
 
 
 def _print_family(alignment: Alignment) -> None:
     records, length = len(alignment.records), len(alignment.query.columns)
-    print(f"Ubiquitin and {records - 1} of its relatives, {length} residues:")
+    show(f"Ubiquitin and {records - 1} of its relatives, {length} residues:")
     for record in (alignment.records[i] for i in (0, records // 2, records - 1)):
-        print(f"  {record.columns}  {record.name}")
+        show(f"  {record.columns}  {record.name}")
 
 
 def _place(device: torch.device) -> str:
@@ -100,7 +101,7 @@ def _place(device: torch.device) -> str:
 
 def _prepare_kernels(cases: list[AttentionCase], device: torch.device) -> None:
     """Make the first call of every kind, so that compiling shows here and not in the timings."""
-    print(f"\nKernels for {_place(device)}", flush=True)
+    show(f"\nKernels for {_place(device)}")
     known = {kernel.name for kernel in loaded_kernels()}
     start = time.perf_counter()
     for case in cases:
@@ -110,8 +111,8 @@ def _prepare_kernels(cases: list[AttentionCase], device: torch.device) -> None:
     built = [kernel for kernel in kernels if kernel.origin == "built"]
     what = f"{len(built)} of them compiled" if built else "none had to be compiled"
     for kernel in kernels:
-        print(f"  {_describe(kernel)}")
-    print(f"  First call of everything: {seconds:.2f} s, {what}.")
+        show(f"  {_describe(kernel)}")
+    show(f"  First call of everything: {seconds:.2f} s, {what}.")
 
 
 def _describe(kernel: LoadedKernelInfo) -> str:
@@ -131,13 +132,13 @@ def _show_table(
     cases: dict[torch.device, list[AttentionCase]], dtype: str
 ) -> dict[str, list[Verdict]]:
     """Prints each row as soon as it is measured; the verdicts by attention and device."""
-    print(f"\nThe four attentions of an Evoformer block, forward and backward, {dtype}\n{HEAD}")
+    show(f"\nThe four attentions of an Evoformer block, forward and backward, {dtype}\n{HEAD}")
     found: dict[str, list[Verdict]] = {}
     for row in zip(*cases.values(), strict=True):
         for case, device in zip(row, cases, strict=True):
             name = case.name if len(cases) == 1 else f"{case.name}, {device.type}"
             found[name] = check(op, eager_attention, case)
-            print(_row(name, case, found[name], device), flush=True)
+            show(_row(name, case, found[name], device))
     return found
 
 
@@ -169,7 +170,7 @@ def _show_second_process(device: torch.device, dtype: str) -> None:
     startup = measure_startup(device=device.type, dtype=dtype, train=True)
     built = startup.num_built
     kernels = f"which compiled {built} kernels anew" if built else "kernels loaded from the cache"
-    print(
+    show(
         f"\nA second process, {kernels}\n"
         f"  import torch {startup.torch_s:.2f} s\n"
         f"  then until the first forward and backward are done: "
@@ -188,20 +189,20 @@ def _write_pictures(case: AttentionCase, alignment: Alignment, folder: Path) -> 
             structure=UBIQUITIN_STRUCTURE,
         )
     except ImportError:
-        print("\nNo picture: it needs Pillow. pip install pillow")
+        show("\nNo picture: it needs Pillow. pip install pillow")
     except OSError as error:
-        print(f"\nNo picture: {error}. Name a folder that can be written with --out.")
+        show(f"\nNo picture: {error}. Name a folder that can be written with --out.")
     else:
         small, large = paths
-        print(f"\nThe query's attention: {small}, twice as large for slides: {large}")
+        show(f"\nThe query's attention: {small}, twice as large for slides: {large}")
 
 
 def _conclude(verdicts: dict[str, list[Verdict]]) -> int:
     every = [verdict for group in verdicts.values() for verdict in group]
     good = sum(v.ok for v in every)
     law = "error at most 1.25 times eager's plus one unit in the last place"
-    print(f"\n{good} of {len(every)} tensors keep the law ({law}).")
+    show(f"\n{good} of {len(every)} tensors keep the law ({law}).")
     for name, group in verdicts.items():
         if broken := [v.tensor for v in group if not v.ok]:
-            print(f"  {name}: not {', '.join(broken)}")
+            show(f"  {name}: not {', '.join(broken)}")
     return 0 if good == len(every) else 1

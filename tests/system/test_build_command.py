@@ -34,7 +34,7 @@ print(json.dumps({"origin": found.origin, "path": str(found.path)}))
 def run(tmp_path):
     """A function that runs Python in a process with a home and a cache of its own."""
 
-    def in_process(*arguments, **changes):
+    def in_process(*arguments, stdout=subprocess.PIPE, **changes):
         ours = ("DS_", "DS4S_", "TORCH_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         own = {"HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "DS4S_CPU_ISA": "portable"}
@@ -42,7 +42,8 @@ def run(tmp_path):
             [sys.executable, *arguments],
             cwd=tmp_path,
             env=kept | own | changes,
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
             check=False,
         )
@@ -135,6 +136,18 @@ def test_folder_on_a_machine_without_any_program(made, run, tmp_path):
 
 
 @pytest.mark.skipif(not find_nvcc().ok, reason="needs nvcc")
+def test_its_last_lines_cannot_fail_it(run, tmp_path):
+    """With a folder's name outside the terminal's encoding, and with a reader that has gone."""
+    chosen = ("--cpu", "--dtype", "fp32", "--direction", "fwd", "--quiet")
+    done = run(*BUILD, *chosen, "--out", str(tmp_path / "\xe9"), PYTHONIOENCODING="ascii")
+    assert (done.returncode, "\\xe9" in done.stdout) == (0, True), done.stderr
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        gone = run(*BUILD, *chosen, "--out", str(tmp_path / "\xe9"), stdout=closed)
+    assert (gone.returncode, gone.stderr) == (0, "")
+
+
 def test_a_gpu_that_is_not_here(run, tmp_path):
     """One real kernel, for an architecture that is named; it lies where a later load looks."""
     done = run(
