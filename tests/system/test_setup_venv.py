@@ -97,6 +97,15 @@ def test_an_activated_environment_is_made_anew_by_the_python_outside(clone):
     assert "requirements-demo.txt" in asked and not (activated / "python3").exists()
 
 
+def test_an_environment_of_the_persons_own_is_left_alone(clone):
+    """`uv venv` and `python -m venv .venv` make one of the same name."""
+    fakes.program(clone / ".venv" / "bin" / "python", "#!/bin/sh\n")
+    done, asked = set_up(clone, "demo")
+    assert (done.returncode, asked) == (1, "")
+    assert "another environment" in done.stderr and "rm -r .venv" in done.stderr
+    assert (clone / ".venv" / "bin" / "python").exists()
+
+
 def test_a_failure_is_shown_and_not_taken_for_done(clone):
     during = 'case "$*" in *requirements-demo*) echo no room left; exit 1;; esac'
     done, _ = set_up(clone, "demo", during)
