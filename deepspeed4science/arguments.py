@@ -74,8 +74,9 @@ def canonicalise(
         q, k, v = _promoted(q, k, v)
     if bias1 is not None and not bias1.is_floating_point():
         bias1 = _bias_of_mask(bias1, q)
+    bias2 = _without_rows(bias2, q)
     if rank == 5 and _is_five(bias1) and _is_five(bias2):
-        return q, k, v, bias1, _without_rows(bias2, q)
+        return q, k, v, bias1, bias2
     lead = tuple(q.shape[:-3])
     for name, tensor in (("K", k), ("V", v)):
         if tuple(tensor.shape[:-3]) != lead:
@@ -84,8 +85,7 @@ def canonicalise(
                 f"{shape_of(tensor)}."
             )
     q, k, v = _flatten_lead(q, lead), _flatten_lead(k, lead), _flatten_lead(v, lead)
-    bias1 = canonical_bias("bias1", bias1, lead)
-    return q, k, v, bias1, _without_rows(canonical_bias("bias2", bias2, lead), q)
+    return q, k, v, canonical_bias("bias1", bias1, lead), canonical_bias("bias2", bias2, lead)
 
 
 def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
@@ -164,13 +164,11 @@ def _bias_of_mask(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _without_rows(bias2: Tensor | None, q: Tensor) -> Tensor | None:
-    """A five-dimensional pair bias without its expansion over N, which models make that compute in
-    chunks.
-    """
-    if bias2 is None or bias2.dim() != 5 or _is_known(bias2.shape[1] == 1):
+    """A pair bias without its expansion over N, which models make that compute in chunks."""
+    if bias2 is None or min(bias2.dim(), q.dim()) < 4 or _is_known(bias2.shape[-4] == 1):
         return bias2
-    if _is_known(bias2.stride(1) == 0) and _is_known(bias2.shape[1] == q.shape[1]):
-        return bias2.narrow(1, 0, 1)  # slicing would give the dimension a new symbolic size
+    if _is_known(bias2.stride(-4) == 0) and _is_known(bias2.shape[-4] == q.shape[-4]):
+        return bias2.narrow(-4, 0, 1)  # slicing would give the dimension a new symbolic size
     return bias2
 
 

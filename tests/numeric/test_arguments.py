@@ -140,6 +140,21 @@ def test_pair_bias_expanded_in_any_rank(lead, device):
         DS4Sci_EvoformerAttention(q, k, v, (None, expanded.contiguous()))
 
 
+def test_pair_bias_expanded_over_part_of_the_batch_and_rows(device):
+    """[2, 1, 1, ...] as [2, 3, 4, ...]: a batch of 2 * 3 is no view of it."""
+    q, k, v = (torch.randn(2, 3, 4, 9, 2, 8, device=device) for _ in range(3))
+    shared = torch.randn(2, 1, 1, 2, 9, 9, device=device, requires_grad=True)
+    gradients = []
+    for attention, bias in (
+        (DS4Sci_EvoformerAttention, shared.expand(2, 3, 4, 2, 9, 9)),
+        (lambda q, k, v, biases: evoformer_attention(q, k, v, *biases), shared),
+    ):
+        attention(q, k, v, (None, bias)).square().sum().backward()
+        gradients.append(shared.grad)
+        shared.grad = None
+    torch.testing.assert_close(*gradients)
+
+
 PROMOTED = [
     (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
