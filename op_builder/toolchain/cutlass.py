@@ -25,6 +25,11 @@ SYSTEM_INCLUDES = (Path("/usr/local/include"), Path("/usr/include"))
 _INSTALL = (
     "pip install --no-deps nvidia-cutlass==4.2.0.0, or set CUTLASS_PATH to a CUTLASS checkout"
 )
+# While the variable is set, an installed package does not help.
+_NAME_ANOTHER = (
+    f"point CUTLASS_PATH to a checkout of CUTLASS {'.'.join(map(str, OLDEST))} or newer or to its "
+    "include folder, or unset it and pip install --no-deps nvidia-cutlass==4.2.0.0"
+)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,12 @@ def find_cutlass() -> Cutlass:
 def _named(path: Path) -> Cutlass:
     for folder in (path, path / "include"):
         if os.path.isfile(folder / "cutlass" / "version.h"):
-            return _examine("CUTLASS_PATH", folder)
+            found = _examine("CUTLASS_PATH", folder)
+            return found if found.ok else replace(found, remedy=_NAME_ANOTHER)
     return Cutlass(
         where_found="CUTLASS_PATH",
         reason=f"CUTLASS_PATH={path} holds neither cutlass/version.h nor include/cutlass/version.h",
-        remedy="point it to a CUTLASS checkout or its include folder, or unset it and "
-        "pip install --no-deps nvidia-cutlass==4.2.0.0",
+        remedy=_NAME_ANOTHER,
     )
 
 

@@ -59,6 +59,21 @@ def test_a_wrong_cutlass_path_is_an_error_even_with_the_package(
     assert "unset it" in found.remedy
 
 
+def test_an_old_cutlass_path_has_a_remedy_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's users have one of 3.5 or 3.6; beside it the package is not looked for."""
+    package(tmp_path)
+    fakes.cutlass(tmp_path / "old" / "include", "3.6.0")
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "old"))
+    found = cutlass.find_cutlass()
+    assert (found.ok, found.version) == (False, "3.6.0")
+    assert "CUTLASS_PATH to a checkout of CUTLASS 4.2.0 or newer" in found.remedy
+    assert "unset it" in found.remedy
+    monkeypatch.delenv("CUTLASS_PATH")
+    assert cutlass.find_cutlass().ok
+
+
 def test_order_package_conda_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.cutlass(tmp_path / "usr", "4.2.3")
     assert cutlass.find_cutlass().version == "4.2.3"
