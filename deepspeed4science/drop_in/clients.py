@@ -96,7 +96,8 @@ CLIENTS = {
             without_cuequivariance={
                 "protenix.model.triangular.triangular": {"kernel_triangular_mult": _MULTIPLICATION}
             },
-            hint="with triangle_attention cuequivariance (the default) or deepspeed",
+            hint="with --triatt_kernel cuequivariance (the default) or deepspeed, which wants "
+            "CUTLASS_PATH to be set; not below compute capability 8.0",
         ),
         Client(
             "openfold3",
@@ -128,7 +129,8 @@ CLIENTS = {
                 "intellifold.openfold.model.primitives": {"_deepspeed_evo_attn": _HEADS_FIRST},
                 "intellifold.openfold.model.pairformer": {"_deepspeed_evo_attn": _HEADS_FIRST},
             },
-            hint="with USE_DEEPSPEED_EVO_ATTENTION=true, and CUTLASS_PATH of any folder",
+            hint="with USE_DEEPSPEED_EVO_ATTENTION=true, and CUTLASS_PATH of a checkout of CUTLASS "
+            "4.2.0 or newer",
         ),
     )
 }
