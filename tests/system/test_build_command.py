@@ -135,7 +135,6 @@ def test_folder_on_a_machine_without_any_program(made, run, tmp_path):
     assert found.stderr == ""
 
 
-@pytest.mark.skipif(not find_nvcc().ok, reason="needs nvcc")
 def test_its_last_lines_cannot_fail_it(run, tmp_path):
     """With a folder's name outside the terminal's encoding, and with a reader that has gone."""
     chosen = ("--cpu", "--dtype", "fp32", "--direction", "fwd", "--quiet")
@@ -148,6 +147,7 @@ def test_its_last_lines_cannot_fail_it(run, tmp_path):
     assert (gone.returncode, gone.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not find_nvcc().ok, reason="needs nvcc")
 def test_a_gpu_that_is_not_here(run, tmp_path):
     """One real kernel, for an architecture that is named; it lies where a later load looks."""
     done = run(
