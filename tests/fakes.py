@@ -38,6 +38,12 @@ def file(path: Path, text: str = "") -> Path:
     return path
 
 
+def no_cutlass_package(folder: Path) -> Path:
+    """A folder of modules that hides an installed nvidia-cutlass by one without headers."""
+    file(folder / "cutlass_library" / "__init__.py")
+    return folder
+
+
 def toolkit(
     root: Path, version: str = "13.0.88", targets: tuple[str, ...] = DEFAULT_TARGETS
 ) -> Path:

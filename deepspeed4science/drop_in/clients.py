@@ -129,8 +129,7 @@ CLIENTS = {
                 "intellifold.openfold.model.primitives": {"_deepspeed_evo_attn": _HEADS_FIRST},
                 "intellifold.openfold.model.pairformer": {"_deepspeed_evo_attn": _HEADS_FIRST},
             },
-            hint="with USE_DEEPSPEED_EVO_ATTENTION=true, and CUTLASS_PATH of a checkout of CUTLASS "
-            "4.2.0 or newer",
+            hint="with USE_DEEPSPEED_EVO_ATTENTION=true, and CUTLASS_PATH of any folder",
         ),
     )
 }

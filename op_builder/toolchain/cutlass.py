@@ -1,8 +1,9 @@
 """The CUTLASS headers: place and version, or why there are none.
 
-Places, in this order: `CUTLASS_PATH` (a checkout or its include folder; if it is set, nothing else
-counts), the `nvidia-cutlass` package (looked up, not imported), the conda environment,
-`/usr/local/include`, `/usr/include`.
+Places, in this order: `CUTLASS_PATH` (a checkout or its include folder), the `nvidia-cutlass`
+package (looked up, not imported), the conda environment, `/usr/local/include`, `/usr/include`.
+Unfit ones are passed over. So is `CUTLASS_PATH`, which may have been set for DeepSpeed, to older
+headers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,6 @@ SYSTEM_INCLUDES = (Path("/usr/local/include"), Path("/usr/include"))
 _INSTALL = (
     "pip install --no-deps nvidia-cutlass==4.2.0.0, or set CUTLASS_PATH to a CUTLASS checkout"
 )
-# While the variable is set, an installed package does not help.
-_NAME_ANOTHER = (
-    f"point CUTLASS_PATH to a checkout of CUTLASS {'.'.join(map(str, OLDEST))} or newer or to its "
-    "include folder, or unset it and pip install --no-deps nvidia-cutlass==4.2.0.0"
-)
 
 
 @dataclass(frozen=True)
@@ -50,31 +46,38 @@ class Cutlass:
 
 
 def find_cutlass() -> Cutlass:
-    if named := env.text("CUTLASS_PATH"):
-        return _named(paths.absolute(named))
     passed_over: list[str] = []
     unfit: Cutlass | None = None
-    for where, folder in _places():
-        if os.path.isfile(folder / "cutlass" / "version.h"):
-            found = _examine(where, folder)
-            if found.ok:
-                return replace(found, passed_over=tuple(passed_over))
-            unfit = unfit or found
-            passed_over.append(f"{where}: {found.reason}")
+    for found in _candidates():
+        if found.ok:
+            return replace(found, passed_over=tuple(passed_over))
+        unfit = unfit or found
+        passed_over.append(f"{found.where_found}: {found.reason}")
     missing = Cutlass(reason="the CUTLASS headers were not found", remedy=_INSTALL)
     return replace(unfit or missing, passed_over=tuple(passed_over))
 
 
+def _candidates() -> Iterable[Cutlass]:
+    if named := env.text("CUTLASS_PATH"):
+        yield _named(paths.absolute(named))
+    for where, folder in _places():
+        if _has_version(folder):
+            yield _examine(where, folder)
+
+
 def _named(path: Path) -> Cutlass:
     for folder in (path, path / "include"):
-        if os.path.isfile(folder / "cutlass" / "version.h"):
-            found = _examine("CUTLASS_PATH", folder)
-            return found if found.ok else replace(found, remedy=_NAME_ANOTHER)
+        if _has_version(folder):
+            return _examine("CUTLASS_PATH", folder)
     return Cutlass(
         where_found="CUTLASS_PATH",
         reason=f"CUTLASS_PATH={path} holds neither cutlass/version.h nor include/cutlass/version.h",
-        remedy=_NAME_ANOTHER,
+        remedy=_INSTALL,
     )
+
+
+def _has_version(folder: Path) -> bool:
+    return os.path.isfile(folder / "cutlass" / "version.h")
 
 
 def _places() -> Iterable[tuple[str, Path]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from op_builder.toolchain.toolkits import find_nvcc
+from tests import fakes
 
 from . import trees
 from .trees import backend, environment, pip
@@ -134,7 +135,8 @@ def test_wheel_is_for_any_python_and_torch(wheel):
 )
 def test_loading_the_wheel_compiles_nothing(installed, tmp_path, wanted):
     """No compiler, no CUTLASS, no nvcc: the kernels of the wheel are loaded, without a word."""
-    found, messages = load(installed, tmp_path, wanted, CUTLASS_PATH=str(tmp_path))
+    hidden = fakes.no_cutlass_package(tmp_path / "modules")
+    found, messages = load(installed, tmp_path, wanted, PYTHONPATH=f"{hidden}:{installed}")
     assert found["origin"] == "prebuilt"
     assert found["path"].startswith(f"{installed}/deepspeed4science/prebuilt/units/")
     assert messages == ""
@@ -209,10 +211,7 @@ def test_wheel_holds_what_was_asked_for_and_nothing_older(tree, tmp_path):
 
 
 IMPOSSIBLE = {
-    "CUTLASS": (
-        {"TORCH_CUDA_ARCH_LIST": "9.0", "CUTLASS_PATH": "/nowhere"},
-        "CUTLASS_PATH=/nowhere holds neither cutlass/version.h nor",
-    ),
+    "CUTLASS": ({"TORCH_CUDA_ARCH_LIST": "9.0"}, "CUTLASS: the CUTLASS headers were not found"),
     "no GPU and no list": ({}, "to compile for another machine, set TORCH_CUDA_ARCH_LIST"),
     "architecture of no nvcc": (
         {"TORCH_CUDA_ARCH_LIST": "6.1;9.0"},
@@ -230,6 +229,8 @@ def test_asked_for_and_impossible(tree, tmp_path, changes, words):
 
     if not changes and gpu.detect().found:
         pytest.skip("there is a GPU here")
+    if words.startswith("CUTLASS"):
+        changes = changes | {"PYTHONPATH": str(fakes.no_cutlass_package(tmp_path / "modules"))}
     made = backend(
         f"build_wheel({str(tmp_path)!r})", tree, **{"DS_BUILD_EVOFORMER_ATTN": "1"} | changes
     )

@@ -22,7 +22,7 @@ from op_builder.ops.instantiations import (
     head_dim_tier,
 )
 from op_builder.ops.presets import Row
-from op_builder.toolchain import arch, gpu, nvcc_targets, toolkits
+from op_builder.toolchain import arch, cutlass, gpu, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc_targets import Targets
 from op_builder.toolchain.tool import Tool
 
@@ -348,8 +348,9 @@ def test_kernels_of_a_list_of_calls_for_a_forced_family(nvcc, monkeypatch):
         BUILDER.kernels_for(wanted, arch.parse("7.5"))
 
 
-def test_missing_cutlass_is_told_with_the_command_that_mends_it(no_gpu, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+def test_missing_cutlass_is_told_with_the_command_that_mends_it(no_gpu, monkeypatch):
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    monkeypatch.setattr(cutlass, "_places", tuple)
     reasons = [str(o) for o in BUILDER.obstacles() if "CUTLASS" in o.reason]
     assert len(reasons) == 1 and "nvidia-cutlass" in reasons[0]
     (job,) = BUILDER.jobs([CudaKernel("sm80", "fwd", "bf16", 32, "both", True, "9.0")])

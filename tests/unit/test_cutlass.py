@@ -48,30 +48,27 @@ def test_cutlass_path_wins(below: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert found.include_dir == include
 
 
-def test_a_wrong_cutlass_path_is_an_error_even_with_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_package", [True, False])
+@pytest.mark.parametrize("version", ["3.6.0", None], ids=["old", "no headers"])
+def test_an_unfit_cutlass_path_gives_way_to_the_package(
+    version: str | None, has_package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package(tmp_path)
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "empty"))
+    """DeepSpeed's users have set it for DeepSpeed, to 3.5 or 3.6, or to any folder."""
+    reason = f"CUTLASS_PATH={tmp_path}/named holds neither"
+    if version:
+        include = fakes.cutlass(tmp_path / "named" / "include", version)
+        reason = f"CUTLASS in {include} is {version}; 4.2.0 is the oldest that serves"
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "named"))
+    if has_package:
+        package(tmp_path)
     found = cutlass.find_cutlass()
-    assert not found.ok
-    assert f"CUTLASS_PATH={tmp_path}/empty holds neither" in found.reason
-    assert "unset it" in found.remedy
-
-
-def test_an_old_cutlass_path_has_a_remedy_that_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSpeed's users have one of 3.5 or 3.6; beside it the package is not looked for."""
-    package(tmp_path)
-    fakes.cutlass(tmp_path / "old" / "include", "3.6.0")
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "old"))
-    found = cutlass.find_cutlass()
-    assert (found.ok, found.version) == (False, "3.6.0")
-    assert "CUTLASS_PATH to a checkout of CUTLASS 4.2.0 or newer" in found.remedy
-    assert "unset it" in found.remedy
-    monkeypatch.delenv("CUTLASS_PATH")
-    assert cutlass.find_cutlass().ok
+    assert found.ok == has_package
+    assert found.passed_over[0].startswith(f"CUTLASS_PATH: {reason}")
+    if has_package:
+        assert found.where_found == "nvidia-cutlass package"
+    else:
+        assert found.reason.startswith(reason)
+        assert found.remedy.startswith("pip install --no-deps nvidia-cutlass==")
 
 
 def test_order_package_conda_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
