@@ -93,8 +93,9 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
     of the scale, which is exact. Kernels need a positive one: they take the maximum of the unscaled
     scores, and divide biases by the scale. Subnormal numbers of float32 are 0.
     """
-    if not isinstance(scale, (int, float)) and isinstance(scale, Real):  # NumPy's numbers
-        scale = float(scale)
+    is_traced = torch.compiler.is_compiling() and type(scale).__name__ == "ndarray"
+    if is_traced or (isinstance(scale, Real) and not isinstance(scale, (int, float))):
+        scale = float(scale)  # NumPy's numbers, which torch.compile takes for arrays
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInputError(
             f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "

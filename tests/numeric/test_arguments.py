@@ -60,6 +60,12 @@ def test_scales_of_numpy(device):
     expected = DS4Sci_EvoformerAttention(q, k, v, scale=0.5)
     assert torch.equal(DS4Sci_EvoformerAttention(q, k, v, scale=numpy.float32(0.5)), expected)
 
+    def attention(q, k, v):
+        return DS4Sci_EvoformerAttention(q, k, v, scale=1 / numpy.sqrt(4))
+
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v), expected)
+
 
 def test_default_scale(device):
     q, k, v, *_ = CASE.inputs(torch.float32, device).tensors()
