@@ -222,8 +222,9 @@ def _largest_scores(
     with autocast.off(q.device.type):
         for n in range(N):
             scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
-            scores += bias[:, 0].float()
+            scores = scores + bias[:, 0].float()  # not in place, which vmap refuses
             if visible is not None:
-                scores.masked_fill_(~visible[:, min(n, visible.shape[1] - 1)], -math.inf)
+                hidden = ~visible[:, min(n, visible.shape[1] - 1)]
+                scores = scores.masked_fill(hidden, -math.inf)
             largest.append(scores.amax(dim=-1))
     return torch.stack(largest, dim=1)

@@ -108,6 +108,11 @@ def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     parts = [torch.stack([tensor, -tensor]) for tensor in (q, k, v, bias)]
     mapped, one = each(*parts), triangle_attention(q, k, v, bias, return_aux=True)
     torch.testing.assert_close(tuple(part[0] for part in mapped), one)
+    only_bias = torch.func.vmap(lambda bias: triangle_attention(q, k, v, bias, return_aux=True))
+    torch.testing.assert_close(tuple(part[0] for part in only_bias(parts[3])), one)
+    only_mask = torch.func.vmap(lambda mask: triangle_attention(q, k, v, bias, mask, None, True))
+    seen = torch.ones(2, B, N, 1, 1, K, dtype=torch.bool)
+    torch.testing.assert_close(tuple(part[0] for part in only_mask(seen)), one)
     results = triangle_attention(q[:, :0], k[:, :0], v[:, :0], bias, return_aux=True)
     assert [one.shape for one in results] == [(B, 0, H, Q, D), (B, 0, H, Q), (B, 0, H, Q)]
 
