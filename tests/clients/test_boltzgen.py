@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from deepspeed4science import drop_in
+from deepspeed4science import drop_in, nn
 from tests.clients import compare
 
 CLIENT = "boltzgen"
@@ -43,6 +43,40 @@ def test_triangles(client, monkeypatch, device, autocast, kind):
         switched,
         autocast=autocast,
         read=seen[..., None],
+    )
+
+
+@pytest.mark.parametrize("kind", ["Starting", "Ending"])
+def test_our_triangle_attention_takes_its_parameters(client, kind):
+    module = importlib.import_module(f"{LAYERS}.triangular_attention.attention")
+    theirs = getattr(module, f"TriangleAttention{kind}Node")(compare.C, compare.D, compare.H)
+    seen = compare.pair_mask("ragged", "cpu")
+    compare.check_same(
+        getattr(nn, f"TriangleAttention{kind}Node")(compare.C, compare.D, compare.H, bias=False),
+        compare.randomised(theirs),
+        [(2, compare.L, compare.L, compare.C)],
+        lambda module, x: module(x, seen),
+        lambda module, x: module(x, mask=seen.to(x.dtype)),
+    )
+
+
+def test_our_attention_with_pair_bias_takes_its_parameters(client, monkeypatch):
+    module = importlib.import_module(f"{LAYERS}.attention")
+    theirs = module.AttentionPairBias(c_s=24, c_z=10, num_heads=3)
+    seen = compare.pair_mask("ragged", "cpu")[:, 0]
+
+    def call(module, a, z):
+        with monkeypatch.context() as patch:
+            if a.dtype == torch.float64:  # its attention is in float32
+                patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return module(a, z, seen.to(a.dtype), a)
+
+    compare.check_same(
+        nn.AttentionPairBias(24, 10, 8, 3, norm_a=False),
+        compare.randomised(theirs),
+        [(2, compare.L, 24), (2, compare.L, compare.L, 10)],
+        lambda module, a, z: module(a, z, mask=seen),
+        call,
     )
 
 
