@@ -45,6 +45,11 @@ def _dry_run(client: str) -> int:
         except ImportError as error:
             print(f"{module} cannot be imported: {error}. Install {client} whole.", file=sys.stderr)
             return 1
+        except DropInError:
+            raise
+        except Exception as error:  # such as Protenix's, which compiles a layer norm when imported
+            print(f"{module} cannot be imported: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
         print(f"  {module}.{name} -> {replacement.replace(':', '.')}")
     return 0
 

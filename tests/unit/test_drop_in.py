@@ -393,6 +393,15 @@ def test_dry_run_says_what_would_be_switched_and_what_is_gone(site):
     assert done.returncode == 1 and "expected kernel_triangular_attn" in done.stderr
 
 
+def test_dry_run_of_a_model_that_fails_while_it_is_imported(site):
+    write(site, BOLTZ)
+    compiles = "raise OSError('CUDA_HOME environment variable is not set.')"
+    (site / f"{ATTENTION.replace('.', '/')}.py").write_text(compiles)
+    done = run(site, "-m", "deepspeed4science", "run", "--dry-run", "boltz", check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{ATTENTION} cannot be imported: OSError: CUDA_HOME environment" in done.stderr
+
+
 def test_a_model_that_is_not_installed_is_told(tmp_path):
     done = run(tmp_path, "-m", "deepspeed4science", "run", "boltz", "predict", check=False)
     assert done.returncode == 1
