@@ -7,6 +7,7 @@ import sys
 if sys.version_info < (3, 10):  # noqa: UP036, said before anything that an older one cannot read
     sys.exit("deepspeed4science needs Python 3.10 or newer; this is " + sys.version.split()[0])
 
+import importlib.util
 import json
 import os
 import shutil
@@ -30,9 +31,14 @@ asked = subprocess.run(
 )
 sys.path += [one for one in json.loads(asked.stdout.splitlines()[-1]) if one not in sys.path]
 
+from op_builder.errors import BuildError  # noqa: E402
 from op_builder.ops import prebuild  # noqa: E402
 
 PACKAGES = ("deepspeed4science", "op_builder")
+HIDDEN = (
+    "If it is installed: this build sees no packages of that environment. Build without isolation "
+    "(uv: --no-build-isolation, build: --no-isolation), or set CUTLASS_PATH and CUDA_HOME"
+)
 
 
 class BuildPackageAndKernels(build_py):
@@ -53,7 +59,12 @@ class BuildPackageAndKernels(build_py):
         if not self.editable_mode:
             shutil.rmtree(package / "csrc", ignore_errors=True)  # of an earlier build
             shutil.copytree(HERE / "csrc", package / "csrc")
-        prebuild.build_requested(package / "prebuilt")
+        try:
+            prebuild.build_requested(package / "prebuilt")
+        except BuildError as error:
+            if "pip install" in str(error) and importlib.util.find_spec("torch") is None:
+                raise BuildError(f"{error}. {HIDDEN}") from error
+            raise
 
 
 class Distribution(setuptools.Distribution):

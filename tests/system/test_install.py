@@ -6,6 +6,7 @@ thing: pip, nvcc and the host compiler, build isolation, an sdist, an editable i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -237,3 +238,28 @@ def test_asked_for_and_impossible(tree, tmp_path, changes, words):
     assert made.returncode != 0
     assert words in made.stderr
     assert not list(tmp_path.glob("*.whl"))
+
+
+def test_isolation_that_hides_what_is_installed(tree, tmp_path):
+    """uv and build make an environment of their own for the build: `pip install` is no remedy."""
+    from op_builder.toolchain.cutlass import SYSTEM_INCLUDES
+
+    if any((folder / "cutlass").exists() for folder in SYSTEM_INCLUDES):
+        pytest.skip("this system has CUTLASS outside of Python's packages")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    here = Path(importlib.util.find_spec("setuptools").origin).parents[1]
+    for place in (*here.glob("setuptools*"), here / "_distutils_hack"):
+        (packages / place.name).symlink_to(place)
+    made = backend(
+        f"build_wheel({str(tmp_path)!r})",
+        tree,
+        python=str(tmp_path / "env" / "bin" / "python"),
+        PYTHONPATH=str(packages),
+        DS_BUILD_EVOFORMER_ATTN="1",
+        TORCH_CUDA_ARCH_LIST="9.0",
+    )
+    last = made.stderr.strip().splitlines()[-1]
+    assert "CUTLASS: the CUTLASS headers were not found" in last
+    assert "--no-build-isolation" in last and "set CUTLASS_PATH" in last

@@ -49,11 +49,13 @@ def pip(*arguments: str, home: Path, **changes: str) -> subprocess.CompletedProc
     )
 
 
-def backend(call: str, tree: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+def backend(
+    call: str, tree: Path, python: str = sys.executable, **changes: str
+) -> subprocess.CompletedProcess[str]:
     """A build front end's call of setuptools, without the front end."""
     script = f"import sys; from setuptools import build_meta; print(build_meta.{call})"
     return subprocess.run(
-        [sys.executable, "-c", script],
+        [python, "-c", script],
         cwd=tree,
         env=environment(tree.parent, **changes),
         capture_output=True,
