@@ -208,6 +208,8 @@ def _gpu(gpu: dict[str, Any]) -> GpuRow:
 
 def _no_gpu(torch: TorchAnswer) -> str:
     """Why PyTorch sees no GPU; only then is nvidia-smi run."""
+    if torch.rocm:
+        return f"PyTorch is built for AMD's (ROCm {torch.rocm}); the kernels are for NVIDIA's"
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

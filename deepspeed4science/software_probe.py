@@ -48,7 +48,8 @@ def _major(version: str) -> int:
 
 def torch_rows(torch: TorchAnswer, note: str) -> tuple[SoftwareRow, ...]:
     cuda = torch.cuda or "none"
-    where = "" if torch.cuda else "this PyTorch is built for the CPU only"
+    built_for = "AMD's GPUs (ROCm)" if torch.rocm else "the CPU only"
+    where = "" if torch.cuda else f"this PyTorch is built for {built_for}"
     return (
         SoftwareRow("torch", torch.ok, torch.version, torch.where, torch.reason, torch.remedy),
         *([SoftwareRow("CUDA of torch", True, cuda, where, note=note)] if torch.ok else []),

@@ -22,7 +22,7 @@ _INSTALL = "pip install 'torch>=2.10'"
 _PROGRAM = """\
 import ctypes, json, sys, warnings
 sys.path[:] = json.loads(sys.argv[1])
-said = {"gpus": [], "driver": ""}
+said = {"gpus": [], "driver": "", "rocm": ""}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     try:
@@ -30,6 +30,7 @@ with warnings.catch_warnings(record=True) as caught:
         said["version"] = str(torch.__version__)
         said["where"] = str(torch.__file__)
         said["cuda"] = str(torch.version.cuda or "")
+        said["rocm"] = str(getattr(torch.version, "hip", None) or "")
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
                 said["gpus"].append({
@@ -57,6 +58,7 @@ class TorchAnswer:
     version: str = ""
     where: str = ""
     cuda: str = ""  # the CUDA version of this PyTorch; empty for a CPU build
+    rocm: str = ""  # that of ROCm, where it is built for AMD's GPUs
     driver: str = ""  # the newest CUDA version that the driver serves
     gpus: tuple[dict[str, Any], ...] = ()  # {"name": str, "capability": [major, minor]}
     reason: str = ""
@@ -118,8 +120,9 @@ def _understood(said: dict[str, Any]) -> TorchAnswer:
         version=version,
         where=where,
         cuda=cuda,
+        rocm=said["rocm"],
         driver=said["driver"],
-        gpus=tuple(said["gpus"]),
+        gpus=() if said["rocm"] else tuple(said["gpus"]),  # no kernels for AMD's
         reason="" if ok else old,
         remedy="" if ok else _INSTALL,
         warnings=tuple(_first_line(warning) for warning in warnings),

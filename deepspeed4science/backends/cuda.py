@@ -39,6 +39,8 @@ class CudaBackend:
     def device_obstacle(self, device: torch.device) -> str:
         if device.type != "cuda":
             return f"tensors are on {device}, not on a CUDA device"
+        if torch.version.hip:  # whose devices are called "cuda", too
+            return "this PyTorch is built for AMD's GPUs (ROCm); these kernels are for NVIDIA's"
         try:
             serving = serving_families(device, env.text("DS4S_CUDA_FAMILY"))
         except BuildError as error:

@@ -132,6 +132,13 @@ def test_other_gpus_are_not_sm90s(hopper, monkeypatch):
         )
 
 
+def test_amds_gpus_are_refused(hopper, monkeypatch):
+    """To PyTorch they are "cuda" devices; an MI250X has the compute capability of Hopper."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(NoBackendError, match=r"Sm90: this PyTorch is built for AMD's GPUs"):
+        choose(PROBLEM, "fwd", [tensor()] * 3)
+
+
 def test_a_device_that_a_family_is_forced_upon_in_vain(hopper, monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda device: (8, 0))
     monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm90")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -125,6 +126,32 @@ def test_a_driver_too_old_for_nvcc_is_a_warning(nvcc: str, driver: str, warns: b
     row = SoftwareRow("nvcc", bool(nvcc), nvcc)
     answer = torch_probe.TorchAnswer(True, driver=driver)
     assert bool(software_probe.driver_warning([row], answer)) == warns
+
+
+def test_amds_gpus_are_none() -> None:
+    program = torch_probe._PROGRAM.replace("import torch", _ROCM)
+    said = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(sys.path), ""],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answer = torch_probe._understood(json.loads(said.stdout))
+    assert answer.ok and not answer.gpus
+    assert probes._no_gpu(answer).startswith("PyTorch is built for AMD's (ROCm 6.4)")
+    rows = software_probe.torch_rows(answer, "")
+    assert rows[1].where == "this PyTorch is built for AMD's GPUs (ROCm)"
+
+
+# A PyTorch for ROCm, as the probe asks it.
+_ROCM = """\
+from types import SimpleNamespace as Module
+        torch = Module(__version__="2.11.0+rocm6.4", __file__="torch/__init__.py")
+        torch.version = Module(cuda=None, hip="6.4")
+        torch.cuda = Module(is_available=lambda: True, device_count=lambda: 1)
+        torch.cuda.get_device_name = lambda index: "AMD Instinct MI250X"
+        torch.cuda.get_device_capability = lambda index: (9, 0)
+"""
 
 
 @pytest.mark.parametrize("interpreter", [None, "", "/no/such/python"])
