@@ -1,5 +1,6 @@
-"""The work of the Sm90 kernels' passes at a head dimension of 32, beside the ceilings of a GPU
-(ceilings.py): for each kind of work the share of a call's time that it would take alone.
+"""The work of the Sm90 kernels at a head dimension of 32 in bfloat16, where the backward takes two
+rows n together, beside the ceilings of a GPU (ceilings.py): for each kind of work the share of a
+call's time that it would take alone.
 """
 
 from __future__ import annotations
@@ -7,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 FORWARD_QUERIES = 128  # that share keys and values, in each of two rows n that share bias2
-# Bytes out of L2 for each score (docs/kernels/sm90.md): the fused pass over queries and keys reads
-# 20 KiB for 64 x 192 scores; the pass of dbias2 reads Q, K, V and dO of 64 queries and 64 keys.
-FUSED_BYTES, DBIAS2_BYTES = 20 * 1024 / (64 * 192), 4 * 64 * 32 * 2 / 64**2
+# Bytes out of L2 for each score of a backward (docs/kernels/sm90.md): each block of a pair of rows
+# n reads Q, dO and half of bias2, 16 KiB for 64 x 128 scores.
+BACKWARD_BYTES = 16 * 1024 / (64 * 128)
 LIMITS = {
     "exponentials": "exponentials",
     "tensor_flop": "tensor cores",
     "l2_shared_bytes": "reads out of L2",
+    "l2_sums": "sums into L2",
     "dram_bytes": "DRAM",
 }
 
@@ -27,12 +29,14 @@ def work(shape: Sequence[int], direction: str) -> dict[str, float]:
             "exponentials": scores,
             "tensor_flop": 4 * scores * D,
             "l2_shared_bytes": scores * (1 + 4 * D / FORWARD_QUERIES),
+            "l2_sums": 0,
             "dram_bytes": 4 * tensor + bias,
         }
-    return {  # scores are computed twice, once more for dbias2
-        "exponentials": 2 * scores,
-        "tensor_flop": 14 * scores * D,
-        "l2_shared_bytes": scores * (FUSED_BYTES + DBIAS2_BYTES),
+    return {
+        "exponentials": scores,
+        "tensor_flop": 10 * scores * D,
+        "l2_shared_bytes": scores * BACKWARD_BYTES,
+        "l2_sums": scores / 2,
         "dram_bytes": 8 * tensor + 2 * bias,
     }
 

@@ -173,7 +173,7 @@ def _limits(measurements: Sequence[Measurement]) -> Figure | None:
     if not found:
         return None
     figure, panels = _two_panels(_caption([m for m, _ in found.values()]))
-    colours = ("#1d4f91", "#e2ac42", "#5b8e7d", "#9aa1a9")
+    colours = ("#1d4f91", "#e2ac42", "#5b8e7d", "#c8553d", "#9aa1a9")
     for direction, axes in panels.items():
         lengths = {LENGTHS[w]: shares for (d, w), (_, shares) in found.items() if d == direction}
         for (limit, label), colour in zip(LIMITS.items(), colours, strict=True):

@@ -202,11 +202,8 @@ def newest_shares(
     found = {}
     for (_, direction, workload), run in runs.items():
         mine = next(m for m in run if m.peer == "ours")
-        per_second = newest[1]["per_second"]
-        found[direction, workload] = (
-            mine,
-            limits.shares(mine.shape, direction, mine.ms, per_second),
-        )
+        shares = limits.shares(mine.shape, direction, mine.ms, newest[1]["per_second"])
+        found[direction, workload] = (mine, shares)
     return found
 
 
@@ -237,7 +234,7 @@ def ceilings(measurements: Iterable[Measurement]) -> list[str]:
         f"{link(file, content['environment']['date'])}"
         f"{' (' + content['note'] + ')' if 'note' in content else ''}:",
         table(["", "ceiling"], measured),
-        "Share of a call's time that each alone would take, by what the passes of the Sm90 kernels "
-        "do (limits.py):",
+        "Share of a call's time that each alone would take, by what the Sm90 kernels do "
+        "(limits.py):",
         table(["B, N, L, H, D", "", *limits.LIMITS.values(), "run"], rows),
     ]

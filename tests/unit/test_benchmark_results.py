@@ -42,14 +42,15 @@ def is_there(link):
 
 def test_shares_of_limits_are_those_of_the_work():
     per_second = {"exponentials": 4e12, "tensor_flop": 8e14, "l2_shared_bytes": 6e12}
-    per_second["dram_bytes"] = 4e12
+    per_second |= {"l2_sums": 1e12, "dram_bytes": 4e12}
     shape = (1, 768, 768, 4, 32)
     share = limits.shares(shape, "fwd", 1.0, per_second)
     assert share["exponentials"] == pytest.approx(768**3 * 4 / 4e9)
     assert share["tensor_flop"] == pytest.approx(4 * 768**3 * 4 * 32 / 8e11)
     back = limits.shares(shape, "bwd", 2.0, per_second)
-    assert back["exponentials"] == pytest.approx(share["exponentials"])
-    assert back["tensor_flop"] == pytest.approx(3.5 / 2 * share["tensor_flop"])
+    assert back["exponentials"] == pytest.approx(share["exponentials"] / 2)
+    assert back["tensor_flop"] == pytest.approx(2.5 / 2 * share["tensor_flop"])
+    assert back["l2_sums"] == pytest.approx(768**3 * 4 / 2 / 2e9)
 
 
 def test_a_file_tells_the_command_that_gave_it(tmp_path, capsys):
