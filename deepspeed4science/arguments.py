@@ -74,7 +74,7 @@ def canonicalise(
         q, k, v = _promoted(q, k, v)
     if bias1 is not None and not bias1.is_floating_point():
         bias1 = _bias_of_mask(bias1, q)
-    bias2 = _without_rows(bias2, q)
+    bias2 = None if bias2 is None else without_rows(bias2, q)
     if rank == 5 and _is_five(bias1) and _is_five(bias2):
         return q, k, v, bias1, bias2
     lead = tuple(q.shape[:-3])
@@ -164,9 +164,9 @@ def _bias_of_mask(mask: Tensor, q: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, -math.inf)
 
 
-def _without_rows(bias2: Tensor | None, q: Tensor) -> Tensor | None:
+def without_rows(bias2: Tensor, q: Tensor) -> Tensor:
     """A pair bias without its expansion over N, which models make that compute in chunks."""
-    if bias2 is None or min(bias2.dim(), q.dim()) < 4 or _is_known(bias2.shape[-4] == 1):
+    if min(bias2.dim(), q.dim()) < 4 or _is_known(bias2.shape[-4] == 1):
         return bias2
     if _is_known(bias2.stride(-4) == 0) and _is_known(bias2.shape[-4] == q.shape[-4]):
         return bias2.narrow(-4, 0, 1)  # slicing would give the dimension a new symbolic size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed4science import autocast
+from deepspeed4science.arguments import without_rows
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.mixed_precision import layer_norm, linear
@@ -81,8 +82,9 @@ def triangle_attention(
             call.
     """
     q, k, v, bias = _five("q", q), _five("k", k), _five("v", v), _five("bias", bias)
-    _check_bias(bias, q, k)
-    visible = _visible_keys(mask, kv_lengths, k.shape[3])
+    bias = without_rows(bias, q)
+    _check_shapes(q, k, v, bias)
+    visible = _visible_keys(mask, kv_lengths, k)
     q, k, v = q.transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3)
     if not return_aux:
         return DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale).transpose(2, 3)
@@ -173,19 +175,37 @@ def _five(name: str, tensor: Tensor) -> Tensor:
     return tensor[(None,) * (5 - tensor.dim())]
 
 
-def _check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
-    """Here, where it is called bias; what is right in shape goes on to the op's own checks."""
-    wanted = (q.shape[2], q.shape[3], k.shape[3])
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
+    """Here, where tensors have these names and layouts; the op checks dtypes and devices."""
+    B, N, H, Q, D = q.shape
+    K = k.shape[3]
+    heads_first = "Heads come before lengths here, unlike in DS4Sci_EvoformerAttention."
+    if k.shape != (B, N, H, K, D):
+        raise InvalidInputError(
+            f"k: expected [B, N, H, K, D] with the B, N, H, D of q {shape_of(q)}; got "
+            f"{shape_of(k)}. {heads_first}"
+        )
+    if v.shape[:4] != (B, N, H, K):
+        raise InvalidInputError(
+            f"v: expected [B, N, H, K, D] with the B, N, H, K of k {shape_of(k)}; got "
+            f"{shape_of(v)}. {heads_first}"
+        )
+    wanted = (H, Q, K)
     if any(size not in (1, full) for size, full in zip(bias.shape[2:], wanted, strict=True)):
         raise InvalidInputError(
             f"bias: expected [B, 1, H, Q, K] with H, Q, K = {list(wanted)}, those of q "
             f"{shape_of(q)} = [B, N, H, Q, D] and k {shape_of(k)} = [B, N, H, K, D]; got "
-            f"{shape_of(bias)}. Heads come before lengths here, unlike in "
-            "DS4Sci_EvoformerAttention."
+            f"{shape_of(bias)}. {heads_first}"
+        )
+    if bias.shape[0] not in (1, B) or bias.shape[1] != 1:
+        raise InvalidInputError(
+            f"bias: expected [B, 1, H, Q, K] with B = {B}, one bias for all n; got "
+            f"{shape_of(bias)}. Where each n has a bias of its own, make each n a batch: q, k, v "
+            "as [B * N, 1, H, L, D], bias as [B * N, 1, H, Q, K]."
         )
 
 
-def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Tensor | None:
+def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, k: Tensor) -> Tensor | None:
     """`[B, N, 1, 1, K]`, bool; None where all keys are seen."""
     if mask is not None and kv_lengths is not None:
         raise InvalidInputError(
@@ -194,16 +214,18 @@ def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, Lk: int) -> Te
     given = mask if mask is not None else kv_lengths
     if given is None:
         return None
-    name, last, keys = ("mask", "K", Lk) if mask is not None else ("kv_lengths", "1", 1)
+    B, N, _, K, _ = k.shape
+    name, last, keys = ("mask", "K", K) if mask is not None else ("kv_lengths", "1", 1)
     given = _five(name, given)
-    if given.shape[2:4] != (1, 1) or given.shape[4] not in (1, keys):
+    wanted = (B, N, 1, 1, keys)
+    if any(size not in (1, full) for size, full in zip(given.shape, wanted, strict=True)):
         raise InvalidInputError(
-            f"{name}: expected [B, N, 1, 1, {last}], K = {Lk}; got {shape_of(given)}. A term for "
-            "each query belongs to bias."
+            f"{name}: expected [B, N, 1, 1, {last}] with B, N, K = {[B, N, K]}; got "
+            f"{shape_of(given)}. A term for each query belongs to bias."
         )
     if mask is not None:
         return given if given.dtype == torch.bool else given != 0
-    return torch.arange(Lk, device=given.device) < given
+    return torch.arange(K, device=given.device) < given
 
 
 @torch.no_grad()

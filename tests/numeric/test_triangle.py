@@ -121,8 +121,9 @@ def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     ("change", "message"),
     [
         ({"kv_lengths": torch.ones(B, N, 1, 1, 1, dtype=torch.int32)}, "mask or kv_lengths"),
-        ({"mask": torch.ones(B, N, 1, Q, K)}, r"mask: expected \[B, N, 1, 1, K\], K = "),
-        ({"mask": torch.ones(B, N, 1, 1, K + 1)}, r"mask: expected \[B, N, 1, 1, K\], K = "),
+        ({"mask": torch.ones(B, N, 1, Q, K)}, r"mask: expected \[B, N, 1, 1, K\] with "),
+        ({"mask": torch.ones(B, N, 1, 1, K + 1)}, r"mask: expected \[B, N, 1, 1, K\] with "),
+        ({"mask": torch.ones(B, N + 1, 1, 1, K)}, r"mask: expected \[B, N, 1, 1, K\] with "),
         ({"mask": [True] * K}, "mask: expected a tensor; got list"),
         ({"mask": None, "kv_lengths": torch.ones(B, N, 1, 2, 1)}, "kv_lengths: expected"),
     ],
@@ -136,11 +137,17 @@ def test_wrong_masks_are_told(change, message):
 def test_wrong_tensors_are_told():
     """By the names that this function gives them."""
     q, k, v, bias, _ = inputs()
-    lengths_first = [one.transpose(2, 3) for one in (q, k, v)]
-    with pytest.raises(
-        InvalidInputError, match=r"bias: expected .* Heads come before lengths here"
+    wrong = [one.transpose(2, 3) for one in (q, k, v)]
+    advice = ".* Heads come before lengths here"
+    for name, given in (
+        ("bias", (wrong[0], wrong[0], wrong[0], bias[..., :Q])),
+        ("k", (q, wrong[1], v, bias)),
+        ("v", (q, k, wrong[2], bias)),
     ):
-        triangle_attention(*lengths_first, bias)
+        with pytest.raises(InvalidInputError, match=f"^{name}: expected{advice}"):
+            triangle_attention(*given)
+    with pytest.raises(InvalidInputError, match=r"^bias: .* q, k, v as \[B \* N, 1, H, L, D\]"):
+        triangle_attention(q, k, v, bias.repeat(1, N, 1, 1, 1))
     with pytest.raises(InvalidInputError, match="bias: expected a tensor; got NoneType"):
         triangle_attention(q, k, v, None)
     with pytest.raises(InvalidInputError, match="q: expected at most five dimensions"):

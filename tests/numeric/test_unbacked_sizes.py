@@ -5,7 +5,7 @@ what is wrong with them is said when the program runs.
 import pytest
 import torch
 
-from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science import DS4Sci_EvoformerAttention, triangle_attention
 from deepspeed4science.errors import InvalidInputError
 from tests.numeric.cases import DEVICES
 
@@ -53,9 +53,18 @@ def some_queries(x, kept, bias1, bias2):
     return DS4Sci_EvoformerAttention(q, x, x + 1, [bias1, bias2[:, :, :, some]])
 
 
+def some_rows_of_a_triangle(x, kept, bias1, bias2):
+    some = kept.nonzero()[:, 0]
+    q = x[:, some].transpose(2, 3)
+    expanded = bias2.expand(-1, q.shape[1], -1, -1, -1)
+    return triangle_attention(q, 2 * q, q + 1, expanded, bias1[:, some] > 0)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    "step", [some_keys, some_rows, some_rows_of_rank_4, some_queries], ids=lambda f: f.__name__
+    "step",
+    [some_keys, some_rows, some_rows_of_rank_4, some_queries, some_rows_of_a_triangle],
+    ids=lambda f: f.__name__,
 )
 def test_values_and_gradients(step, backend, device):
     L = 12
