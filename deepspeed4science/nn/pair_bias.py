@@ -86,14 +86,16 @@ class AttentionPairBias(nn.Module):
             z: `[*, L, L, c_z]`. If the last dimension of its `*` has size 1, all elements of a in
                 that dimension (the samples of a diffusion) share it, and it is read once.
             s: `[*, L, c_s]`, for layers with c_s.
-            mask: `[*, L]`; 0 or False hides a token from all others. Default: all are seen.
+            mask: `[*, L]`, or what broadcasts to it; 0 or False hides a token from all others.
+                Default: all are seen. None of z, s and mask may leave out a dimension of `*` and
+                have another of more than 1: batches would be taken for samples.
 
         Returns:
             `[*, L, c_a]`.
 
         Raises:
-            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; or z
-                has too few dimensions.
+            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; or
+                z, s or mask has too few dimensions.
         """
         if (s is None) != (self.linear_ada_out is None):
             raise InvalidInputError(
@@ -101,11 +103,16 @@ class AttentionPairBias(nn.Module):
                 f"{None if s is None else shape_of(s)} for one "
                 f"{'without' if self.linear_ada_out is None else 'with'} c_s."
             )
-        if z.dim() < min(a.dim() + 1, 4):
-            raise InvalidInputError(
-                "z: expected [*, L, L, c_z] with the leading dimensions of a, or 1 in their place; "
-                f"got {shape_of(z)} for a of {shape_of(a)}."
-            )
+        for name, form, given, own, fewest in (
+            ("z", "[*, L, L, c_z]", z, 3, min(a.dim() + 1, 4)),
+            ("s", "[*, L, c_s]", s, 2, 0),
+            ("mask", "[*, L]", mask, 1, 0),
+        ):
+            if given is not None and (given.dim() < fewest or _leaves_out(given, own, a)):
+                raise InvalidInputError(
+                    f"{name}: expected {form} with the leading dimensions of a, or 1 in their "
+                    f"place; got {shape_of(given)} for a of {shape_of(a)}."
+                )
         if self.layer_norm_a is not None:
             a = self.layer_norm_a(a) if s is None else self.layer_norm_a(a, s)
         if self.layer_norm_z is not None:
@@ -121,3 +128,9 @@ class AttentionPairBias(nn.Module):
             o = o * self.linear_ada_out(s).sigmoid()
         result: Tensor = o
         return result
+
+
+def _leaves_out(given: Tensor, own: int, a: Tensor) -> bool:
+    """Whether it has fewer dimensions than a before its own last ones, and not all of size 1."""
+    leading = given.shape[:-own]
+    return len(leading) < a.dim() - 2 and any(size != 1 for size in leading)

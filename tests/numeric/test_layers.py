@@ -185,6 +185,20 @@ def test_pairs_shared_by_samples():
     torch.testing.assert_close(expanded, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_samples_are_not_taken_for_batches():
+    """As many samples as batches, and pairs, s or a mask without the dimension of samples."""
+    layer, adaptive = nn.AttentionPairBias(C, CZ, D, H), nn.AttentionPairBias(C, CZ, D, H, c_s=CS)
+    a, z, mask = torch.randn(2, 2, L, C), torch.randn(2, L, L, CZ), torch.ones(2, L)
+    with pytest.raises(InvalidInputError, match=r"z: expected .* 1 in their place; got \[2, 9"):
+        layer(a, z)
+    with pytest.raises(InvalidInputError, match=r"mask: expected .* 1 in their place; got \[2, 9"):
+        layer(a, z.unsqueeze(1), mask=mask)
+    with pytest.raises(InvalidInputError, match=r"s: expected .* 1 in their place; got \[2, 9"):
+        adaptive(a, z.unsqueeze(1), torch.randn(2, L, CS))
+    for few in (mask[0], mask[:1]):
+        assert layer(a, z[:1], mask=few).shape == a.shape
+
+
 def test_arguments_of_pair_bias_that_do_not_fit():
     a, z, s = torch.randn(2, 3, L, C), torch.randn(2, 3, L, L, CZ), torch.randn(2, 3, L, CS)
     plain, adaptive = nn.AttentionPairBias(C, CZ, D, H), nn.AttentionPairBias(C, CZ, D, H, c_s=CS)
