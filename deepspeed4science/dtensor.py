@@ -48,9 +48,14 @@ def placements_of(tensors: Sequence[Tensor | None]) -> Sequence[Placements]:
 
 
 def summed(gradient: Any, placements: Placements) -> Tensor:
-    """The gradient with the given placements. If it is a partial sum, it is summed over processes;
-    it must not have been rounded before.
+    """The gradient with the placements of its tensor, replicated where that is a partial sum. If
+    the gradient is a partial sum, it is summed over processes; it must not have been rounded
+    before.
     """
-    partial = any(placement.is_partial() for placement in gradient.placements)
-    complete: Tensor = gradient.redistribute(placements=placements) if partial else gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        whole = sys.modules["torch.distributed.tensor"].Replicate()
+        gradient = gradient.redistribute(
+            placements=[whole if one.is_partial() else one for one in placements or ()]
+        )
+    complete: Tensor = gradient
     return complete

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from deepspeed4science import DS4Sci_EvoformerAttention
 
-from .sharded import Case, check, distribute, run_sharded
+from .sharded import Case, check, distribute, partly, run_sharded
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_BIAS = {"bias1": None, "bias2": None}
@@ -100,6 +100,25 @@ def rounded_once(world):
     assert others < 0.01
 
 
+def partial_bias(world):
+    """Likewise where the bias is itself a sum over processes, on two dimensions of a mesh, too."""
+    inputs = Case("", (), bias_dtype=BF16).inputs(world.device)
+    meshes = [(world.mesh(), [Partial()])]
+    if world.size >= 4:
+        meshes.append((world.mesh(2, world.size // 2), [Partial(), Shard(3)]))
+    wide = inputs.bias2.float().requires_grad_()
+    o = DS4Sci_EvoformerAttention(inputs.q, inputs.k, inputs.v, [None, wide])
+    (exact,) = torch.autograd.grad(o, wide, inputs.do)
+    for mesh, placed in meshes:
+        dims = [1] * mesh.ndim
+        q, k, v, do = (distribute(x, mesh, dims) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+        bias2 = partly(inputs.bias2, mesh, placed)
+        o = DS4Sci_EvoformerAttention(q, k, v, [None, bias2])
+        (gradient,) = torch.autograd.grad(o, bias2, do)
+        assert gradient.placements == (Replicate(), *placed[1:])
+        assert (gradient.full_tensor() != exact.to(BF16)).float().mean() < 0.01
+
+
 def lse(world):
     """return_lse after a call without it, and the reverse: DTensor remembers its choice."""
     inputs = Case("", (), Lq=19).inputs(world.device)  # of shapes that no other case has
@@ -141,7 +160,7 @@ ALL = {case.id: partial(run_case, case) for case in ONE_DIMENSION}
 ALL |= {
     f"rule-{function.__name__}": function
     for function in (
-        *(compiled, checkpointed, placements, rounded_once, lse, other_ranks),
+        *(compiled, checkpointed, placements, rounded_once, partial_bias, lse, other_ranks),
         mixed_with_plain_tensors,
     )
 }
