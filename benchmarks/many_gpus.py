@@ -168,6 +168,8 @@ def main() -> None:
     on_gpus = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpus else "gloo")
     size = dist.get_world_size()
+    if options.length % size:
+        parser.error(f"--length: expected a multiple of the {size} processes; got {options.length}")
     device = torch.device("cpu")
     if on_gpus:
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
