@@ -92,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--masks", type=under, help="masks, with commas, or all (default: none)")
     replay.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    replay.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
+    one_way = among("direction", ("fwd", "bwd"))
+    replay.add_argument(
+        "--direction", default="fwd,bwd", type=one_way, help="fwd, bwd, with commas"
+    )
     replay.add_argument(
         "--append",
         action="store_true",
@@ -111,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
         "--masks", type=under, help="each workload under each of these, with commas, or all"
     )
     beside.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    beside.add_argument("--direction", default="fwd,bwd", help="fwd, bwd, with commas")
+    beside.add_argument(
+        "--direction", default="fwd,bwd", type=one_way, help="fwd, bwd, with commas"
+    )
     beside.add_argument("--rounds", type=int, default=9)
     beside.set_defaults(command=_beside)
 

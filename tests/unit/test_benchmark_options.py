@@ -19,6 +19,8 @@ from benchmarks.result_file import command_line  # noqa: E402
         ("run --masks nope", "no mask is called 'nope'"),
         ("run --dtype int8", "no dtype is called 'int8'; there are: fp32, bf16, fp16"),
         ("replay --shapes nope", "no workload or group is called 'nope'"),
+        ("replay --direction fwd+bwd", "no direction is called 'fwd+bwd'; there are: fwd, bwd"),
+        ("beside . --direction fwd+bwd", "no direction is called 'fwd+bwd'; there are: fwd, bwd"),
         ("layers --modes bogus", "no mode is called 'bogus'; there are: eager, compiled"),
     ],
 )
