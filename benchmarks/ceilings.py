@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from op_builder.toolchain import nvcc
+from op_builder.toolchain import nvcc, nvcc_wheels
 from op_builder.toolchain.host_compiler import find_host_compiler
 
 SOURCE = Path(__file__).with_name("ceilings.cu")
@@ -86,7 +86,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def _compiled(folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
     tool = next(iter(nvcc.survey().fit), None)
     if tool is None:
-        raise RuntimeError(f"the ceilings need nvcc: {nvcc.install()}")
+        raise RuntimeError(f"the ceilings need nvcc: {nvcc_wheels.install()}")
     library = folder / "ceilings.so"
     architecture = "{}{}".format(*capability)
     command = [

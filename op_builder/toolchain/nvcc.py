@@ -11,7 +11,6 @@ Places, in the order that decides between equal versions (toolkits.py chooses):
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -19,21 +18,19 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from .. import env, paths
 from . import gpu, memo
 from .host_compiler import find_host_compiler
-from .tool import Candidate, Tool, UnfitError, on_path, run
+from .nvcc_wheels import install
+from .tool import Candidate, Tool, UnfitError, numbers, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
 # The package of Debian and Ubuntu has its programs in /usr/lib/nvidia-cuda-toolkit/bin, its headers
 # in /usr/include and its libraries in /usr/lib/x86_64-linux-gnu.
 DEBIAN = "nvidia-cuda-toolkit"
 OLDEST = (11, 8)  # the first with sm_90
-PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take missing parts from any release
-TRIED = "13.0.2"
 
 # The flags of every kernel. No -use_fast_math: masks are infinities, and the exponential is our
 # own. Hidden symbols keep many units apart in one process. Warning 20014 is off: our device
@@ -63,22 +60,6 @@ class Survey:
     ]  # places that somebody named or that hold unfit ones, each with why
 
 
-def wheels() -> str:
-    """The command that installs a toolkit. It names the release of PyTorch's own parts, where there
-    are any: for another release, pip would replace those.
-    """
-    version = TRIED
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        installed = metadata.version("cuda-toolkit")
-        version = installed if _numbers(installed) >= _numbers(TRIED) else TRIED
-    return f'pip install "{PARTS}=={version}"'
-
-
-def install() -> str:
-    """The remedy where no toolkit serves."""
-    return f"{wheels()}, or set CUDA_HOME to a CUDA toolkit's folder"
-
-
 def survey() -> Survey:
     """The toolkits of this machine, judged by their files and version messages."""
     fit: dict[Path | None, Tool] = {}
@@ -102,7 +83,7 @@ def survey() -> Survey:
 
 def _best_first(tools: Iterable[Tool]) -> tuple[Tool, ...]:
     """Newest first; after all others those of a CUDA version that the driver does not serve."""
-    newest = sorted(tools, key=lambda tool: _numbers(tool.version), reverse=True)
+    newest = sorted(tools, key=lambda tool: numbers(tool.version), reverse=True)
     if len({two(tool.version)[0] for tool in newest}) < 2:
         return tuple(newest)
     served = gpu.detect().driver[0] or sys.maxsize  # the query takes milliseconds
@@ -159,16 +140,12 @@ def _wheel_folders() -> Iterable[Path]:
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
-    return sorted(folders, key=lambda folder: _numbers(folder.name), reverse=True)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text))
+    return sorted(folders, key=lambda folder: numbers(folder.name), reverse=True)
 
 
 def two(version: str) -> tuple[int, int]:
-    numbers = _numbers(version)
-    return (numbers[0], numbers[1]) if len(numbers) > 1 else (0, 0)
+    found = numbers(version)
+    return (found[0], found[1]) if len(found) > 1 else (0, 0)
 
 
 def _examine(candidate: Candidate) -> Tool:

@@ -18,7 +18,8 @@ from pathlib import Path
 from .. import env, paths
 from ..system import shortages
 from . import memo
-from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags, wheels
+from .nvcc import FLAGS, LINK_FLAGS, cudart_folder, include_folders, local_flags
+from .nvcc_wheels import wheels
 from .tool import Tool, run
 
 # Uses both sides of nvcc: the device compiler and assembler for the kernel, and nvcc's own headers

@@ -99,6 +99,11 @@ def command_exists(command: str) -> bool:
     return any(any(on_path(name.strip())) for name in command.split("|"))
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """(13, 0, 88) for "13.0.88"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
 _TELLING_SHELL = ("/bin/sh", "-c", '"$@"; printf "\\n%d" "$?"', "sh")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..errors import UnfitToolkitError
-from . import nvcc, nvcc_targets, smoke
+from . import nvcc, nvcc_targets, nvcc_wheels, smoke
 from .host_compiler import find_host_compiler
 from .tool import Tool
 
@@ -74,7 +74,7 @@ def _no_nvcc(prove: bool) -> Tool:
         return Tool(
             "nvcc",
             reason="no CUDA compiler was found",
-            remedy=nvcc.install(),
+            remedy=nvcc_wheels.install(),
             passed_over=nvcc.survey().passed_over,
         )
     return replace(

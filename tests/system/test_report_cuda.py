@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from op_builder.cache.loaded_kernel import ABI_VERSION
-from op_builder.toolchain import nvcc, toolkits
+from op_builder.toolchain import nvcc_wheels, toolkits
 from op_builder.toolchain.tool import Tool
 from tests import fakes
 
@@ -22,7 +22,7 @@ from .toys import SOURCE
 
 OP = "evoformer_attn"
 # The command for a machine without parts of PyTorch, as all of these are.
-WHEELS = f'pip install "{nvcc.PARTS}=={nvcc.TRIED}"'
+WHEELS = f'pip install "{nvcc_wheels.PARTS}=={nvcc_wheels.TRIED}"'
 A100, V100 = ("NVIDIA A100", (8, 0)), ("Tesla V100", (7, 0))
 
 # Toys under the names and keys of real kernels: the report finds them and sees whether they load.

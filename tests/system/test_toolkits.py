@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from op_builder.toolchain import host_compiler, smoke, toolkits
+from op_builder.toolchain import host_compiler, nvcc_wheels, smoke, toolkits
 from op_builder.toolchain import nvcc as nvcc_module
 from tests import fakes
 
@@ -89,7 +89,7 @@ def test_parts_that_do_not_fit_together(how, wheels, real, tmp_path, monkeypatch
     if wheels:
         assert "mixed wheels, nvidia-cuda-nvcc 13.0.88" in tool.reason
         assert "nvidia-nvvm 13.5.37" in tool.reason
-    assert nvcc_module.wheels() in tool.remedy
+    assert nvcc_wheels.wheels() in tool.remedy
 
 
 def test_headers_of_another_release(real, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_headers_of_another_release(real, tmp_path, monkeypatch):
     tool = chosen(path, monkeypatch)
     assert not tool.ok
     assert "nvcc and its headers (crt) disagree about __cudaLaunch" in tool.reason
-    assert nvcc_module.wheels() in tool.remedy
+    assert nvcc_wheels.wheels() in tool.remedy
 
 
 def test_a_host_compiler_newer_than_nvcc(real, tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_mixed_toolkit_is_passed_over_for_a_good_one(real, tmp_path):
     variables = {"PATH": os.pathsep.join(places), "CUDA_HOME": "", "CUDA_PATH": ""}
     alone = workshop.run(TOY_OP.format(prefix=str(tmp_path / "usr-local")), **variables).report
     assert "the device compiler writes PTX 9.5" in alone["error"]
-    assert nvcc_module.wheels() in alone["error"]
+    assert nvcc_wheels.wheels() in alone["error"]
     shutil.rmtree(workshop.cache)
     (tmp_path / "usr-local" / "cuda").symlink_to(real.root)
     good = workshop.run(TOY_OP.format(prefix=str(tmp_path / "usr-local")), **variables).report
@@ -216,7 +216,7 @@ def test_a_toolkit_that_compiles_and_cannot_link(real, tmp_path, monkeypatch):
     assert not tool.ok
     assert "it cannot compile and link a small kernel" in tool.reason
     assert "cannot find -lcudadevrt" in tool.reason
-    assert nvcc_module.wheels() in tool.remedy
+    assert nvcc_wheels.wheels() in tool.remedy
 
 
 def candidate(path):

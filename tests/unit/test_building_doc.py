@@ -11,7 +11,7 @@ import pytest
 from op_builder import env
 from op_builder.ops import presets
 from op_builder.ops.status import STATES
-from op_builder.toolchain import arch, cutlass, nvcc
+from op_builder.toolchain import arch, cutlass, nvcc, nvcc_wheels
 from op_builder.toolchain.cpu_isa import CPU_ISAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_the_calls_that_are_compiled_beforehand() -> None:
 
 def test_versions_and_commands_are_those_of_the_program() -> None:
     assert ".".join(map(str, nvcc.OLDEST)) + " is the oldest that serves" in TEXT
-    assert f'pip install "{nvcc.PARTS}"' in TEXT
+    assert f'pip install "{nvcc_wheels.PARTS}"' in TEXT
     assert f"nvidia-cutlass=={'.'.join(map(str, cutlass.OLDEST))}.0" in TEXT
 
 
@@ -93,7 +93,7 @@ def test_remedies_name_packages_that_an_index_has() -> None:
 def test_the_extra_installs_all_parts_of_the_toolkit() -> None:
     """pip would take the missing ones from another release."""
     text = (ROOT / "pyproject.toml").read_text()
-    assert f'cuda = ["{nvcc.PARTS}", ' in text
+    assert f'cuda = ["{nvcc_wheels.PARTS}", ' in text
     assert f'"nvidia-cutlass=={".".join(map(str, cutlass.OLDEST))}.0"' in text
 
 

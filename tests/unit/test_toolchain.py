@@ -45,6 +45,25 @@ def test_no_nvcc_says_so_and_what_to_install() -> None:
         toolkits.installed_cuda_version()
 
 
+@pytest.mark.parametrize(
+    ("driver", "capability", "why"),
+    [
+        ((12, 4), (9, 0), "serves CUDA up to 12.4"),
+        ((13, 0), (7, 0), "12.9 is the last"),
+        ((13, 0), (9, 0), ""),
+    ],
+)
+def test_wheels_that_would_not_run_here_are_no_remedy(
+    driver: tuple[int, int], capability: tuple[int, int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc's wheels begin with CUDA 13: not for older drivers, nor for Volta."""
+    gpus = gpu.Gpus((gpu.Gpu("a GPU", capability),), driver=driver)
+    monkeypatch.setattr(gpu, "detect", lambda: gpus)
+    remedy = toolkits.find_nvcc().remedy
+    assert why in remedy and "CUDA_HOME" in remedy
+    assert ("pip install" in remedy) == (not why)
+
+
 def _cuda_home(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     fakes.toolkit(root / "home", "12.6.1")
     monkeypatch.setenv("CUDA_HOME", str(root / "home"))
