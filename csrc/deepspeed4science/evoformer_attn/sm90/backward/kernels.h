@@ -58,7 +58,8 @@ struct BackwardKernels {
       int blocks = 0;
       const cudaError_t status = error == cudaSuccess ? decltype(grid)::resident_blocks(blocks) : error;
       // Where not one block fits on the device, the plan takes another kernel: this is no error.
-      const bool no_room = status == cudaErrorInvalidConfiguration || status == cudaErrorInvalidValue;
+      const bool no_room = status == cudaErrorInvalidConfiguration || status == cudaErrorInvalidValue ||
+                           status == cudaErrorInvalidClusterSize;
       if (no_room) cudaGetLastError();
       if (!no_room) error = status;
       facts.resident_blocks[int(kernel)] = no_room ? 0 : blocks;
