@@ -110,9 +110,11 @@ def _explain(words: str, nvcc: Tool, host: Tool) -> Problem:
         return Problem(f"mixed wheels, {parts}: {_meaning(words) or first}", fresh)
     if meaning := _meaning(words):
         return Problem(f"the parts of {nvcc.root} are of different versions: {meaning}", fresh)
+    flags = [name for name, _ in env.settings_of_compilers() if name.startswith("NVCC_")]
+    unset = f"unset {' and '.join(flags)}, or " if flags else ""
     return Problem(
         f"it cannot compile and link a small kernel: {first}",
-        f"set CUDA_HOME to another toolkit, or {wheels()} in a fresh environment",
+        f"{unset}set CUDA_HOME to another toolkit, or {wheels()} in a fresh environment",
     )
 
 

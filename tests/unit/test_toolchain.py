@@ -64,6 +64,16 @@ def test_wheels_that_would_not_run_here_are_no_remedy(
     assert ("pip install" in remedy) == (not why)
 
 
+def test_flags_of_the_environment_that_may_be_the_cause_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another toolkit would refuse them as well."""
+    words = "nvcc ended with 1: nvcc fatal   : Unknown option '-foo'"
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-foo")
+    found = smoke._explain(words, tool.Tool("nvcc"), tool.Tool("host compiler"))
+    assert found.remedy.startswith("unset NVCC_APPEND_FLAGS, or set CUDA_HOME")
+
+
 def _cuda_home(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     fakes.toolkit(root / "home", "12.6.1")
     monkeypatch.setenv("CUDA_HOME", str(root / "home"))
