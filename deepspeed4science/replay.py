@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from deepspeed4science import dispatch
-from deepspeed4science.backends.cuda import allows_tf32
 from deepspeed4science.call import Call
 from op_builder import env
 from op_builder.toolchain import openmp
@@ -51,6 +50,7 @@ try:
     _is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
     # TensorGuards do not notice all dispatch modes: not selective checkpointing, nor fake tensors.
     _num_dispatch_modes = torch._C._len_torch_dispatch_stack
+    _fp32_precision = torch._C._get_fp32_precision_getter  # the public property takes 5 us
     _is_profiler_enabled = torch._C._autograd._profiler_enabled
     _are_transforms_active = torch._C._are_functorch_transforms_active
     _included = torch._C._dispatch_tls_local_include_set
@@ -141,7 +141,7 @@ def _settings(q: Tensor) -> tuple[object, ...]:
         return (
             dispatch.BACKENDS,
             torch._C._get_deterministic_algorithms(),
-            allows_tf32(),
+            _fp32_precision("cuda", "matmul"),
             env.text("DS4S_CUDA_FAMILY"),
         )
     return dispatch.BACKENDS, openmp.threads(torch.get_num_threads())

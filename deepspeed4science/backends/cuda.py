@@ -102,10 +102,10 @@ class CudaBackend:
 def allows_tf32() -> bool:
     """Whether PyTorch's own float32 products on a GPU may be computed in TF32.
 
-    `torch.get_float32_matmul_precision` raises where a program has used the newer setting
-    (torch.backends.cuda.matmul.fp32_precision) or two of the older ones.
+    `torch.get_float32_matmul_precision` raises where a program has used this newer setting or two
+    of the older ones.
     """
-    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    precision: str = torch.backends.cuda.matmul.fp32_precision
     return precision == "tf32"
 
 
