@@ -10,8 +10,8 @@ from .tool import numbers
 
 PARTS = "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]"  # pip would take missing parts from any release
 TRIED = "13.0.2"
-# The wheels' oldest CUDA, and the lowest compute capability that it compiles for.
-FIRST_OF_WHEELS, OLDEST_OF_WHEELS = (13, 0), (7, 5)
+FIRST_CUDA = "13.0"  # of the wheels
+LOWEST_CAPABILITY = "7.5"  # that it compiles for
 
 
 def wheels() -> str:
@@ -29,9 +29,9 @@ def install() -> str:
     """The remedy where no toolkit serves."""
     gpus = gpu.detect()
     why = ""
-    if (0, 0) < gpus.driver < FIRST_OF_WHEELS:
+    if (0, 0) < gpus.driver < numbers(FIRST_CUDA):
         why = f"the driver here serves CUDA up to {gpus.driver[0]}.{gpus.driver[1]}"
-    elif gpus.found and gpus.capabilities[0] < OLDEST_OF_WHEELS:
+    elif gpus.found and gpus.capabilities[0] < numbers(LOWEST_CAPABILITY):
         why = "CUDA 12.9 is the last that compiles for the GPU here"
     if not why:
         return f"{wheels()}, or set CUDA_HOME to a CUDA toolkit's folder"

@@ -9,7 +9,7 @@ import pytest
 
 from .toys import REPOSITORY
 
-BUILD = ("-m", "deepspeed4science", "build", "--cpu", "--dtype", "fp32,fp16", "--quiet")
+BUILD = ("-m", "deepspeed4science", "build", "--cpu", "--dtype", "fp32", "--quiet")
 INSTALL = "from op_builder.ops import prebuild; from pathlib import Path; prebuild.build_requested"
 
 
@@ -56,7 +56,7 @@ def test_a_cache_that_may_not_be_written(tmp_path):
     place = {"DS4S_CACHE_DIR": str(forbidden(tmp_path / "cache"))}
     done = run(tmp_path, *BUILD, without_rights=True, **place)
     assert done.returncode == 1, done.stdout
-    assert f"4 of 4 kernels could not be kept in {tmp_path}/cache: " in done.stderr
+    assert f"2 of 2 kernels could not be kept in {tmp_path}/cache: " in done.stderr
 
 
 @pytest.mark.parametrize("kib", [24, 200])
