@@ -43,11 +43,14 @@ def _import_own_op_builder() -> None:
                 "import deepspeed4science first"
             )
         return
-    sys.modules["op_builder"] = module_from_spec(spec)
+    module = module_from_spec(spec)
     try:
-        spec.loader.exec_module(sys.modules["op_builder"])
-    except (ImportError, OSError):  # a damaged installation: the report says more about it
-        del sys.modules["op_builder"]
+        sys.modules["op_builder"] = module
+        spec.loader.exec_module(module)
+    except BaseException as error:  # an interrupt, too, leaves no half of it
+        sys.modules.pop("op_builder", None)
+        if not isinstance(error, (ImportError, OSError)):
+            raise  # those are a damaged installation's: the report says more about it
 
 
 _import_own_op_builder()

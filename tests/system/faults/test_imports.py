@@ -191,3 +191,29 @@ print(total, failed)
     total, failed = run(INTERRUPT + script).split(" ", 1)
     assert int(total) > 30, "the lines were not seen"
     assert failed.strip() == "[]"
+
+
+def test_interrupt_while_the_builders_are_imported():
+    """At every line of both packages' own modules: no half of op_builder stays."""
+    script = """
+FILES = ("deepspeed4science/__init__", "op_builder/__init__")
+failed = []
+for place in range(1, 1000):
+    child = os.fork()
+    if child == 0:
+        try:
+            was = interrupted(place)
+            from op_builder import OpBuilder
+            os._exit(0 if was else 2)
+        except BaseException:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    if status == 2:
+        break  # no such line
+    if status:
+        failed.append(place)
+print(place, failed)
+"""
+    places, failed = run(INTERRUPT + script).split(" ", 1)
+    assert int(places) > 30, "the lines were not seen"
+    assert failed.strip() == "[]"
