@@ -2,8 +2,8 @@
 
 Places, in this order: `CUTLASS_PATH` (a checkout or its include folder), the `nvidia-cutlass`
 package (looked up, not imported), the conda environment, `/usr/local/include`, `/usr/include`.
-Unfit ones are passed over. So is `CUTLASS_PATH`, which may have been set for DeepSpeed, to older
-headers.
+Unfit headers are passed over, those of `CUTLASS_PATH`, too: it may have been set for DeepSpeed,
+whose kernels are compiled with older ones.
 """
 
 from __future__ import annotations

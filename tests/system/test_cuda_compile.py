@@ -117,7 +117,7 @@ UNITS = (
     unit("sm80", "bwd", "bf16", 256, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "fp32", 32, "bias2", "9.0"),
     # The other GPUs that Sm80 serves; nobody has timed it there.
-    *(unit("sm80", "fwd", "bf16", 32, "both", x, 128) for x in ("8.9", "10.0", "12.0")),
+    *(unit("sm80", "fwd", "bf16", 32, "both", x, 128) for x in ("8.6", "8.9", "10.0", "12.0")),
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.6", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "12.0", BACKWARD_SPILL_BYTES),
 )
