@@ -167,9 +167,10 @@ struct ForwardMainloop {
         pending.finish(shared.q_empty, at);
       }
       last_stage = pipe.index;
+      const bool values_here = shared.v_full[pipe.index].test_wait(pipe.phase);  // early: the answer takes a while
       float factor[2];
       if (exponentiate(p, factor, s, softmax, args.Lk - key, at)) rescale(o, factor);
-      shared.v_full[pipe.index].wait(pipe.phase);
+      if (!values_here) shared.v_full[pipe.index].wait(pipe.phase);
       start_output(o, p, operands, pipe.index);
     };
     float s[kKeys / 2];
