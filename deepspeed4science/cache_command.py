@@ -74,14 +74,17 @@ def _parser() -> argparse.ArgumentParser:
 def _entry(text: str) -> str:
     """An empty one, as of a variable that is not set, would be a beginning of every name."""
     if not text:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError("expected a name or key, got ''")
     return text
 
 
 def _days(text: str) -> float:
-    days = float(text)
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
     if not days >= 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected a number of days, 0 or more, got {text!r}")
     return days
 
 

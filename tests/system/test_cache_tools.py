@@ -307,11 +307,18 @@ def test_other_peoples_folders_stay(big, command):
     assert names(big) == ["mine"] and all(file.exists() for file in own)
 
 
-@pytest.mark.parametrize("options", [("",), ("--unused-days", "-1"), ("--unused-days", "nan")])
-def test_clear_of_what_nobody_means_is_refused(options, workshop, command):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("",), "expected a name or key"),
+        *((("--unused-days", days), "a number of days, 0 or more") for days in ("-1", "nan", "x")),
+    ],
+)
+def test_clear_of_what_nobody_means_is_refused(options, message, workshop, command, capsys):
     workshop.run()
     with pytest.raises(SystemExit, match="2"):
         command("clear", *options)
+    assert message in capsys.readouterr().err
     assert names(workshop) == ["toy"]
 
 
