@@ -27,6 +27,7 @@ DS4S_EXPORT int64_t ds4s_workspace_bytes(const ds4s::{params}* params) {{
   return {workspace_bytes}(*params);
 }}
 DS4S_EXPORT int ds4s_run(const ds4s::{params}* params, void* stream) {{
+  cudaGetLastError();  // clears the last call's, which it has returned: launches ask for theirs
   return {run}(*params, static_cast<cudaStream_t>(stream));
 }}
 DS4S_EXPORT const char* ds4s_status_string(int status) {{
