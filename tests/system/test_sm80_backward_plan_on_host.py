@@ -129,6 +129,15 @@ def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
     assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "1")
 
 
+def test_long_calls_have_offsets_of_64_bits(plan):
+    """The fused kernel computes some with 32."""
+    for D in (32, 64):
+        for longer in ({"Lq": 2**24}, {"Lk": 2**24}):
+            call = shape(1, 2, 128, 1, D)
+            assert "fused" in plan(**call | {name: L - 1 for name, L in longer.items()})[0]
+            assert "fused" not in plan(**call | longer)[0]
+
+
 def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
     seed = random.randrange(2**31)
     pick = random.Random(seed)

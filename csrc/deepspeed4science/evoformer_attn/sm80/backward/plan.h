@@ -97,8 +97,9 @@ class Sm80BackwardPlanner {
   bool can_fuse() const {
     if (!unit_.has_fused || p_.deterministic || !p_.dq || !p_.dk || !p_.dv) return false;
     if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq's stride is an int
-    // EarlyBias2Stripe: 128 rows of bias2, transposed, are less than 4 GiB.
-    if (!unit_.fused_reads_bias2 && p_.Lq >= int64_t(1) << 24) return false;
+    // Offsets within an accumulator and in a row of dbias2 are ints. EarlyBias2Stripe: 128 rows of bias2, transposed,
+    // are less than 4 GiB.
+    if (std::max(p_.Lq, p_.Lk) >= int64_t(1) << 24) return false;
     const int shared = unit_.fused_shared_bytes;
     return shared <= device_.shared_bytes_per_block &&
            unit_.fused_blocks * (shared + kReservedSharedBytes) <= device_.shared_bytes_per_multiprocessor;
