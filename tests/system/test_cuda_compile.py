@@ -392,6 +392,27 @@ def test_volta_machine_code(includes, tmp_path):
         assert re.search(r"\bHMMA\.884\.", compiled([tool, "-c", path]))
 
 
+ROW_BIAS_SECOND = """\
+#include "kernel_forward.h"
+using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 32, 32, true, true,
+                               BroadcastNoLoad, BroadcastA, 16>;
+template __global__ void attention_forward<Kernel>(Kernel::Params);
+"""
+
+
+def test_a_row_bias_may_be_the_second_one(nvcc, includes, tmp_path):
+    """Its first elements are loaded before a block has stored addresses in shared memory."""
+    tool = disassembler()
+    if not tool:
+        pytest.skip("no nvdisasm")
+    source, cubin = tmp_path / "second.cu", tmp_path / "second.cubin"
+    source.write_text(ROW_BIAS_SECOND)
+    flags = ["-std=c++17", "-cubin", "-arch=sm_80", "-diag-suppress=128"]
+    compiled([nvcc.path, *flags, *includes, "-o", cubin, source])
+    begin, *_ = re.split(r"\bSTS\b", compiled([tool, "-c", cubin]), maxsplit=1)
+    assert "LDG" in begin and not re.search(r"\bLDS\S* R\d", begin)
+
+
 HEADERS = (
     "kernel_forward.h",
     "epilogue/epilogue_grad_bias.h",

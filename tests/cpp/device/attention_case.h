@@ -24,11 +24,14 @@ template <typename Kernel>
 void test_attention(const std::string& name, const AttentionCase& c, double limit) {
   using scalar_t = typename Kernel::scalar_t;
   const size_t queries = size_t(c.batches) * c.heads * c.queries, keys = size_t(c.batches) * c.heads * c.keys;
-  const bool row = Kernel::Bias1::kIsRow, matrix = Kernel::Bias2::kIsMatrix;
+  using Bias1 = typename Kernel::Bias1;
+  using Bias2 = typename Kernel::Bias2;
+  auto size_of = [&](auto bias) {
+    return decltype(bias)::kIsRow ? size_t(c.batches) * c.keys : decltype(bias)::kIsMatrix ? queries * c.keys : 1;
+  };
   auto q = random_values<scalar_t>(queries * c.head_dim, 1), k = random_values<scalar_t>(keys * c.head_dim, 2);
   auto v = random_values<scalar_t>(keys * c.head_dim_value, 3);
-  auto bias1 = random_values<scalar_t>(row ? size_t(c.batches) * c.keys : 1, 4);
-  auto bias2 = random_values<scalar_t>(matrix ? queries * c.keys : 1, 5);
+  auto bias1 = random_values<scalar_t>(size_of(Bias1()), 4), bias2 = random_values<scalar_t>(size_of(Bias2()), 5);
   Device<scalar_t> query(q), key(k), value(v), d_bias1(bias1), d_bias2(bias2), output(queries * c.head_dim_value);
   Device<float> accum(queries * c.head_dim_value), logsumexp(queries);
 
@@ -36,8 +39,8 @@ void test_attention(const std::string& name, const AttentionCase& c, double limi
   params.query_ptr = query.ptr;
   params.key_ptr = key.ptr;
   params.value_ptr = value.ptr;
-  params.bias1_ptr = row ? d_bias1.ptr : nullptr;
-  params.bias2_ptr = matrix ? d_bias2.ptr : nullptr;
+  params.bias1_ptr = bias1.size() > 1 ? d_bias1.ptr : nullptr;
+  params.bias2_ptr = bias2.size() > 1 ? d_bias2.ptr : nullptr;
   params.output_ptr = output.ptr;
   if (c.has_buffer) params.output_accum_ptr = accum.ptr;
   params.logsumexp_ptr = logsumexp.ptr;
@@ -67,6 +70,10 @@ void test_attention(const std::string& name, const AttentionCase& c, double limi
   check(cudaGetLastError(), name.c_str());
   check(cudaDeviceSynchronize(), name.c_str());
 
+  auto bias_of = [&](auto bias, const std::vector<scalar_t>& values, size_t batch, size_t query, int key) {
+    if (decltype(bias)::kIsRow) return float(values[batch * c.keys + key]);
+    return decltype(bias)::kIsMatrix ? float(values[query * c.keys + key]) : 0.f;
+  };
   auto out = output.host();
   auto lse = logsumexp.host();
   double wrong = 0, norm = 0, lse_error = 0;
@@ -81,8 +88,7 @@ void test_attention(const std::string& name, const AttentionCase& c, double limi
         s += double(float(q[r * c.head_dim + d])) * double(float(k_head[j * c.head_dim + d]));
       }
       s *= c.scale;
-      if (row) s += float(bias1[batch * c.keys + j]);
-      if (matrix) s += float(bias2[r * c.keys + j]);
+      s += bias_of(Bias1(), bias1, batch, r, j) + bias_of(Bias2(), bias2, batch, r, j);
       p[j] = s, largest = std::max(largest, s);
     }
     for (double& x : p) sum += x = std::exp(x - largest);

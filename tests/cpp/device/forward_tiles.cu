@@ -39,6 +39,11 @@ int main() {
   // TF32.
   using Tf32 = AttentionKernel<float, Sm80, true, 64, 64, true, true, BroadcastA, BroadcastB, 64, 64, /*kTf32_=*/true>;
   test_attention<Tf32>("TF32", {2, 2, 150, 333, 24, 24, -0.2f}, limit_of<float>(/*tf32=*/true));
+  // The row bias second, and two of them.
+  using Second = AttentionKernel<half_t, Sm80, true, 32, 32, true, true, BroadcastB, BroadcastA, 32>;
+  test_attention<Second>("half Sm80, matrix and row", {2, 2, 150, 333, 24, 24, 0.2f}, limit_of<half_t>());
+  using Both = AttentionKernel<bfloat16_t, Sm80, true, 32, 32, true, true, BroadcastA, BroadcastA, 32>;
+  test_attention<Both>("bfloat16 Sm80, two rows", {2, 2, 150, 333, 24, 24, 0.2f}, limit_of<bfloat16_t>());
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

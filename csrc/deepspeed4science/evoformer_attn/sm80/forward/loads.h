@@ -128,7 +128,8 @@ struct ForwardLoads : ForwardWarp<K> {
     const cutlass::MatrixCoord extent(1, segment.end);
     if constexpr (K::Bias1::kIsRow)
       K::Bias1::Row::load(x.bias1, kWhole ? p.bias1_ptr : sConstants()->pointers.bias1, key, extent, 0);
-    if constexpr (K::Bias2::kIsRow) K::Bias2::Row::load(x.bias2, sConstants()->pointers.bias2, key, extent, 0);
+    if constexpr (K::Bias2::kIsRow)
+      K::Bias2::Row::load(x.bias2, kWhole ? p.bias2_ptr : sConstants()->pointers.bias2, key, extent, 0);
     return x;
   }
   // bias1 - shift in raw units; -inf past the last key, which masks the tail.
