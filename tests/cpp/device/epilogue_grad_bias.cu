@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdio>
 #include <random>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "epilogue/epilogue_grad_bias.h"
@@ -60,6 +62,10 @@ struct Case {
   using Epilogue =
       typename cutlass::platform::conditional<kRank == 0, typename RowMajor::Epilogue, typename Affine::Epilogue>::type;
   using Kernel = cutlass::gemm::kernel::Gemm<Mma, Epilogue, Swizzle, /*SplitKSerial=*/false>;
+  // A base's operator would leave the atomic iterator where it is.
+  using RowMajorIterator = typename RowMajor::OutputTileIterator;
+  static_assert(std::is_same<decltype(std::declval<RowMajorIterator&>() += 1), RowMajorIterator&>::value,
+                "stream-K products move it by several fragments");
 
   // Where element (i, j) is; rank 4: the outer index of a column runs slowest, then both of a row.
   static size_t at(int m, int pitch, int i, int j) {

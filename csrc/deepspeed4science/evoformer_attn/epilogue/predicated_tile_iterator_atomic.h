@@ -84,6 +84,11 @@ class PredicatedTileIteratorAtomic
     walk_.advance();
     return *this;
   }
+  // To the fragment that a block of a stream-K product reduces.
+  CUTLASS_DEVICE PredicatedTileIteratorAtomic& operator+=(int increment) {
+    for (; increment > 0; --increment) ++*this;
+    return *this;
+  }
 
  private:
   OutputTileWalk<ThreadMap> walk_;
