@@ -36,6 +36,8 @@ int main() {
   test<float, Sm75, true, 128, 96, true>("float", "Sm75");
   test<bfloat16_t, Sm80, false, 128, 128, true>("bfloat16", "Sm80");
   test<float, Sm70, false, 128, 128, false>("float", "Sm70");
+  using Exact = AttentionKernel<float, Sm80, true, 96, 128, true, true, BroadcastA, BroadcastB>;
+  test_attention<Exact>("float Sm80, scale below 0", {2, 2, 150, 333, 24, 24, -0.2f}, limit_of<float>());
   // TF32.
   using Tf32 = AttentionKernel<float, Sm80, true, 64, 64, true, true, BroadcastA, BroadcastB, 64, 64, /*kTf32_=*/true>;
   test_attention<Tf32>("TF32", {2, 2, 150, 333, 24, 24, -0.2f}, limit_of<float>(/*tf32=*/true));

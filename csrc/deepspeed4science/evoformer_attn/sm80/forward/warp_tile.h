@@ -141,8 +141,8 @@ struct ForwardWarp {
           float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
           if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
           float* tile = &s[j][4 * half];
-          tile[0] = fmaf(tile[0], p.scale, x.x), tile[1] = fmaf(tile[1], p.scale, x.y);
-          tile[2] = fmaf(tile[2], p.scale, x.z), tile[3] = fmaf(tile[3], p.scale, x.w);
+          tile[0] = fmaf(tile[0], scale_of(p), x.x), tile[1] = fmaf(tile[1], scale_of(p), x.y);
+          tile[2] = fmaf(tile[2], scale_of(p), x.z), tile[3] = fmaf(tile[3], scale_of(p), x.w);
         }
       }
     }
