@@ -197,4 +197,5 @@ def _check_result(
 
 
 def shape_of(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+    """As `str(list(tensor.shape))`, which torch.compile cannot trace where sizes are dynamic."""
+    return f"[{', '.join([f'{size}' for size in tensor.shape])}]"

@@ -95,6 +95,20 @@ def test_compile_of_other_ranks_and_dynamic_lengths(device):
         )
 
 
+def test_compile_says_what_is_wrong_with_dynamic_shapes(device):
+    compiled = torch.compile(
+        lambda q, bias1: DS4Sci_EvoformerAttention(q, q, q, [bias1]),
+        fullgraph=True,
+        dynamic=True,
+        backend="eager",
+    )
+    q, bias1 = torch.randn(2, 9, 2, 8, device=device), torch.zeros(2, 3, 1, 1, 9, device=device)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"at most the 4 dimensions .* got \[2, 3"
+    ):
+        compiled(q, bias1)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
 def test_export(masked, device):
     class Module(torch.nn.Module):
