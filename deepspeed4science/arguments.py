@@ -94,8 +94,11 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
     scores, and divide biases by the scale. Subnormal numbers of float32 are 0.
     """
     is_traced = torch.compiler.is_compiling() and type(scale).__name__ == "ndarray"
-    if is_traced or (isinstance(scale, Real) and not isinstance(scale, (int, float))):
-        scale = float(scale)  # NumPy's numbers, which torch.compile takes for arrays
+    others = (Real, torch.SymFloat, torch.SymInt)
+    if is_traced or (isinstance(scale, others) and not isinstance(scale, (int, float))):
+        # NumPy's numbers, which torch.compile takes for arrays; those of symbolic sizes, which
+        # become constants of the traced program, as in PyTorch's own attention.
+        scale = float(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInputError(
             f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "

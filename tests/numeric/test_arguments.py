@@ -67,6 +67,18 @@ def test_scales_of_numpy(device):
     assert torch.equal(compiled(q, k, v), expected)
 
 
+def test_scales_of_sizes_in_an_exported_program(device):
+    """They become constants, and so do the sizes, as in PyTorch's own attention."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q):
+            return DS4Sci_EvoformerAttention(q, q, q, scale=q.shape[-3] ** -0.5)
+
+    q = torch.randn(2, 9, 2, 8, device=device)
+    program = torch.export.export(Module(), (q,), dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    assert torch.equal(program.module()(q), Module()(q))
+
+
 def test_default_scale(device):
     q, k, v, *_ = CASE.inputs(torch.float32, device).tensors()
     given = DS4Sci_EvoformerAttention(q, k, v, scale=CASE.D**-0.5)
