@@ -21,11 +21,12 @@ def map_forward(
     """The forward's rule: (o, lse) of all mapped calls, from one call with `size` times as many
     batches.
     """
-    call = ForwardCall(*arguments)
-    o, lse = operator(*_folded(size, call, ForwardCall(*in_dims)))
+    call, dims = ForwardCall(*arguments), ForwardCall(*in_dims)
+    B = _unmapped_size(call.q, dims.q)
+    o, lse = operator(*_folded(size, B, call, dims))
     if not call.with_lse:
-        return (_unfolded(o, size), lse), (0, None)
-    return (_unfolded(o, size), _unfolded(lse, size)), (0, 0)
+        return (_unfolded(o, size, B), lse), (0, None)
+    return (_unfolded(o, size, B), _unfolded(lse, size, B)), (0, 0)
 
 
 def map_backward(
@@ -33,25 +34,25 @@ def map_backward(
 ) -> Any:
     """The backward's rule: every mapped call has gradients of its own."""
     call, dims = BackwardCall(*arguments), BackwardCall(*in_dims)
+    B = _unmapped_size(call.q, dims.q)
     wanted = list(call.wanted)
-    gradients = list(operator(*_folded(size, call, dims)._replace(wanted=wanted)))
+    gradients = list(operator(*_folded(size, B, call, dims)._replace(wanted=wanted)))
     for i, name in enumerate(("q", "k", "v", "bias1", "bias2")):
         tensor = getattr(call, name)
         if not wanted[i] or tensor is None:
             continue
-        gradient = _unfolded(gradients[i], size)
+        gradient = _unfolded(gradients[i], size, B)
         if _unmapped_size(tensor, getattr(dims, name)) != gradient.shape[1]:  # broadcast over B
             gradient = gradient.sum(1, keepdim=True)
         gradients[i] = gradient
     return tuple(gradients), tuple(0 if want else None for want in wanted)
 
 
-def _folded(size: int, call: CallT, dims: Any) -> CallT:
+def _folded(size: int, B: int, call: CallT, dims: Any) -> CallT:
     """The call with tensors `[size * B, ...]` made of `[B|1, ...]`, mapped over one more dimension
     or not. A tensor that is the same for all mapped calls is expanded, without a copy where B
     allows.
     """
-    B = _unmapped_size(call.q, dims.q)
     changes: dict[str, Any] = {}
     for name, tensor, dim in zip(call._fields, call, dims, strict=True):
         if isinstance(tensor, Tensor):
@@ -60,8 +61,8 @@ def _folded(size: int, call: CallT, dims: Any) -> CallT:
     return call._replace(**changes)
 
 
-def _unfolded(tensor: Tensor, size: int) -> Tensor:
-    unfolded: Tensor = tensor.unflatten(0, (size, -1))
+def _unfolded(tensor: Tensor, size: int, B: int) -> Tensor:
+    unfolded: Tensor = tensor.unflatten(0, (size, B))
     return unfolded
 
 

@@ -115,6 +115,16 @@ def test_vmap_of_masks_and_other_ranks(device):
     agree(lambda f: torch.vmap(f, chunk_size=1)(q, k, v, bias1, bias2))
 
 
+def test_vmap_over_nothing(device):
+    """Empty results, as of PyTorch's own attention."""
+    q, k, v, bias1, bias2 = tensors(device)
+    none = torch.randn(0, *q.shape, device=device)
+    assert torch.vmap(lambda x: ours(x, k, v, bias1, bias2))(none).shape == none.shape
+    gradients = torch.vmap(grad(lambda x, b: ours(x, k, v, bias1, b).sum(), argnums=(0, 1)))
+    dq, dbias2 = gradients(none, torch.randn(0, *bias2.shape, device=device))
+    assert dq.shape == none.shape and dbias2.shape == (0, *bias2.shape)
+
+
 def test_vmap_of_the_operators(device):
     """Called directly they map by the same rule, and not one by one."""
     q, k, v, bias1, bias2 = mapped_tensors(MAPS["all"], device)
