@@ -24,7 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 from deepspeed4science.arguments import split_biases
 from deepspeed4science.distributed.gather import Gather
 from deepspeed4science.distributed.gathered import gathered_attention
-from deepspeed4science.distributed.placements import beside, local_beside, placed_as, sharded_by
+from deepspeed4science.distributed.placements import (
+    beside,
+    local_beside,
+    placed_as,
+    require_member,
+    sharded_by,
+)
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import fused
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
@@ -50,7 +56,8 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
         `[*, I, J, c_in]`, placed as x is.
 
     Raises:
-        InvalidInputError: x is placed otherwise, or the mask is no DTensor or does not fit.
+        InvalidInputError: x is placed otherwise, or not in this process; or the mask is no DTensor
+            or does not fit.
     """
     row_dim = x.dim() - (2 if layer.is_ending else 3)
     moved, mesh_dim = sharded_by(x, row_dim)
@@ -120,7 +127,8 @@ def attention(layer: EvoformerAttention, x: Any, biases: Sequence[Any] = ()) -> 
         partial sum.
 
     Raises:
-        InvalidInputError: x is placed otherwise, or a bias is no DTensor or does not fit.
+        InvalidInputError: x is placed otherwise, or not in this process; or a bias is no DTensor or
+            does not fit.
     """
     moved, mesh_dim = sharded_by(x, x.dim() - 3)
     bias1, bias2 = split_biases(biases)
@@ -174,10 +182,11 @@ def apply_locally(module: Callable[[Tensor], Tensor], x: Any) -> Any:
     is a tensor, or a DTensor that is neither sharded along its last dimension nor a partial sum.
 
     Raises:
-        InvalidInputError: x is placed otherwise.
+        InvalidInputError: x is placed otherwise, or not in this process.
     """
     if not isinstance(x, DTensor):
         return module(x)
+    require_member("x", x)
     if any(one.is_partial() or one == Shard(x.dim() - 1) for one in x.placements):
         raise InvalidInputError(
             f"x: expected a DTensor that is not sharded along its last dimension, {x.dim() - 1}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -59,11 +60,21 @@ def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
     return placed
 
 
+def require_member(name: str, x: DTensor) -> None:
+    """Raises InvalidInputError in a process outside of the mesh of `x`, which has no part of it."""
+    if x.device_mesh.get_coordinate() is None:
+        raise InvalidInputError(
+            f"{name}: expected the mesh of this process; got {x.device_mesh}, without process "
+            f"{dist.get_rank()}. Call this only in processes of the mesh."
+        )
+
+
 def sharded_by(x: DTensor, dim: int) -> tuple[DTensor, int]:
     """`x` sharded by its dimension `dim`, and the dimension of the mesh that shards it. `dim` is
     one of the two dimensions along which layers attend; x is redistributed if it was sharded by the
     other one.
     """
+    require_member("x", x)
     axes = (x.dim() - 3, x.dim() - 2)
     found = [i for i, one in enumerate(x.placements) if one in (Shard(axes[0]), Shard(axes[1]))]
     others = [one for i, one in enumerate(x.placements) if i not in found]

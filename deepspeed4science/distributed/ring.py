@@ -21,7 +21,12 @@ from deepspeed4science.arguments import canonicalise, canonicalise_scale, larges
 from deepspeed4science.call import ForwardCall
 from deepspeed4science.distributed.exchange import Ring, extents
 from deepspeed4science.distributed.merge import merge_attention
-from deepspeed4science.distributed.placements import beside, local_beside, placed_as
+from deepspeed4science.distributed.placements import (
+    beside,
+    local_beside,
+    placed_as,
+    require_member,
+)
 from deepspeed4science.distributed.sharding import AXES
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.operators import backward_op, forward_op
@@ -59,8 +64,8 @@ def ring_attention(
         which a replicated bias is broadcast, the bias's gradient is a partial sum.
 
     Raises:
-        InvalidInputError: placements, shapes, dtypes or the scale do not fit, or a process would
-            have no key or query.
+        InvalidInputError: placements, shapes, dtypes or the scale do not fit, a process would have
+            no key or query, or this process is not in the mesh.
         NoBackendError: no kernel takes this call.
 
     Source: Liu, Zaharia and Abbeel, arXiv:2310.01889.
@@ -70,6 +75,7 @@ def ring_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("bias1", bias1), ("bias2", bias2)):
         if tensor is not None:
             _check_mesh(name, tensor, q)
+    require_member("q", q)
     mesh_dim = _check_queries(q, mesh_dim)
     q, k, v, bias1, bias2, scale = _as_the_op_does(q, k, v, bias1, bias2, scale)
     given = [("q", q, 2), ("k", k, 2), ("v", v, 2), ("bias1", bias1, 4), ("bias2", bias2, 3)]

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from deepspeed4science.distributed import apply_locally, sum_gradients
+from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.distributed import apply_locally, ring_attention, sum_gradients
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import (
     EvoformerAttention,
@@ -374,6 +375,23 @@ def refusals(world):
             apply_locally(torch.nn.GELU(), partly(mask[..., None], world.mesh(), [placement]))
 
 
+def processes_outside_of_the_mesh(world):
+    """They have no part of a tensor; PyTorch's own operators do nothing there."""
+    mesh = DeviceMesh(world.device, [0])
+    layer = Layer("", START, ROWS).layer(world)
+    attention = Layer("", EvoformerAttention, ROWS).layer(world)
+    x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), mesh, ROWS)
+    q = distribute_tensor(torch.randn(1, 2, 8, 2, 8, device=world.device), mesh, COLUMNS)
+    calls = [partial(layer, x), partial(attention, x), partial(apply_locally, torch.nn.GELU(), x)]
+    for call in (*calls, partial(ring_attention, q, q, q)):
+        if world.rank == 0:
+            call()
+            continue
+        with pytest.raises(InvalidInputError, match="expected the mesh of this process; got"):
+            call()
+    assert DS4Sci_EvoformerAttention(q, q, q).shape == q.shape
+
+
 def mask_for_all_batches(world):
     layer = Layer("", START, (Shard(0), Shard(1))).layer(world)
     mesh = world.mesh(2, world.size // 2)
@@ -390,7 +408,7 @@ ONE |= {
     f"layer-{function.__name__}": function
     for function in (
         *(block, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
-        *(biases_placed_otherwise, single_row),
+        *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
     )
 }
 
