@@ -33,12 +33,12 @@ from deepspeed4science.distributed.placements import (
 )
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import fused
+from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.parameters import join, project
 from deepspeed4science.packed import columns
 
 if TYPE_CHECKING:
-    from deepspeed4science.nn.attention import EvoformerAttention
     from deepspeed4science.nn.triangle import TriangleAttentionStartingNode
 
 
@@ -56,9 +56,14 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
         `[*, I, J, c_in]`, placed as x is.
 
     Raises:
-        InvalidInputError: x is placed otherwise, or not in this process; or the mask is no DTensor
-            or does not fit.
+        InvalidInputError: x is placed otherwise, or not in this process; the mask is no DTensor or
+            does not fit; or mha is no gated EvoformerAttention.
     """
+    if not isinstance(layer.mha, EvoformerAttention) or layer.mha.linear_g is None:
+        raise InvalidInputError(
+            "mha: expected a gated EvoformerAttention for pairs in a DTensor; got another "
+            f"{type(layer.mha).__name__}. Give the layer whole pairs: x.full_tensor()."
+        )
     row_dim = x.dim() - (2 if layer.is_ending else 3)
     moved, mesh_dim = sharded_by(x, row_dim)
     seen = None

@@ -364,6 +364,10 @@ def refusals(world):
     other = DeviceMesh(world.device, list(reversed(range(world.size))))
     with pytest.raises(InvalidInputError, match=r"mask: expected .* on the mesh of x"):
         layer(x, distribute_tensor(mask, other, ROWS))
+    ungated = TriangleAttentionStartingNode(C, WIDTH, HEADS)
+    ungated.mha = EvoformerAttention(C, C, C, WIDTH, HEADS, gating=False)
+    with pytest.raises(InvalidInputError, match="mha: expected a gated EvoformerAttention"):
+        ungated(x)
     attention = Layer("", EvoformerAttention, ROWS).layer(world)
     bias = torch.zeros(1, 1, HEADS, 8, 8, device=world.device)
     with pytest.raises(InvalidInputError, match="bias2: expected a DTensor"):
