@@ -82,7 +82,7 @@ def sharded_by(x: DTensor, dim: int) -> tuple[DTensor, int]:
         raise InvalidInputError(
             f"x: expected one dimension of the mesh to shard dimension {axes[0]} or {axes[1]} of "
             f"{list(x.shape)}, and others to shard those before or nothing; got {x.placements}. "
-            "Use redistribute or distribute_tensor; a replicated one is the layer's as to_local()."
+            "Use redistribute or distribute_tensor; with only batches sharded, x.to_local()."
         )
     placements = list(x.placements)
     placements[found[0]] = Shard(dim)

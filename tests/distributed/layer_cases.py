@@ -353,6 +353,8 @@ def refusals(world):
     x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), world.mesh(), [Replicate()])
     with pytest.raises(InvalidInputError, match="x: expected one dimension of the mesh to shard"):
         layer(x)
+    with pytest.raises(InvalidInputError, match="with only batches sharded"):
+        layer(x.redistribute(placements=[Shard(0)]))
     x = x.redistribute(placements=ROWS)
     mask = torch.ones(1, 8, 8, device=world.device)
     with pytest.raises(InvalidInputError, match=r"mask: expected a DTensor, .* distribute_tensor"):
