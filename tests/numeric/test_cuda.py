@@ -192,11 +192,11 @@ def test_more_rows_than_are_under_way_at_a_time(D, dtype):
 
 @HALF_DTYPES
 @pytest.mark.parametrize(("D", "N"), [(16, 70), (32, 103), (48, 150), (64, 216)])
-def test_memory_that_dk_lends(D, N, dtype):
-    """Long keys and few queries: dq of some (b, n, h) is added up in memory of dk, and the last
-    ones share what is left.
+def test_dq_in_the_memory_of_dk(D, N, dtype):
+    """Long keys and few queries: dq of some (b, n, h) is added up in memory of dk or dv, and the
+    last ones share what is left.
     """
-    check(Case("lent-rows", B=2, N=N, Lq=64, Lk=1000, H=4, D=D).inputs(dtype, "cuda"))
+    check(Case("dq-in-dk", B=2, N=N, Lq=64, Lk=1000, H=4, D=D).inputs(dtype, "cuda"))
 
 
 @pytest.mark.parametrize("sees", ["all", "nothing", "one key"])
