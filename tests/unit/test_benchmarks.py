@@ -5,6 +5,7 @@ read back.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,12 @@ def test_every_workload_has_an_id_a_source_and_is_selectable():
         assert select([workload.id]) == (workload,)
     for name in GROUPS:
         assert select([name])
+
+
+def test_heads_in_a_source_are_those_of_the_workload():
+    for workload in WORKLOADS:
+        if told := re.search(r"(\d+) heads of (\d+)", workload.source):
+            assert told.groups() == (str(workload.H), str(workload.D)), workload.id
 
 
 def test_selection_keeps_order_and_drops_repeats():
