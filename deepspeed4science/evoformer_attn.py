@@ -20,8 +20,9 @@ from deepspeed4science.arguments import (
     split_biases,
 )
 from deepspeed4science.call import ForwardCall
-from deepspeed4science.dtensor import require_sharding_rules
+from deepspeed4science.dtensor import is_dtensor, require_sharding_rules
 from deepspeed4science.operators import forward_op, recorded_attention, replayed
+from deepspeed4science.problem import describe
 from op_builder.system import process_exit
 
 
@@ -141,6 +142,9 @@ def _first_of_its_kind(
         row_mask = canonicalise_row_mask(row_mask, Q)
     if scale is not None:
         q, scale = canonicalise_scale(q, scale)
+    if is_dtensor(q) and not torch.compiler.is_compiling():
+        # Refused here, as DTensor would make a RuntimeError of the operator's InvalidInputError.
+        describe(ForwardCall(q, k, v, bias1, bias2, return_lse, row_mask, scale))
     recorded = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

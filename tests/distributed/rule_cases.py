@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.errors import InvalidInputError
 
 from .sharded import Case, check, distribute, partly, run_sharded
 
@@ -156,12 +157,22 @@ def mixed_with_plain_tensors(world):
         DS4Sci_EvoformerAttention(q, inputs.k, inputs.v)
 
 
+def refusals(world):
+    """Errors have their own type, as for tensors."""
+    inputs = Case("", ()).inputs(world.device)
+    q, k, v = (distribute(x, world.mesh(), [1]) for x in inputs.tensors()[:3])
+    with pytest.raises(InvalidInputError, match=r"V: expected .* to match K"):
+        DS4Sci_EvoformerAttention(q, k, v[:, :, :7])
+    with pytest.raises(InvalidInputError, match="Q: expected float32, bfloat16 or float16"):
+        DS4Sci_EvoformerAttention(q.double(), k.double(), v.double())
+
+
 ALL = {case.id: partial(run_case, case) for case in ONE_DIMENSION}
 ALL |= {
     f"rule-{function.__name__}": function
     for function in (
         *(compiled, checkpointed, placements, rounded_once, partial_bias, lse, other_ranks),
-        mixed_with_plain_tensors,
+        *(mixed_with_plain_tensors, refusals),
     )
 }
 
