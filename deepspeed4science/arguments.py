@@ -15,8 +15,6 @@ from torch import Tensor
 from deepspeed4science.bias_advice import BIAS_HELP
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.problem import (
-    LARGEST_SCALE,
-    LEAST_SCALE,
     ROW_MASK_HELP,
     SUPPORTED_DTYPES,
     shape_of,
@@ -104,11 +102,12 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
             f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "
             "need a gradient, multiplies Q: pass Q * scale * D ** 0.5."
         )
-    if not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+    float32 = torch.finfo(torch.float32)  # numbers of the module would be symbols to torch.compile
+    if not -float32.max <= scale <= float32.max:
         raise InvalidInputError(
             f"scale: expected a finite number of float32; got {scale}. Check its source."
         )
-    if -LEAST_SCALE < scale < LEAST_SCALE:
+    if -float32.tiny < scale < float32.tiny:
         return q * 0.0, 1.0
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 

@@ -4,6 +4,7 @@ higher derivatives.
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from deepspeed4science import DS4Sci_EvoformerAttention, EvoformerFusedAttention
 from deepspeed4science.errors import DoubleBackwardError
@@ -107,6 +108,22 @@ def test_compile_says_what_is_wrong_with_dynamic_shapes(device):
         torch._dynamo.exc.Unsupported, match=r"at most the 4 dimensions .* got \[2, 3"
     ):
         compiled(q, bias1)
+
+
+def test_compile_of_checkpointed_layers_with_a_scale(device):
+    """Several checkpoints of one graph, with dynamic sizes."""
+
+    def layer(q):
+        return q + DS4Sci_EvoformerAttention(q, q, q, scale=0.3)
+
+    def step(q):
+        for _ in range(2):
+            q = torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False)
+        return q
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    q, *_ = leaves(device)
+    torch.testing.assert_close(compiled(q), step(q))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "row-mask"])
