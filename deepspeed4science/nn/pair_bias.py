@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.names import PAIR_BIAS, accept
-from deepspeed4science.nn.parameters import LayerNorm, Linear
+from deepspeed4science.nn.parameters import LayerNorm, Linear, leaves_out
 from deepspeed4science.problem import shape_of
 
 
@@ -108,7 +108,9 @@ class AttentionPairBias(nn.Module):
             ("s", "[*, L, c_s]", s, 2, 0),
             ("mask", "[*, L]", mask, 1, 0),
         ):
-            if given is not None and (given.dim() < fewest or _leaves_out(given, own, a)):
+            if given is not None and (
+                given.dim() < fewest or leaves_out(given.shape[:-own], a.dim() - 2)
+            ):
                 raise InvalidInputError(
                     f"{name}: expected {form} with the leading dimensions of a, or 1 in their "
                     f"place; got {shape_of(given)} for a of {shape_of(a)}."
@@ -128,9 +130,3 @@ class AttentionPairBias(nn.Module):
             o = o * self.linear_ada_out(s).sigmoid()
         result: Tensor = o
         return result
-
-
-def _leaves_out(given: Tensor, own: int, a: Tensor) -> bool:
-    """Whether it has fewer dimensions than a before its own last ones, and not all of size 1."""
-    leading = given.shape[:-own]
-    return len(leading) < a.dim() - 2 and any(size != 1 for size in leading)

@@ -97,6 +97,13 @@ def is_untouched(module: nn.Module) -> bool:
     return "forward" not in vars(module) and not hooks
 
 
+def leaves_out(leading: Sequence[int], number: int) -> bool:
+    """Whether these leading dimensions of an argument are fewer than the layer's input has, and not
+    all of size 1. Broadcasting would take them for the last ones of the input.
+    """
+    return len(leading) < number and any(size != 1 for size in leading)
+
+
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
     """`map(x)` for each map. Plain maps are one product, so that x is read once."""
     if not all(is_plain(one) for one in maps):

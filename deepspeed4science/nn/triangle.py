@@ -13,7 +13,7 @@ from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
-from deepspeed4science.nn.parameters import LayerNorm, Linear, is_untouched, join
+from deepspeed4science.nn.parameters import LayerNorm, Linear, is_untouched, join, leaves_out
 from deepspeed4science.packed import columns
 from deepspeed4science.problem import shape_of
 
@@ -47,7 +47,8 @@ class TriangleAttentionStartingNode(nn.Module):
             x: `[*, I, J, c_in]`, with I = J.
             mask: `[*, I, J]`, or what broadcasts to it; pairs of 0 or False are hidden from every
                 query. In a row (ending node: a column) in which all pairs are hidden, attention is
-                0. Default: no pair is hidden.
+                0. Default: no pair is hidden. It may not leave out a dimension of `*` and have
+                another of more than 1: batches would be taken for templates.
             residual: add x to the result, without another pass over the pairs. With dropout
                 between layer and residual, write `x = x + dropout(layer(x, mask))` instead.
 
@@ -61,10 +62,10 @@ class TriangleAttentionStartingNode(nn.Module):
             raise InvalidInputError(
                 f"x: expected pairs [*, L, L, c_in], c_in = {self.c_in}; got {shape_of(x)}."
             )
-        if mask is not None and mask.dim() >= x.dim():
+        if mask is not None and (mask.dim() >= x.dim() or leaves_out(mask.shape[:-2], x.dim() - 3)):
             raise InvalidInputError(
-                f"mask: expected {list(x.shape[:-1])}, a number for each pair; got "
-                f"{shape_of(mask)}."
+                f"mask: expected {list(x.shape[:-1])}, a number for each pair, or 1 in the place "
+                f"of a size; got {shape_of(mask)}."
             )
         if is_sharded(x, self.linear_z):
             from deepspeed4science.distributed.axial import triangle_attention

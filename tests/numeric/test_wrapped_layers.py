@@ -293,6 +293,18 @@ def test_pairs_are_square(kind, shape):
         layer(torch.randn(2, L, L, C), torch.ones(2, L, L, 1))
 
 
+@pytest.mark.parametrize("kind", TRIANGLES)
+def test_batches_are_not_taken_for_templates(kind):
+    """As many templates as batches, and a mask without the dimension of templates."""
+    layer, _, _ = layer_and_input(kind)
+    x, mask = torch.randn(2, 2, L, L, C), torch.rand(2, L, L) < 0.7
+    with pytest.raises(InvalidInputError, match=r"mask: expected .* or 1 in .*; got \[2, 20, 20\]"):
+        layer(x, mask)
+    expected = torch.stack([layer(x[:, n], mask) for n in range(2)], dim=1)
+    torch.testing.assert_close(layer(x, mask.unsqueeze(1)), expected, rtol=1e-4, atol=1e-4)
+    assert layer(x, mask[:1]).shape == x.shape
+
+
 def test_biases_in_the_place_of_keys_are_told():
     layer, x, _ = layer_and_input(nn.EvoformerAttention)
     with pytest.raises(InvalidInputError, match=r"kv_x: expected a tensor.*biases=\[bias1"):
