@@ -183,6 +183,29 @@ def _unaligned(x):
 
 
 @EACH
+@pytest.mark.parametrize("ending", [False, True])
+def test_parameters_of_any_strides(device, ending):
+    """As `load_state_dict(assign=True)` leaves them where arrays of another program are transposed.
+    Kernels read parameters, but for those of the joined product, by address.
+    """
+    layer = Case("", ending=ending, bias=True, x=torch.bfloat16, autocast=None).layer(device)
+    x = torch.randn(1, 20, 20, 128, device=device, dtype=torch.bfloat16)
+    apart = {
+        name: torch.stack([one, torch.zeros_like(one)], dim=-1)[..., 0]
+        for name, one in layer.state_dict().items()
+    }
+    with everywhere(device), mock.patch.object(operators, "forward", wraps=operators.forward) as to:
+        expected = layer(x)
+        layer.load_state_dict(apart, assign=True)
+        assert not any(one.is_contiguous() for one in layer.parameters())
+        found = layer(x)
+    by_address = ("norm_weight", "norm_bias", "z_weight", "out_weight", "out_bias")
+    for call in to.call_args_list:
+        assert all(getattr(call.args[0], name).is_contiguous() for name in by_address)
+    torch.testing.assert_close(found, expected)
+
+
+@EACH
 def test_no_batch_element(device):
     case = Case("", bias=True)
     layer = case.layer(device)

@@ -113,18 +113,19 @@ def triangle_attention(
     mha, norm, dtype = layer.mha, layer.layer_norm, _dtype_of_products(x)
     gate = mha.linear_g
     assert gate is not None
+    out_bias = mha.linear_o.bias
     result: Tensor = _TriangleAttention.apply(
-        x.contiguous(),
-        norm.weight.float(),
-        norm.bias.float(),
-        layer.linear_z.weight,
+        x.contiguous(),  # kernels know no strides, of parameters neither
+        norm.weight.float().contiguous(),
+        norm.bias.float().contiguous(),
+        layer.linear_z.weight.contiguous(),
         mha.linear_q.weight,
         mha.linear_k.weight,
         mha.linear_v.weight,
         gate.weight,
         gate.bias,
-        mha.linear_o.weight,
-        mha.linear_o.bias,
+        mha.linear_o.weight.contiguous(),
+        None if out_bias is None else out_bias.contiguous(),
         None if seen is None else _bias_of_mask(seen, x, dtype, layer.is_ending),
         dtype,
         mha.no_heads,
