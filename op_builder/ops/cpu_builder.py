@@ -35,11 +35,13 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
 
     def cxx_args(self) -> list[str]:
         """Fused multiply-adds, but no -ffast-math: masks are infinities, and NaNs must be kept.
+        It is turned off by name, since it is the default of Intel's icpx.
 
         No -fopenmp: cpu/parallel.h calls functions that every OpenMP runtime has; openmp.py chooses
         the runtime when a library is loaded.
         """
-        return ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden"]
+        arithmetic = ("-fno-fast-math", "-ffp-contract=fast")  # the first would undo the second
+        return ["-std=c++17", "-O3", *arithmetic, "-fPIC", "-fvisibility=hidden"]
 
     def cpu_arch(self) -> str:
         """The flag for exactly this processor; our units use `isa_args`, the same everywhere."""

@@ -129,3 +129,23 @@ def test_a_poorer_answer_is_not_remembered(tmp_path, monkeypatch):
     (tmp_path / "mended").touch()
     memo._answers.clear()
     assert "sm_80" in nvcc_targets.targets(toolkits.find_nvcc()).real
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"), [('-ffast-math "$@"', False), ('"$@" -ffast-math', True)]
+)
+def test_a_compiler_that_knows_no_infinities_unless_told(words, is_refused, tmp_path):
+    """Intel's icpx, and compilers wrapped by a script: NaNs and masks would be lost in silence."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    fakes.program(tmp_path / "fast", f"#!/bin/sh\nexec g++ {words}\n")
+    fakes.file(tmp_path / "unit.cpp", '#include "cpu/scalar.h"\n')
+    builder = EvoformerAttnCPUBuilder()
+    folders = (f"-I{folder}" for folder in builder.include_paths())
+    done = subprocess.run(
+        [str(tmp_path / "fast"), *builder.cxx_args(), *folders, "-fsyntax-only", "unit.cpp"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == is_refused == ("name another one in CXX" in done.stderr)

@@ -71,6 +71,9 @@ def test_no_fast_math_and_no_openmp_runtime():
     """-ffast-math forgets infinities, as masks are; a second runtime fights with torch's."""
     builder = EvoformerAttnCPUBuilder()
     assert not {"-ffast-math", "-Ofast"} & set(builder.cxx_args())
+    assert builder.cxx_args().index("-fno-fast-math") < builder.cxx_args().index(
+        "-ffp-contract=fast"
+    )
     assert not any("omp" in flag for flag in (*builder.cxx_args(), *builder.extra_ldflags()))
 
 

@@ -4,6 +4,11 @@
 #include <cstdint>
 #include <cstring>
 
+// gcc and clang define it, as 0 or 1. Masks are infinities, and NaNs must be kept.
+#if __FINITE_MATH_ONLY__
+#error "this compiler assumes that there are no infinities (-ffast-math): name another one in CXX"
+#endif
+
 namespace ds4s::cpu {
 
 struct bfloat16_t {
