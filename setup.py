@@ -15,6 +15,13 @@ import subprocess
 from pathlib import Path
 
 import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # without build isolation nobody has checked
+    sys.exit(
+        f"deepspeed4science needs setuptools 77 or newer to be built; this is "
+        f"{setuptools.__version__}: pip install 'setuptools>=77'"
+    )
+
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 

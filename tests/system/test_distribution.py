@@ -46,6 +46,20 @@ def test_a_wheel_holds_the_headers_once(tree, tmp_path):
     assert top - {"deepspeed4science", "op_builder"} == {"deepspeed4science-0.1.0.dist-info"}
 
 
+def test_setuptools_that_is_too_old(tmp_path):
+    """Without build isolation, that of the environment is used: Python 3.11 puts 65 into a venv."""
+    (tmp_path / "setuptools.py").write_text('__version__ = "65.5.0"\n')
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); exec(open('setup.py').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", f"__file__ = 'setup.py'; {script}"],
+        cwd=trees.REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "needs setuptools 77 or newer to be built; this is 65.5.0" in done.stderr
+
+
 def test_an_editable_install_from_the_folder_above(tree, tmp_path):
     """There, Python sees a folder of the package's name before it asks anybody else."""
     options = ("--no-deps", "--no-build-isolation", "--prefix", str(tmp_path))
