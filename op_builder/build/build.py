@@ -21,7 +21,7 @@ from ..system import log, process_exit, shortages
 from ..toolchain import ninja
 from . import workdir
 from .compile_error import explain, is_lasting
-from .ninja_run import NinjaRun
+from .ninja_run import NinjaRun, begun_file
 from .verify import verify_and_publish
 
 # Seconds between attempts at a lock that another process holds. They grow: hundreds of processes
@@ -59,6 +59,7 @@ class Unit:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     together: threading.Event | None = None  # set once all that are compiled at once begin
+    begun: Path | None = None  # a file that appears when its own compiler is started
     last_seconds: float | None = None  # duration of its last compilation
     seconds: float | None = None  # set when it was compiled here
     messages: list[str] = field(default_factory=list)
@@ -222,6 +223,7 @@ class Build:
 
         for unit in units:
             unit.last_seconds = last_seconds(self._root, unit.job.name)
+            unit.begun = begun_file(folder, unit.job)
             unit.together = together
         together.set()
         try:

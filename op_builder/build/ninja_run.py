@@ -160,8 +160,13 @@ class NinjaRun:
         folder = self._folder / job.ident
         with contextlib.suppress(OSError):
             ended = (folder / _library(job)).stat().st_mtime
-            return max(ended - (folder / _BEGUN).stat().st_mtime, 0.0)
+            return max(ended - begun_file(self._folder, job).stat().st_mtime, 0.0)
         return 0.0
+
+
+def begun_file(folder: Path, job: CompileJob) -> Path:
+    """The file that appears when a unit's first command begins, in a run's folder."""
+    return folder / job.ident / _BEGUN
 
 
 def commands(job: CompileJob) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ def wait_for(units: Sequence[Unit], display: progress.Silent) -> None:
         waiting = next((unit for unit in units if not unit.done.is_set()), None)
         for one in watched:
             one.tell_messages()
-        fresh = [one.begin() for one in watched if one.unit.compiling and one.begun is None]
+        fresh = [one.begin() for one in watched if one.unit.compiling and not one.begun]
         if fresh:
             display.begin(fresh)
         for one in watched:
@@ -43,7 +44,8 @@ class _Watched:
 
     def __init__(self, unit: Unit, display: progress.Silent) -> None:
         self.unit = unit
-        self.begun: float | None = None
+        self.begun = False
+        self._running_since: float | None = None
         self._display = display
         self._num_told = 0
         self._ended = False
@@ -51,7 +53,7 @@ class _Watched:
         self._patience_s = _patience_s(None)
 
     def begin(self) -> progress.ShownUnit:
-        self.begun = time.monotonic()
+        self.begun = True
         job = self.unit.job
         self._shown = progress.ShownUnit(
             job.title, self.unit.last_seconds, job.usual_seconds, job.memory_bytes
@@ -70,10 +72,16 @@ class _Watched:
             self._display.finished(self.unit.job.title, self.unit.seconds)
 
     def tell_delay(self) -> None:
-        """Report a unit that takes much longer than usual: its compiler is slow, or hangs."""
-        if self.begun is None or self.unit.done.is_set():
+        """Report a unit that takes much longer than usual: its compiler is slow, or hangs. Units
+        that wait for a free core do not.
+        """
+        if self.unit.done.is_set() or self.unit.begun is None:
             return
-        seconds = time.monotonic() - self.begun
+        if self._running_since is None:
+            if not os.path.exists(self.unit.begun):
+                return
+            self._running_since = time.monotonic()
+        seconds = time.monotonic() - self._running_since
         if seconds < self._patience_s:
             return
         self._patience_s = 2 * seconds

@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from .toys import finish, gate, open_gate, time_told, until
+from .toys import finish, gate, open_gate, read_until, time_told, until
 
 LOAD = "report(**load())"
 
@@ -48,6 +48,16 @@ def test_many_units_are_counted(workshop):
     ]
     counts = [re.match(r"\[(\d)/6, \d+ s\] compiled toy\d in ", line) for line in messages[5:]]
     assert [count and count[1] for count in counts] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_unit_that_waits_its_turn_does_not_take_long(workshop):
+    """Of many units on few cores, the last ones begin minutes after the first."""
+    workshop.set_compiler("sleep 60")
+    script = "from op_builder.build import wait\nwait._SILENCE_OF_UNKNOWN_S = 0.3\nload('a', 'b')"
+    process = workshop.spawn(script, stderr=-1, MAX_JOBS="1")
+    said = [read_until(process.stderr, "still compiling").splitlines()[-1] for _ in range(2)]
+    process.kill()
+    assert said[0].split()[2] == said[1].split()[2], said
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0498, 2.3498])
