@@ -112,7 +112,7 @@ def used(folder: Path) -> float:
 def note_use(folder: Path) -> None:
     """Record that an entry is used now, if its folder can be written."""
     with contextlib.suppress(OSError):
-        if time.time() - used(folder) > USE_GRAIN_S:
+        if abs(time.time() - used(folder)) > USE_GRAIN_S:  # a clock may have been set back
             os.utime(folder)
 
 

@@ -45,7 +45,7 @@ def test_a_load_is_remembered_to_the_hour(workshop):
     """Not each one: a thousand ranks must not write to one folder at once."""
     workshop.run()
     (entry,) = workshop.entries
-    for before, after in ((3.0, 0.0), (0.5 / 24, 0.5 / 24)):
+    for before, after in ((3.0, 0.0), (0.5 / 24, 0.5 / 24), (-3.0, 0.0)):  # -3: of a wrong clock
         set_age(entry, before)
         assert workshop.run().origin == "cache"
         assert age_days(entry) == pytest.approx(after, abs=0.01)
@@ -106,6 +106,15 @@ def test_what_was_used_within_the_hour_stays(big):
     big.run("report(**load('a', 'b', 'c'))")
     big.run("report(**load('d'))", DS4S_CACHE_MAX_MB="1")
     assert names(big) == ["a", "b", "c", "d"]
+
+
+def test_a_use_in_the_future_keeps_nothing(big):
+    """A clock went wrong and was set right since: such an entry would stay for years."""
+    big.run("report(**load('a'))")
+    set_age(folder_of(big, "a"), -1000.0)
+    big.run("report(**load('b'))")
+    big.run("report(**load('c'))", DS4S_CACHE_MAX_MB="1")
+    assert names(big) == ["b", "c"]
 
 
 def test_what_this_process_uses_stays(big):
