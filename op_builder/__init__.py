@@ -7,6 +7,7 @@ imported on first use.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not sys.platform.startswith("linux"):
+        raise ImportError(
+            f"deepspeed4science: expected Linux, where its kernels run, got {sys.platform}; "
+            "use WSL 2 on Windows, and on a Mac a container or a machine with Linux"
+        )
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

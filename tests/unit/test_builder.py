@@ -32,6 +32,14 @@ def test_names_that_outsiders_use():
     assert not hasattr(op_builder, "__deepspeed__")
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_another_system_is_named(system, monkeypatch):
+    """Not by Apple's linker, nor by a module that Windows does not have."""
+    monkeypatch.setattr(op_builder.sys, "platform", system)
+    with pytest.raises(ImportError, match=f"expected Linux, .*, got {system}; use WSL 2"):
+        op_builder.__getattr__("EvoformerAttnCPUBuilder")
+
+
 @pytest.mark.parametrize("builder", ALL_OPS.values(), ids=ALL_OPS)
 def test_every_builder_answers_without_compiling(builder):
     """Each method of the contract on whatever machine this is, with the type it promises."""
