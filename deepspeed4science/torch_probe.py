@@ -16,6 +16,11 @@ TIMEOUT_S = 60.0  # a first import from a network file system may take most of i
 
 _MARK = "deepspeed4science-torch-probe "
 _INSTALL = "pip install 'torch>=2.10'"
+_INSTALL_ANEW = 'python -c "import torch" shows all of it; pip install --force-reinstall torch'
+_ASK_AGAIN = (
+    "run ds_report again: a first import from a network file system may take minutes; "
+    'if python -c "import torch" does not end either, press Ctrl-C there: it shows where it waits'
+)
 
 # Prints one marked line, whatever else the import prints. cuDriverGetVersion may be called before
 # cuInit and creates no context.
@@ -92,7 +97,7 @@ class TorchProbe:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            return _broken(f"importing it did not end within {TIMEOUT_S:.0f} s")
+            return _broken(f"importing it did not end within {TIMEOUT_S:.0f} s", _ASK_AGAIN)
         self._output.seek(0)
         text = self._output.read().decode(errors="replace")
         self._output.close()
@@ -129,8 +134,7 @@ def _understood(said: dict[str, Any]) -> TorchAnswer:
     )
 
 
-def _broken(reason: str) -> TorchAnswer:
-    remedy = 'python -c "import torch" shows all of it; pip install --force-reinstall torch'
+def _broken(reason: str, remedy: str = _INSTALL_ANEW) -> TorchAnswer:
     return TorchAnswer(False, reason=reason, remedy=remedy)
 
 
