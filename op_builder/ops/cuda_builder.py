@@ -199,8 +199,8 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
             raise ToolchainError(
                 f"{self.absolute_name()} cannot be compiled for {', '.join(map(str, refused))}: "
                 f"the templates begin at {Arch(*self.OLDEST)}, and nvcc {_versions()} can do "
-                f"{', '.join(supported)}; ask for {possible or 'one of these'}, or set CUDA_HOME "
-                "to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
+                f"{arch.as_written(supported)}; ask for {possible or 'one of these'}, or set "
+                "CUDA_HOME to a toolkit that can (7.0 and 7.2 need CUDA 12.9 or older)"
             )
 
     def tool_obstacles(self) -> list[Obstacle]:

@@ -226,6 +226,12 @@ def _for_device(device: tuple[int, int], supported: Collection[str]) -> tuple[Ar
     return (replace(below[0], ptx=True),) if below else ()
 
 
+def as_written(supported: Collection[str]) -> str:
+    """nvcc's architectures as they are requested: "7.5, 8.0" for sm_80 and sm_75."""
+    numbers = sorted(_plain_numbers(supported), key=int)
+    return ", ".join(f"{number[:-1]}.{number[-1]}" for number in numbers)
+
+
 def _plain_numbers(supported: Collection[str]) -> list[str]:
     return [name[3:] for name in supported if name.startswith("sm_") and name[3:].isdecimal()]
 
@@ -239,9 +245,7 @@ def _nothing_left(
 ) -> ToolchainError:
     asked = "; ".join(map(str, requested)) or "nothing (TORCH_CUDA_ARCH_LIST is unset)"
     has = "not known" if device is None else f"{device[0]}.{device[1]}"
-    can = ", ".join(
-        f"{number[:-1]}.{number[-1]}" for number in sorted(_plain_numbers(supported), key=int)
-    )
+    can = as_written(supported)
     if requested and device is not None and not any(one.runs_on(device) for one in requested):
         remedy = f"add {has} to TORCH_CUDA_ARCH_LIST, or unset it"
     else:
