@@ -130,9 +130,9 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
         else:
             available.append(isa)
     if forced in refused:
+        others = [isa for isa in CPU_ISAS if isa != forced and not why_not_here(isa)]
         raise ToolchainError(
-            f"DS4S_CPU_ISA={forced}: {refused[forced]}; "
-            f"unset it or name one of {', '.join(CPU_ISAS)}"
+            f"DS4S_CPU_ISA={forced}: {refused[forced]}; unset it or name one of {', '.join(others)}"
         )
     if "portable" not in available:
         available.append("portable")
