@@ -66,6 +66,12 @@ def test_the_demo_gets_what_it_imports(clone):
     assert (again.returncode, again.stderr, asked) == (0, "", "")
 
 
+def test_a_pip_that_installs_for_the_user(clone):
+    """`user = true` in pip.conf, or PIP_USER: pip refuses that in a virtual environment."""
+    _, asked = set_up(clone, "test")
+    assert asked and all("--no-user" in line.split() for line in asked.splitlines())
+
+
 def test_tests_get_more_on_top(clone):
     set_up(clone, "demo")
     done, asked = set_up(clone, "test")
