@@ -89,7 +89,8 @@ def tell_uncovered(job: CompileJob, where: tuple[Root, ...]) -> None:
             named = [entry for entry in entries if entry.meta["name"] == job.name]
             log.warn_once(
                 f"{job.title} is not among the {len(entries)} kernels compiled while installing "
-                f"({_why_not(job, named)}); it is compiled now and kept in {where[-1].path}"
+                f"({_why_not(job, named)}); it has to be compiled, and is then kept in "
+                f"{where[-1].path}"
             )
 
 
