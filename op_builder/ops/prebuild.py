@@ -17,6 +17,7 @@ from ..cache.key import CompileJob
 from ..cache.loaded_kernel import LoadedKernel
 from ..cache.search import Root
 from ..errors import BuildError
+from ..system import ownership
 from .all_ops import ALL_OPS
 from .builder import OpBuilder
 
@@ -57,6 +58,8 @@ def build_into(
     Raises BuildError or a subclass, also when a kernel cannot be written there.
     """
     target = folder.absolute()
+    if doubt := ownership.doubt_about(target):  # publishing would refuse it, after minutes
+        raise BuildError(f"no kernel is put where others could change it: {doubt}")
     loader = Loader(lambda: (Root(target, "prebuilt", shared=False),))
     try:
         kernels = loader.load(jobs, verbose=verbose)

@@ -51,6 +51,18 @@ def test_out_that_may_not_be_written(tmp_path):
     assert f"cannot be written to {folder}/kernels (Permission denied)" in done.stderr
 
 
+def test_out_that_others_may_write(tmp_path):
+    """A folder of a lab, say: told before anything is compiled, and with the remedy alone."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    folder.chmod(0o777)
+    done = run(tmp_path, *BUILD, "--out", str(folder))
+    assert done.returncode == 1, done.stdout
+    assert f"can be written by others (chmod go-w {folder}, or " in done.stderr
+    assert "free some space" not in done.stderr
+    assert list(folder.iterdir()) == []
+
+
 def test_a_cache_that_may_not_be_written(tmp_path):
     """Filling it is what `build` was asked for; a first call would do with a passing copy."""
     place = {"DS4S_CACHE_DIR": str(forbidden(tmp_path / "cache"))}
