@@ -98,6 +98,7 @@ _HOST_RUNTIME = """
 typedef int cudaError_t;
 typedef void* cudaStream_t;
 enum {{ cudaSuccess, cudaErrorInvalidValue }};
+inline cudaError_t cudaGetLastError() {{ return cudaSuccess; }}
 inline const char* cudaGetErrorString(cudaError_t) {{ return "an error of no GPU"; }}
 """
 
