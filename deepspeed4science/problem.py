@@ -18,8 +18,8 @@ from deepspeed4science.errors import InvalidInputError
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SUPPORTED_DTYPES = tuple(DTYPE_NAMES)
 
-_FLOAT32 = torch.finfo(torch.float32)
-LEAST_SCALE, LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max
+# torch.compile takes its attributes for constants; numbers of a module it takes for symbols.
+FLOAT32 = torch.finfo(torch.float32)
 
 ROW_MASK_HELP = (
     "row_mask says which rows n of Q are read, one boolean for each, broadcastable to [B, N]; "
@@ -111,7 +111,7 @@ def describe(call: Call) -> Problem:
         _check_result("dO", call.do_, (B, N, Lq, H, Dv), dtype, device)
         _check_result("O", call.o, (B, N, Lq, H, Dv), dtype, device)
         _check_result("lse", call.lse, (B, N, H, Lq), torch.float32, device)
-    if scale is not None and not LEAST_SCALE <= scale <= LARGEST_SCALE:
+    if scale is not None and not FLOAT32.tiny <= scale <= FLOAT32.max:
         raise InvalidInputError(
             f"scale: the operators take a positive normal number of float32; got {scale}. "
             "DS4Sci_EvoformerAttention takes zero and negative ones, too."

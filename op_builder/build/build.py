@@ -59,7 +59,7 @@ class Unit:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     together: threading.Event | None = None  # set once all that are compiled at once begin
-    begun: Path | None = None  # a file that appears when its own compiler is started
+    begun_file: Path | None = None  # appears when its own compiler is started
     last_seconds: float | None = None  # duration of its last compilation
     seconds: float | None = None  # set when it was compiled here
     messages: list[str] = field(default_factory=list)
@@ -223,7 +223,7 @@ class Build:
 
         for unit in units:
             unit.last_seconds = last_seconds(self._root, unit.job.name)
-            unit.begun = begun_file(folder, unit.job)
+            unit.begun_file = begun_file(folder, unit.job)
             unit.together = together
         together.set()
         try:

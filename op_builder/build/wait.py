@@ -23,7 +23,7 @@ def wait_for(units: Sequence[Unit], display: progress.Silent) -> None:
         waiting = next((unit for unit in units if not unit.done.is_set()), None)
         for one in watched:
             one.tell_messages()
-        fresh = [one.begin() for one in watched if one.unit.compiling and not one.begun]
+        fresh = [one.begin() for one in watched if one.unit.compiling and not one.is_shown]
         if fresh:
             display.begin(fresh)
         for one in watched:
@@ -44,7 +44,7 @@ class _Watched:
 
     def __init__(self, unit: Unit, display: progress.Silent) -> None:
         self.unit = unit
-        self.begun = False
+        self.is_shown = False
         self._running_since: float | None = None
         self._display = display
         self._num_told = 0
@@ -53,7 +53,7 @@ class _Watched:
         self._patience_s = _patience_s(None)
 
     def begin(self) -> progress.ShownUnit:
-        self.begun = True
+        self.is_shown = True
         job = self.unit.job
         self._shown = progress.ShownUnit(
             job.title, self.unit.last_seconds, job.usual_seconds, job.memory_bytes
@@ -75,10 +75,10 @@ class _Watched:
         """Report a unit that takes much longer than usual: its compiler is slow, or hangs. Units
         that wait for a free core do not.
         """
-        if self.unit.done.is_set() or self.unit.begun is None:
+        if self.unit.done.is_set() or self.unit.begun_file is None:
             return
         if self._running_since is None:
-            if not os.path.exists(self.unit.begun):
+            if not os.path.exists(self.unit.begun_file):
                 return
             self._running_since = time.monotonic()
         seconds = time.monotonic() - self._running_since

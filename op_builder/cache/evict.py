@@ -52,7 +52,7 @@ def make_room(root: Path) -> list[Path]:
     damaged, entries = list(usages(root, "aside")), list(usages(root, "units"))
     excess = sum(one.size_bytes for one in (*damaged, *entries)) - limit
     in_use = {path.parent for path in loaded_kernel.in_use()}
-    now, hour = time.time(), cache.USE_GRAIN_S
+    now = time.time()
     candidates = [
         *damaged,
         *(one for one in sorted(entries, key=_age) if one.folder not in in_use),
@@ -61,7 +61,8 @@ def make_room(root: Path) -> list[Path]:
     for one in candidates:
         if excess <= 0:
             break
-        if one.folder.parent.name == "units" and now - hour < cache.used(one.folder) <= now + hour:
+        is_recent = abs(now - cache.used(one.folder)) < cache.USE_GRAIN_S  # a wrong clock's is not
+        if one.folder.parent.name == "units" and is_recent:
             continue
         if staging.remove(one.folder):
             removed.append(one.folder)
