@@ -70,6 +70,24 @@ def spills_in_steps(kernel):
     return [x for loop in innermost_loops(kernel) for x in loop if re.search(r"\b(LDL|STL)\b", x)]
 
 
+def loops_without_uniform_registers(code):
+    """Kernels of a disassembly that move descriptors to uniform registers for each product anew.
+
+    nvcc uses no uniform registers in a loop with a branch on which the lanes of a warp might not
+    agree for all it knows (docs/kernels/sm90.md, Uniform registers).
+    """
+    found = []
+    for kernel in code.split("\n.text.")[1:]:
+        for loop in innermost_loops(kernel):
+            products, moves = (
+                sum(re.search(rf"\b{name}\b", line) is not None for line in loop)
+                for name in ("HGMMA", "R2UR")
+            )
+            if products and moves >= products:
+                found.append(kernel.partition(":")[0])
+    return found
+
+
 def loads_behind_additions(kernel):
     """A kernel's loads from shared memory, in innermost loops without products, behind the first
     addition of four floats to global memory. A warp's load waits for its additions before it.

@@ -26,6 +26,7 @@ from tests.system.machine_code import (
     instructions_by_kernel,
     loads_before_wait,
     loads_behind_additions,
+    loops_without_uniform_registers,
     overwritten_operands,
     reads_behind_remote_stores,
     spills_in_steps,
@@ -209,6 +210,7 @@ def test_unit(unit, nvcc, compilations):
         assert not missing
         assert not consumers_that_spill(code)
         assert not overwritten_operands(code)
+        assert not loops_without_uniform_registers(code)
         assert not loads_before_wait(code)
         assert not reads_behind_remote_stores(code)
         assert not arrivals_before_reads(code)

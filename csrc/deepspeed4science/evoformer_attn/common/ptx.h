@@ -157,6 +157,19 @@ CUTLASS_DEVICE void store_16(void* gmem, const uint4& x) {
                : "memory");
 }
 
+// Stores 4 or 16 bytes if `wanted` (st.global, 9.7.9.11), without a branch: after one on which lanes disagree, nvcc
+// would use no uniform registers in the rest of a loop.
+CUTLASS_DEVICE void store_if(bool wanted, float* gmem, float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(gmem), "f"(x),
+               "r"(int(wanted))
+               : "memory");
+}
+CUTLASS_DEVICE void store_if(bool wanted, float* gmem, const float (&x)[4]) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(gmem),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(int(wanted))
+               : "memory");
+}
+
 // Loads directly into the register of x. If x were chosen between a loaded and another value, the compiler would insert
 // a move here, which waits for the load.
 CUTLASS_DEVICE void load_int(int& x, const int* gmem) {

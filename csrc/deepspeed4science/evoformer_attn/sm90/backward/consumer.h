@@ -60,7 +60,7 @@ struct DqDkdvConsumer {
       if (computes) {
         const float* exponents = shared.exponents[buffer][at.warpgroup] + 16 * at.warp + at.lane / 4;
         results.row[0] = exponents[0], results.row[1] = exponents[8];
-        if constexpr (!kKeys) Mainloop::find_dbias2(results, args, block, at);
+        if (Mainloop::kStoresDbias2 && args.stores_dbias2) Mainloop::find_dbias2(results, args, block, at);
         if constexpr (kDqInGlobal) {
           DqGlobalMainloop<Config>::run(shared, args, pipe, Operands(shared, buffer, at), results, dq_global.state,
                                         shared.owned_empty[buffer], block, at);
@@ -101,7 +101,7 @@ struct DqDkdvConsumer {
         }
       }
       if constexpr (Config::kHasDqWarpgroup) shared.owned_empty[buffer].arrive();
-      if constexpr (!kKeys) {
+      if constexpr (Mainloop::kStoresDbias2) {
         const bool hides_keys = visible.num_steps * Config::kColumns < args.Lk;
         if (args.stores_dbias2 && exists && hides_keys) Mainloop::store_zero_dbias2(args, block, at);
       }

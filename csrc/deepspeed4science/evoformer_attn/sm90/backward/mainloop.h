@@ -37,6 +37,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
   using typename Products::Scores;
   static constexpr int kColumns = Config::kColumns, kColumnSteps = Config::kColumnSteps, kOwned = Config::kOwned;
   static constexpr bool kKeys = Config::kKeys, kHasBias2 = Config::kHasBias2, kDqInShared = Config::kDqInShared;
+  static constexpr bool kStoresDbias2 = !kKeys && kHasBias2;  // where N is 1
 
   // Makes dS visible to the product for dq. A warpgroup for dq does so itself, while consumers go on.
   CUTLASS_DEVICE static void announce_ds(Shared& shared, int stage) {
@@ -65,7 +66,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
     int query = block.owned + at.tile * kOwned + 16 * at.warp + at.lane / 4 + (at.lane % 2 != 0 ? 8 : 0);
     int key = at.lane % 4 / 2 * 4;
     int64_t row = (int64_t(block.batch) * args.H + block.head) * args.Lq + query;
-    results.dbias2 = args.stores_dbias2 ? args.dbias2 + row * args.Lk + key : nullptr;
+    results.dbias2 = args.dbias2 + row * args.Lk + key;
     results.keys_left = query < args.Lq ? args.Lk - key : 0;
   }
   CUTLASS_DEVICE static void store_dbias2(const Scores& ds, const Results& results, int first_key,
@@ -100,7 +101,7 @@ struct DqDkdvMainloop : StepProducts<Config> {
                                            Shared& shared, const BackwardArgs& args, int stage, int last_stage,
                                            PendingStore& pending, const ConsumerCoord& at) {
     int first_key = 0;
-    if constexpr (!kKeys) first_key = shared.first_key[stage];
+    if constexpr (kStoresDbias2) first_key = shared.first_key[stage];
     wgmma_wait<2>();
     fence_registers(s);
     CUTLASS_PRAGMA_UNROLL
@@ -125,8 +126,8 @@ struct DqDkdvMainloop : StepProducts<Config> {
     fence_registers(results.of_p);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
-    if constexpr (!kKeys) {
-      if (results.dbias2 != nullptr) store_dbias2(s, results, first_key, args, at);
+    if constexpr (kStoresDbias2) {
+      if (args.stores_dbias2) store_dbias2(s, results, first_key, args, at);
     }
     if (kKeys && args.dbias1 != nullptr) {
       CUTLASS_PRAGMA_UNROLL

@@ -29,8 +29,8 @@ struct StepProducts {
     Result of_ds;                          // dk or dq
     float of_p[kKeys ? kHeadDim / 2 : 2];  // dv
     float sums[2];                         // this lane's share of dS summed over columns
-    float* dbias2;                         // where dS is stored, too: this lane's first four keys; or null
-    int keys_left;                         // keys from there on
+    float* dbias2;  // where dS is stored, too, if args.stores_dbias2: this lane's first four keys
+    int keys_left;  // keys from there on
   };
 
   // Start addresses of a warpgroup's operands, streamed ones in stage 0.

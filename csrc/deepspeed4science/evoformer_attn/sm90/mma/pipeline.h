@@ -82,14 +82,10 @@ CUTLASS_DEVICE void four_of_a_row(float (&four)[4], const float* x, bool odd) {
 
 // Stores the first `valid` of them; aligned: all such rows are aligned to 16 bytes.
 CUTLASS_DEVICE void store_four(float* dst, const float (&x)[4], int valid, bool aligned) {
-  if (valid >= 4 && aligned) {
-    *reinterpret_cast<float4*>(dst) = make_float4(x[0], x[1], x[2], x[3]);
-    return;
-  }
+  const bool whole = valid >= 4 && aligned;
+  ptx::store_if(whole, dst, x);
   CUTLASS_PRAGMA_UNROLL
-  for (int e = 0; e < 4; ++e) {
-    if (e < valid) dst[e] = x[e];
-  }
+  for (int e = 0; e < 4; ++e) ptx::store_if(!whole && e < valid, dst + e, x[e]);
 }
 
 // Fetches tensor maps ahead of their first use. Called by one thread.
