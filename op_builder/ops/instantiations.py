@@ -183,7 +183,7 @@ FAMILIES: dict[str, Family] = {
             },
             usual_seconds={"fwd": 8.0, "bwd": 12.0},
             target="9.0a",
-            first_cuda="12.0",
+            first_cuda="12.1",
             leaves="float32 and what TMA cannot read",
             aligned_only=True,
         ),

@@ -41,12 +41,12 @@ def targets(tool: Tool) -> Targets:
 
 
 def _suffixed(real: Iterable[str], version: tuple[int, int]) -> Iterable[str]:
-    """Suffixed targets, which nvcc accepts but does not list: `a` from 9.0 and CUDA 12.0 on, `f`
-    from 10.0 and CUDA 12.9 on.
+    """Suffixed targets, which nvcc accepts but does not list: `a` from 9.0 on, `f` from 10.0 and
+    CUDA 12.9 on. CUDA 12.0 has sm_90a, too, but not all instructions of its kernels (PTX ISA 8.1).
     """
     for name in real:
         number = int(name[3:]) if name[3:].isdecimal() else 0
-        if number >= 90 and version >= (12, 0):
+        if number >= 90 and version >= (12, 1):
             yield name + "a"
         if number >= 100 and version >= (12, 9):
             yield name + "f"

@@ -305,6 +305,53 @@ def test_gradients_fill_sectors(unit, compilations):
         assert sum(bool(re.search(r"\bSTG\.E\s", line)) for line in lines) <= 5
 
 
+def newer_instructions(ptx, isa, arch, nvcc, folder):
+    """What the assembler says to PTX of another version. A newer one knows when each instruction
+    came; what nvcc itself writes for its own assembler is left out.
+    """
+    text = re.sub(r"^\.version .*", f".version {isa}", ptx.read_text(), flags=re.MULTILINE)
+    source = folder / "older.ptx"
+    source.write_text(re.sub(r'\.pragma "used_bytes_mask.*', "", text))
+    command = [nvcc.path.parent / "ptxas", "-O0", f"-arch={arch}", "-o", os.devnull, source]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    found = set(re.findall(r"error *: (.*)", done.stdout + done.stderr))
+    assert found or done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.parametrize("unit", [sm90_unit("bwd", "bf16", 32, "bias2")], ids=lambda unit: unit.id)
+def test_cuda_12_1_compiles_for_hopper(unit, nvcc, compilations, tmp_path):
+    """It knows all instructions but those which cluster_barrier.h replaces for older compilers."""
+    folder, log = compilations[unit]
+    log.result()
+    [ptx] = folder.glob("*.ptx")
+    newer = newer_instructions(ptx, "8.1", "sm_90a", nvcc, tmp_path)
+    assert all("Modifier '.relaxed' on 'mbarrier." in one for one in newer), newer
+
+
+OLDER = """\
+#include "common/atomic_add.h"
+#include "sm90/backward/cluster_barrier.h"
+static_assert(ds4s::has_vector_atomics() == (DS4S_CUDA_VERSION >= 12010), "");
+__global__ void instructions(ds4s::sm90::EmptyBarrier& barrier, float* x) {
+  ds4s::atomic_add_vector(x, x);
+  if (DS4S_CUDA_VERSION < 12010) return;
+  ds4s::sm90::arrive_relaxed(barrier, 1);
+  ds4s::sm90::wait_relaxed(barrier, 0);
+}
+"""
+
+
+@pytest.mark.parametrize(("cuda", "isa"), [(11080, "7.8"), (12010, "8.1")])
+def test_instructions_for_older_compilers(cuda, isa, nvcc, includes, tmp_path):
+    """CUDA 11.8 compiles the Sm80 templates for Hopper, 12.1 its own."""
+    source, ptx = tmp_path / "older.cu", tmp_path / "unit.ptx"
+    source.write_text(OLDER)
+    flags = [*FLAGS, f"-DDS4S_CUDA_VERSION={cuda}", "-arch=sm_90", "-ptx"]
+    compiled([nvcc.path, *flags, *includes, "-o", ptx, source])
+    assert not newer_instructions(ptx, isa, "sm_90", nvcc, tmp_path)
+
+
 SM70 = """\
 #include "kernel_forward.h"
 #include "kernel_backward.h"

@@ -76,7 +76,7 @@ def test_a_lower_family_can_be_forced_and_a_higher_one_cannot(nvcc, monkeypatch)
 
 
 def test_without_sm_90a_sm80_serves_hopper_and_says_why(nvcc, monkeypatch):
-    """nvcc of CUDA 11.8 knows sm_90 but not what wgmma needs; nor does a list without 9.0."""
+    """nvcc before CUDA 12.1 knows sm_90 but not what Sm90 needs; nor does a list without 9.0."""
     set_nvcc(monkeypatch, "sm_80", "sm_90")
     assert BUILDER.families((9, 0)) == ("sm80",)
     assert BUILDER.family_note((9, 0)).startswith("not sm90: this nvcc does not compile for sm_90a")

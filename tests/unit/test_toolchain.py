@@ -334,6 +334,10 @@ def test_targets_hold_the_suffixed_names_that_nvcc_does_not_list(bare_machine: P
     old = nvcc_targets.targets(toolkits.find_nvcc())
     assert old.real == ("sm_70", "sm_90")
     assert old.virtual == ("compute_70", "compute_90")
+    fakes.toolkit(bare_machine / "usr-local" / "cuda", "12.0.140", ("70", "90"))
+    assert nvcc_targets.targets(toolkits.find_nvcc()).real == ("sm_70", "sm_90")
+    fakes.toolkit(bare_machine / "usr-local" / "cuda", "12.1.105", ("70", "90"))
+    assert nvcc_targets.targets(toolkits.find_nvcc()).real == ("sm_70", "sm_90", "sm_90a")
 
 
 def test_no_nvcc_has_no_targets() -> None:

@@ -6,6 +6,13 @@
 #include <cutlass/half.h>
 #include <cutlass/numeric_types.h>
 
+// The release of CUDA whose compiler this is: 12010 is 12.1. A test pretends that it is an older one.
+#ifndef DS4S_CUDA_VERSION
+#define DS4S_CUDA_VERSION (__CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10)
+#endif
+// Whether it knows additions of four floats and stores into another block's shared memory (PTX ISA 8.1).
+#define DS4S_KNOWS_VECTOR_ATOMICS (DS4S_CUDA_VERSION >= 12010)
+
 namespace ds4s {
 
 template <typename ArchTag>
@@ -43,9 +50,10 @@ CUTLASS_HOST_DEVICE constexpr bool has_ptx() {
 #endif
 }
 
-// Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up.
+// Whether every GPU that this unit is compiled for adds four floats to global memory at a time: from 9.0 up, with a
+// compiler that knows it.
 CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
-#ifdef __CUDA_ARCH_LIST__
+#if defined(__CUDA_ARCH_LIST__) && DS4S_KNOWS_VECTOR_ATOMICS
   constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
   for (int arch : kArchs) {
     if (arch < 900) return false;
@@ -57,7 +65,7 @@ CUTLASS_HOST_DEVICE constexpr bool has_vector_atomics() {
 }
 
 // Whether every GPU that this unit is compiled for has programmatic dependent launch: a kernel may start beside the
-// last blocks of the previous one. From 9.0 up.
+// last blocks of the previous one. From 9.0 up; not used with compilers that are older than 12.1.
 CUTLASS_HOST_DEVICE constexpr bool has_dependent_launch() { return has_vector_atomics(); }
 
 }  // namespace ds4s

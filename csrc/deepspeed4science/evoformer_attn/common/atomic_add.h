@@ -4,6 +4,8 @@
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 
+#include "arch.h"
+
 namespace ds4s {
 
 // Adds four neighbours; dst is aligned to 16 bytes. red.global.add.v4.f32 (PTX ISA 9.0, 9.7.13.7) from 9.0 up makes 1.4
@@ -11,7 +13,7 @@ namespace ds4s {
 CUTLASS_DEVICE void atomic_add_vector(float* dst, const float* x) {
 #if !defined(__CUDA_ARCH__)
   for (int e = 0; e < 4; ++e) atomicAdd(dst + e, x[e]);
-#elif __CUDA_ARCH__ >= 900
+#elif __CUDA_ARCH__ >= 900 && DS4S_KNOWS_VECTOR_ATOMICS
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]),
                "f"(x[3])
                : "memory");

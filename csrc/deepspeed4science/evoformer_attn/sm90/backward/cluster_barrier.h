@@ -8,10 +8,18 @@
 
 namespace ds4s::sm90 {
 
-// Relaxed, because no writes need to become visible to the other block.
+// Relaxed, because no writes need to become visible to the other block. Compilers before CUDA 12.8 know the stronger
+// release and acquire alone.
+#if DS4S_CUDA_VERSION >= 12080
+#define DS4S_RELAXED_ARRIVE "relaxed"
+#define DS4S_RELAXED_WAIT "relaxed"
+#else
+#define DS4S_RELAXED_ARRIVE "release"
+#define DS4S_RELAXED_WAIT "acquire"
+#endif
 CUTLASS_DEVICE void arrive_relaxed(EmptyBarrier& barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   cute::set_block_rank(shared_address(&barrier), rank))
+  asm volatile("mbarrier.arrive." DS4S_RELAXED_ARRIVE
+               ".cluster.shared::cluster.b64 _, [%0];" ::"r"(cute::set_block_rank(shared_address(&barrier), rank))
                : "memory");
 }
 
@@ -37,9 +45,11 @@ CUTLASS_DEVICE void arrive_after(uint32_t loaded, EmptyBarrier& barrier, uint32_
       "}" ::"r"(shared_address(&barrier)),         \
       "r"(parity)                                  \
       : "memory")
-CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("relaxed"); }
+CUTLASS_DEVICE void wait_relaxed(EmptyBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT(DS4S_RELAXED_WAIT); }
 CUTLASS_DEVICE void wait_in_cluster(FullBarrier& barrier, uint32_t parity) { DS4S_TRY_WAIT("acquire"); }
 #undef DS4S_TRY_WAIT
+#undef DS4S_RELAXED_ARRIVE
+#undef DS4S_RELAXED_WAIT
 
 // Stores to the same address in the shared memory of block `rank`, whose barrier `announces` counts the bytes.
 CUTLASS_DEVICE void store_async(int* address, int value, FullBarrier& announces, uint32_t rank) {
