@@ -69,6 +69,7 @@ class _Prepared:
         packed = self._layout.pack_pointers(*tensors, address) + rest
         status = self._backend.launch(self._kernel, packed, device)
         if status != 0:
+            self._rest = None  # a device without memory may not have told the workspace's size
             raise KernelError(
                 f"{self._kernel.name} stopped with status {status}: "
                 f"{self._kernel.status_string(status)}. Results of this call are not valid. "

@@ -19,7 +19,7 @@ from deepspeed4science.backends.kernels import Kernels  # noqa: E402
 from deepspeed4science.backends.sm90 import tma_obstacle  # noqa: E402
 from deepspeed4science.call import BackwardCall, ForwardCall  # noqa: E402
 from deepspeed4science.dispatch import choose  # noqa: E402
-from deepspeed4science.errors import NoBackendError  # noqa: E402
+from deepspeed4science.errors import KernelError, NoBackendError  # noqa: E402
 from deepspeed4science.prepared import PreparedBackward, PreparedForward  # noqa: E402
 from deepspeed4science.problem import Problem  # noqa: E402
 from op_builder import EvoformerAttnBuilder, OpBuilder  # noqa: E402
@@ -339,6 +339,30 @@ def test_threads_agree_on_the_rows_of_dbias2(launched, monkeypatch):
     first_is_done.set()
     thread.join()
     assert [one.stride()[3:] for one in found] == [(39, 1)] * 2
+
+
+def test_a_call_after_one_that_failed_asks_for_the_workspace_again(launched, monkeypatch):
+    """A program may go on after an error: free memory and call again. Without memory for a kernel's
+    code, no device tells how many of its blocks it runs, from which the workspace follows.
+    """
+    workspace_at, answers = params.FWD.offsets()["workspace"], [0, 4096]
+
+    def launch(self, kernel, packed, device):
+        launched.append(struct.unpack_from("=Q", packed, workspace_at)[0])
+        return 0 if launched[-1] else 2
+
+    kernel = SimpleNamespace(name="kernel", status_string=lambda status: "out of memory")
+    monkeypatch.setattr(Kernels, "load", lambda self, spec: kernel)
+    monkeypatch.setattr(cuda.CudaBackend, "workspace_bytes", lambda *_: answers.pop(0))
+    monkeypatch.setattr(cuda.CudaBackend, "launch", launch)
+    q = tensor()
+    compute = PreparedForward(choose(PROBLEM, "fwd", (q, q, q)), PROBLEM)
+    call = ForwardCall(q, q, q, None, None, False)
+    with pytest.raises(KernelError, match=r"kernel stopped with status 2: out of memory\."):
+        compute(call)
+    compute(call)
+    compute(call)
+    assert [bool(address) for address in launched] == [False, True, True] and not answers
 
 
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS.keys())
