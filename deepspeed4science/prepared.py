@@ -30,6 +30,13 @@ logger = logging.getLogger(__name__)
 # them anyway (`rounds_dbias2`).
 _MOST_ROUNDED = 2**20
 
+# Of cudaError_t: what stops a kernel that runs. All later launches, of any library, return it.
+_LATE_STATUSES = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
+_LATE = (
+    " CUDA tells of this at a later launch, so that a kernel of any library may have caused it. "
+    "CUDA_LAUNCH_BLOCKING=1 finds out which."
+)
+
 
 class _RowsRefusedError(Exception):
     """The kernels of this call take no dbias2 in padded rows."""
@@ -74,6 +81,7 @@ class _Prepared:
                 f"{self._kernel.name} stopped with status {status}: "
                 f"{self._kernel.status_string(status)}. Results of this call are not valid. "
                 f"The call was {self._problem}."
+                + (_LATE if device.type == "cuda" and status in _LATE_STATUSES else "")
             )
 
     def _load(self, *tensors: Tensor | None) -> bytes:

@@ -341,6 +341,17 @@ def test_threads_agree_on_the_rows_of_dbias2(launched, monkeypatch):
     assert [one.stride()[3:] for one in found] == [(39, 1)] * 2
 
 
+@pytest.mark.parametrize(("status", "is_late"), [(1, False), (2, False), (700, True), (710, True)])
+def test_a_kernel_before_may_have_failed(status, is_late, launched, monkeypatch):
+    """As an index out of range in PyTorch's own kernel, which the next launch tells of."""
+    kernel = SimpleNamespace(name="kernel", status_string=lambda status: "no words")
+    monkeypatch.setattr(Kernels, "load", lambda self, spec: kernel)
+    monkeypatch.setattr(cuda.CudaBackend, "launch", lambda *_: status)
+    with pytest.raises(KernelError, match=f"status {status}: no words") as refused:
+        forward(tensor(), tensor(), tensor())
+    assert ("CUDA_LAUNCH_BLOCKING=1" in str(refused.value)) == is_late
+
+
 def test_a_call_after_one_that_failed_asks_for_the_workspace_again(launched, monkeypatch):
     """A program may go on after an error: free memory and call again. Without memory for a kernel's
     code, no device tells how many of its blocks it runs, from which the workspace follows.
