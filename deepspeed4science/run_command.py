@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
 from deepspeed4science.drop_in import clients, launching
+from deepspeed4science.drop_in.import_hook import is_installed
 from deepspeed4science.errors import DropInError
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_installed(client: str) -> None:
     package = next(iter(clients.find(client).functions)).partition(".")[0]
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         raise DropInError(
             f"{client}: expected it to be installed; {sys.executable} finds no package {package}. "
             f"Install it (pip install {client}), or run this with the Python that has it."

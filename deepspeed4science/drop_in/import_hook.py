@@ -163,11 +163,12 @@ def _whole(name: str) -> ModuleType:
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported. A module without a spec, such as a stub, counts as one;
-    None, which blocks an import, does not, nor does what a switch serves.
+    None, which blocks an import, does not, nor does what a switch serves, nor a folder without
+    __init__.py, such as one of results named boltz where Python was started: it has no loader.
     """
     if package in sys.modules:
         module = sys.modules[package]
         loader = getattr(module, "__loader__", None)
         return module is not None and not isinstance(loader, Switch)
     spec = importlib.util.find_spec(package)
-    return spec is not None and not isinstance(spec.loader, Switch)
+    return spec is not None and not isinstance(spec.loader, Switch | None)

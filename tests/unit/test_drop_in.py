@@ -408,6 +408,18 @@ def test_a_model_that_is_not_installed_is_told(tmp_path):
     assert "boltz: expected it to be installed" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_folder_of_a_models_or_librarys_name_is_none(tmp_path):
+    """Results in `boltz/`, settings in `deepspeed/`, in the folder where Python is started."""
+    for name in ("boltz", "deepspeed"):
+        (tmp_path / name).mkdir()
+    done = run(tmp_path, "-m", "deepspeed4science", "run", "boltz", "predict", check=False)
+    assert done.returncode == 1
+    assert "boltz: expected it to be installed" in done.stderr and "Traceback" not in done.stderr
+    use = "from deepspeed4science import drop_in; drop_in.use_as_deepspeed(); "
+    use += "from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention as it; print(it)"
+    assert "DS4Sci_EvoformerAttention" in run(tmp_path, "-c", use).stdout
+
+
 def test_every_client_has_its_launcher_and_its_replacements():
     for client in clients.CLIENTS.values():
         launcher = clients.LAUNCHERS / f"run_{client.name}.py"
