@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,10 @@ def start(client: str, arguments: Sequence[str]) -> None:
 
 def switch_and_tell(client: str) -> Switch:
     """Switch and print one line, in a process of the model; the version was checked before."""
+    if sys.path[:1] == [os.path.dirname(os.path.abspath(sys.argv[0]))]:
+        # Started by path: a clone of the model is found as by `python -m`, first where it is
+        # started, so that all processes run the same code.
+        sys.path[0] = os.getcwd()
     print(line(client), file=sys.stderr)
     return clients.switch(client, any_version=True)
 

@@ -311,10 +311,12 @@ def test_versions(site):
         drop_in.switch("openfold")
 
 
-def run(site, *arguments, check=True):
+def run(site, *arguments, check=True, cwd=None):
     environment = {"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, cwd=cwd
+    )
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -356,6 +358,24 @@ def test_command_line_survives_every_way_of_starting_processes_again(site):
     assert done.returncode == 3
     told = [line for line in done.stderr.splitlines() if line.startswith("deepspeed4science ")]
     assert len(told) == 3 and all(f"{ATTENTION}.kernel_triangular_attn" in line for line in told)
+
+
+def test_ranks_run_the_same_clone(tmp_path):
+    """Started in a clone: its code, not that of an installed version, runs in all processes."""
+    installed, clone = tmp_path / "installed", tmp_path / "clone"
+    cli = """
+        import os, subprocess, sys
+
+        def cli():
+            print(os.getenv("RANK", "0"), __file__, flush=True)
+            if "RANK" not in os.environ:
+                again = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+                subprocess.run(again, env={**os.environ, "RANK": "1"}, check=True)
+    """
+    for folder in (installed, clone):
+        write(folder, {**BOLTZ, "boltz/main.py": cli})
+    done = run(installed, "-m", "deepspeed4science", "run", "boltz", "predict", cwd=clone)
+    assert done.stdout.splitlines() == [f"{rank} {clone}/boltz/main.py" for rank in range(2)]
 
 
 def test_steps_of_boltzgen_are_switched(site):
