@@ -64,7 +64,8 @@ CLIENTS = {
             without_cuequivariance={
                 "boltz.model.layers.triangular_mult": {"kernel_triangular_mult": _MULTIPLICATION}
             },
-            hint="not with --no_kernels, nor below compute capability 8.0",
+            hint="for structures, not for affinities, whose model is loaded without use_kernels; "
+            "not with --no_kernels, nor below compute capability 8.0",
         ),
         Client(
             "boltzgen",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed4science import drop_in, nn
+from deepspeed4science.drop_in import clients
 from tests.clients import compare
 
 CLIENT = "boltz"
@@ -102,6 +103,15 @@ def test_our_attention_with_pair_bias_takes_its_parameters(client, module):
         lambda module, a, z: module(a, z, mask=seen),
         call,
     )
+
+
+def test_affinities_are_said_to_be_computed_without_kernels(client):
+    """Its command line passes use_kernels to one of the two models that it loads."""
+    main = (client / "boltz/main.py").read_text()
+    calls = [call.split("model_module.eval()")[0] for call in main.split(".load_from_checkpoint(")]
+    assert ["use_kernels" in call for call in calls[1:]] == [True, False]
+    assert "affinity_checkpoint" in calls[2]
+    assert "not for affinities" in clients.find(CLIENT).hint
 
 
 def test_recipes_of_the_readme(client, capsys):
