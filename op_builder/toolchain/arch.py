@@ -247,7 +247,10 @@ def _nothing_left(
     has = "not known" if device is None else f"{device[0]}.{device[1]}"
     can = as_written(supported)
     if requested and device is not None and not any(one.runs_on(device) for one in requested):
-        remedy = f"add {has} to TORCH_CUDA_ARCH_LIST, or unset it"
+        remedy = (
+            f"add {has} to TORCH_CUDA_ARCH_LIST, or unset it (a model that compiles kernels of its "
+            "own may have set it in this process: start it again, and it finds them compiled)"
+        )
     else:
         remedy = (
             "set CUDA_HOME to a CUDA toolkit whose nvcc knows the architecture "

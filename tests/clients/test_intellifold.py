@@ -3,12 +3,14 @@ loads.
 """
 
 import importlib
+import re
 
 import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention, drop_in, nn
 from op_builder import EvoformerAttnBuilder, EvoformerAttnCPUBuilder
+from op_builder.errors import ToolchainError
 from tests.clients import compare
 
 CLIENT = "intellifold"
@@ -100,6 +102,16 @@ def test_our_triangle_attention_takes_its_parameters(client):
         lambda module, x: module(x, seen),
         lambda module, x: module(x, mask=seen.to(x.dtype)),
     )
+
+
+def test_the_list_that_its_layer_norm_sets_is_told(client, monkeypatch):
+    """It sets TORCH_CUDA_ARCH_LIST where it compiles that layer norm, for 9.0 too."""
+    place = client / "intellifold/openfold/utils/layer_norm/torch_ext_compile.py"
+    (architectures,) = re.findall(r'"TORCH_CUDA_ARCH_LIST"\] = "(.*)"', place.read_text())
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
+    message = "add 9.0 to TORCH_CUDA_ARCH_LIST, or unset it .*may have set it .*start it again"
+    with pytest.raises(ToolchainError, match=message):
+        EvoformerAttnBuilder().arch_for((9, 0))
 
 
 def test_recipes_of_the_readme(client, capsys):
