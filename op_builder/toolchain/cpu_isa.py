@@ -179,7 +179,7 @@ def _compile_problem(level: str, compiler: Tool) -> str:
 @functools.lru_cache(maxsize=8)
 def _assembler(compiler: Path) -> Path:
     """The assembler, which may be installed or found on PATH apart from its compiler."""
-    name = run([str(compiler), "-print-prog-name=as"]).output.strip() or "as"
+    name = run([str(compiler), "-print-prog-name=as"]).answer.strip() or "as"
     return next((one.path for one in on_path(name)), Path(name))
 
 

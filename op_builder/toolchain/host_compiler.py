@@ -125,7 +125,7 @@ def _behind(path: Path) -> str:
     spoken = run([str(path), "--version"])
     if spoken.problem:
         raise UnfitError(spoken.problem)
-    return spoken.output
+    return spoken.answer
 
 
 def _full_disk() -> str:
@@ -158,5 +158,5 @@ def _try_compiler(path: str) -> str:
         raise UnfitError(problem)
     # gcc's version line begins with the name of the command: c++ and g++ are one compiler and share
     # a cache key.
-    line = re.sub(r"^\S+ \(", "gcc (", spoken.output.strip().partition("\n")[0])
-    return f"{line} {machine.output.strip()}"
+    line = re.sub(r"^\S+ \(", "gcc (", spoken.answer.strip().partition("\n")[0])
+    return f"{line} {machine.answer.strip()}"

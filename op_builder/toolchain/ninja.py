@@ -48,7 +48,7 @@ def _package() -> Iterable[Candidate]:
 def _examine(candidate: Candidate) -> Tool:
     path = candidate.path
     spoken = run([str(path), "--version"])
-    match = re.match(r"\d+\.\d+(\.\d+)?", spoken.output) if not spoken.problem else None
+    match = re.match(r"\d+\.\d+(\.\d+)?", spoken.answer) if not spoken.problem else None
     version = match[0] if match else ""
     return Tool(
         "ninja",
@@ -58,5 +58,5 @@ def _examine(candidate: Candidate) -> Tool:
         ok=bool(version),
         reason=spoken.problem or ("" if version else f"{path} does not tell its version"),
         remedy="" if version else shortages.remedy(spoken.problem) or _INSTALL,
-        identity=spoken.output.strip() if version else "",
+        identity=spoken.answer.strip() if version else "",
     )

@@ -181,12 +181,12 @@ def _ask(path: str) -> dict[str, str]:
     spoken = run([path, "--version"])
     if spoken.problem:
         raise UnfitError(spoken.problem)
-    match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.output)
+    match = re.search(r"release \d+\.\d+, V(\d+\.\d+\.\d+)", spoken.answer)
     if match is None:
         raise UnfitError(f"{path} does not tell its version")
     return {
         "version": match[1],
-        "identity": " ".join(spoken.output.split()),
+        "identity": " ".join(spoken.answer.split()),
         "top": _top(path),
     }
 

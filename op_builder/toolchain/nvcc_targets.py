@@ -29,7 +29,7 @@ def targets(tool: Tool) -> Targets:
         answers = [run([path, flag]) for flag in ("--list-gpu-code", "--list-gpu-arch")]
         if problem := answers[0].problem or answers[1].problem:
             raise UnfitError(problem)
-        texts = (answer.output for answer in answers)
+        texts = (answer.answer for answer in answers)
         return [re.findall(r"^(?:sm|compute)_\d+\w*$", text, re.MULTILINE) for text in texts]
 
     try:

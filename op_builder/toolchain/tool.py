@@ -104,13 +104,16 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
+# A library in LD_PRELOAD that is not there, as in containers on clusters: every program says so.
+_OF_THE_LINKER = "ERROR: ld.so: "
 _TELLING_SHELL = ("/bin/sh", "-c", '"$@"; printf "\\n%d" "$?"', "sh")
 
 
 @dataclass(frozen=True)
 class Ran:
-    output: str  # stdout and stderr
+    output: str  # stdout, then stderr
     problem: str = ""  # empty: it ran and exited with 0
+    answer: str = ""  # stdout alone: the dynamic linker and preloaded libraries warn on stderr
 
 
 def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
@@ -121,32 +124,35 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
     untold = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN  # exit codes of children are lost
     try:
         with process_exit.slow_section():
-            output, code = _run([*_TELLING_SHELL, *command] if untold else command, stdin, cwd)
+            asked = [*_TELLING_SHELL, *command] if untold else command
+            answer, warnings, code = _run(asked, stdin, cwd)
         if untold:
-            output, _, told = output.rpartition("\n")
+            answer, _, told = answer.rpartition("\n")
             code = int(told)
     except subprocess.TimeoutExpired:
         _silent_since[command[0]] = time.monotonic()
         return silent
     except (OSError, ValueError) as error:
         return Ran("", f"{command[0]} cannot be run: {getattr(error, 'strerror', None) or error}")
+    output = answer + warnings
     if code != 0:
         words = [line.strip() for line in output.splitlines() if line.strip()]
+        words = [line for line in words if not line.startswith(_OF_THE_LINKER)] or words
         telling = (line for line in words if re.search("error|cannot find", line, re.IGNORECASE))
         first = next(telling, words[0] if words else "")
         return Ran(output, f"{command[0]} ended with {code}: {first or 'no word'}")
-    return Ran(output)
+    return Ran(output, answer=answer)
 
 
-def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
-    """Its output and exit code. If waiting for it ends early, all processes that it started are
-    killed.
+def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, str, int]:
+    """Its stdout, stderr and exit code. If waiting for it ends early, all processes that it started
+    are killed.
     """
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         # Where TMPDIR names no folder that can be written, Python and gcc take another, nvcc fails.
@@ -155,9 +161,9 @@ def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, int]:
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(stdin, timeout=TIMEOUT_S)
+            answer, warnings = process.communicate(stdin, timeout=TIMEOUT_S)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-    return output, process.returncode
+    return answer, warnings, process.returncode

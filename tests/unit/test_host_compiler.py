@@ -46,6 +46,9 @@ def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.M
     assert tool.where_found == "PATH"
     assert tool.version[0].isdigit()
     assert tool.version in tool.identity
+    monkeypatch.setenv("LD_PRELOAD", "/opt/xalt/2.10/libxalt_init.so")  # every program complains
+    monkeypatch.setenv("DS4S_CACHE_DIR", os.devnull)  # nothing remembered
+    assert host_compiler.find_host_compiler().identity == tool.identity
 
 
 @pytest.mark.parametrize(

@@ -408,6 +408,22 @@ def test_a_relative_folder_on_path_gives_an_absolute_program(
     assert ninja.find_ninja().path == bare_machine / "bin" / "ninja"
 
 
+def test_what_the_dynamic_linker_says_is_no_answer(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters set LD_PRELOAD, also in containers that lack the library: every program says so."""
+    fakes.program(bare_machine / "bin" / "ninja", NINJA.format(version="1.12.0"))
+    fakes.toolkit(bare_machine / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(bare_machine / "toolkit"))
+    monkeypatch.setenv("LD_PRELOAD", "/opt/xalt/2.10/libxalt_init.so")
+    found, compiler = ninja.find_ninja(), toolkits.find_nvcc()
+    assert (found.ok, found.version, found.identity) == (True, "1.12.0", "1.12.0")
+    assert compiler.ok and compiler.identity.startswith("nvcc: NVIDIA")
+    assert "xalt" not in compiler.identity
+    failed = tool.run(["/bin/sh", "-c", "echo cannot find -lm >&2; exit 1"])
+    assert failed.problem == "/bin/sh ended with 1: cannot find -lm"
+
+
 def test_programs_get_a_folder_for_temporary_files_that_exists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
