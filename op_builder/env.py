@@ -203,6 +203,11 @@ def in_force() -> dict[str, str]:
     return {name: value for name in names if (value := text(name))}
 
 
+def search_path() -> str:
+    """PATH; where it is not set, as in jobs that inherit no environment, the system's folders."""
+    return text("PATH") or os.defpath
+
+
 def settings_of_compilers() -> tuple[tuple[str, str], ...]:
     """(name, value) of the set variables that compilers read by themselves: for the cache key."""
     return tuple((name, value) for name, _ in _OF_COMPILERS if (value := text(name)))
@@ -214,10 +219,12 @@ def settings_line() -> str:
 
 
 def for_compiler() -> dict[str, str]:
-    """A copy of the whole environment for a compiler, with messages in English, which we parse.
+    """A copy of the whole environment for a compiler, with messages in English, which we parse, and
+    with a PATH: without one, nvcc's host compiler does not find its assembler.
 
     GCC_COLORS and friends are left to the compiler, which writes to a file and therefore uses none.
     """
     copy = dict(os.environ)
     copy["LC_ALL"] = "C"
+    copy["PATH"] = search_path()
     return copy

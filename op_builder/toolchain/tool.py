@@ -88,7 +88,7 @@ def first_fit(
 def on_path(*programs: str) -> Iterable[Candidate]:
     """Every executable of these names on PATH, all places of the first name first."""
     for program in programs:
-        for folder in (env.text("PATH") or "").split(os.pathsep):
+        for folder in env.search_path().split(os.pathsep):
             path = paths.absolute(folder) / program
             if folder and os.path.isfile(path) and os.access(path, os.X_OK):
                 yield Candidate("PATH", path)

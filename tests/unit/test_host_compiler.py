@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from op_builder import env
 from op_builder.toolchain import host_compiler, tool
 from tests import fakes
 
@@ -49,6 +50,20 @@ def test_a_real_compiler_is_tried_and_known_by_its_version(monkeypatch: pytest.M
     monkeypatch.setenv("LD_PRELOAD", "/opt/xalt/2.10/libxalt_init.so")  # every program complains
     monkeypatch.setenv("DS4S_CACHE_DIR", os.devnull)  # nothing remembered
     assert host_compiler.find_host_compiler().identity == tool.identity
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_without_a_path_the_systems_folders_are_searched(
+    path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs and services may inherit no environment at all."""
+    real_compiler()
+    if path is None:
+        monkeypatch.delenv("PATH")
+    else:
+        monkeypatch.setenv("PATH", path)
+    assert host_compiler.find_host_compiler().ok
+    assert env.for_compiler()["PATH"] == os.defpath, "nvcc's host compiler looks for as there"
 
 
 @pytest.mark.parametrize(
