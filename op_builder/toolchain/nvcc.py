@@ -12,7 +12,6 @@ Places, in the order that decides between equal versions (toolkits.py chooses):
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import sys
@@ -130,13 +129,11 @@ def _candidates() -> Iterable[Candidate]:
 
 
 def _wheel_folders() -> Iterable[Path]:
-    """`nvidia` is a namespace package of many wheels; looking it up runs no code of theirs."""
-    try:
-        spec = importlib.util.find_spec("nvidia")
-    except (ImportError, ValueError):
-        return
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        yield from _newest_first(paths.matching(Path(place), "cu[0-9]*"))
+    """Those of all folders for packages. `nvidia` is not looked up as a package: an `__init__.py`
+    of CUDA 12's wheels in one of the folders would hide the wheels in the others.
+    """
+    for place in dict.fromkeys(sys.path):
+        yield from _newest_first(paths.matching(paths.absolute(place) / "nvidia", "cu[0-9]*"))
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:

@@ -197,6 +197,18 @@ def test_newest_wheel_and_newest_system_toolkit_come_first(bare_machine: Path) -
     assert toolkits.find_nvcc().version == "14.0.1"
 
 
+def test_wheels_are_found_beside_those_of_cuda_12_in_another_folder(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an environment over the system's PyTorch: CUDA 12's wheels make `nvidia` a package."""
+    system = bare_machine / "dist-packages"
+    fakes.file(system / "nvidia" / "__init__.py")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(system)])
+    fakes.toolkit(bare_machine / "site-packages" / "nvidia" / "cu13", "13.1.1")
+    importlib.invalidate_caches()
+    assert toolkits.find_nvcc().where_found == "PyPI wheel"
+
+
 def test_the_toolkit_behind_a_shell_script_on_path_is_the_real_root(bare_machine: Path) -> None:
     real = fakes.toolkit(bare_machine / "opt" / "cuda")
     fakes.wrapper(bare_machine / "bin" / "nvcc", real)
