@@ -3,7 +3,8 @@
 A folder is locked (flock) by its process as long as that lives. So folders of killed processes can
 be recognised; they are removed when the next folder is made. The lock is taken before the folder
 gets its final name. So a folder of that name without a lock is abandoned, and one that has not got
-its name within an hour.
+its name within an hour. The name ends with the host's: on a shared file system, such as Lustre or
+BeeGFS, a lock may be known to its host alone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +35,7 @@ def create() -> Path:
     root: Path | str = "a temporary folder"
     try:
         root = paths.build_root()
-        fresh = Path(tempfile.mkdtemp(dir=root, prefix=_NEW_PREFIX))
+        fresh = Path(tempfile.mkdtemp(dir=root, prefix=_NEW_PREFIX, suffix=_of_this_host()))
         handle = os.open(fresh / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -67,7 +70,7 @@ def _remove_mine() -> None:
 
 
 def _sweep(root: Path) -> None:
-    for folder in paths.matching(root, f"{_PREFIX}*"):
+    for folder in paths.matching(root, f"{_PREFIX}????????{glob.escape(_of_this_host())}"):
         if folder in _mine:
             continue
         with contextlib.suppress(OSError):
@@ -84,6 +87,10 @@ def _sweep(root: Path) -> None:
             found = os.lstat(folder)
             if found.st_uid == os.geteuid() and found.st_mtime < time.time() - _OLD:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_this_host() -> str:
+    return f"-{socket.gethostname()}"
 
 
 atexit.register(_remove_mine)  # registered before jit.py's, which is called first and stops builds

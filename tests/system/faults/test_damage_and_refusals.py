@@ -335,6 +335,24 @@ load()
     assert list(workshop.build_root.iterdir()) == []
 
 
+def test_folders_of_another_host_are_left_alone(workshop):
+    """Where TMPDIR is on a file system whose locks each host knows alone, a running build of
+    another host looks abandoned.
+    """
+    script = """
+import fcntl, os, socket
+fcntl.flock = lambda handle, operation: None
+socket.gethostname = lambda: "host"
+from op_builder.build import workdir
+mine = workdir.create()
+socket.gethostname = lambda: "other-host"
+theirs = workdir.create()
+report(names=[mine.name[-5:], theirs.name[-11:]], there=mine.exists())
+"""
+    names = ["-host", "-other-host"]
+    assert workshop.run(script).report == {"names": names, "there": True}
+
+
 def test_a_folder_without_its_name_is_removed_after_an_hour(workshop):
     """A process was killed before it gave the folder its name; another one is about to do so."""
     old, new = workshop.build_root / ".ds4s-new-old", workshop.build_root / ".ds4s-new-new"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import stat
 
 import pytest
@@ -193,7 +194,7 @@ def test_abandoned_folders_of_others_are_left_alone(his, nobody):
     """Folders to compile in have names that anybody can make up in /tmp."""
     if not nobody.is_somebody_else:
         pytest.skip("needs two users")
-    foreign = his.build_root / "ds4s-build-foreign"
+    foreign = his.build_root / f"ds4s-build-foreign_-{socket.gethostname()}"
     foreign.mkdir()
     (foreign / "alive").write_text("")
     os.chmod(foreign / "alive", 0o666)
