@@ -107,7 +107,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CUDA_PATH", "CUDA toolkit to use when `CUDA_HOME` is unset", "unset"),
     *(Variable(name, f"{what}; part of the cache key", "unset") for name, what in _OF_COMPILERS),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
-    Variable("CXX", "C++ compiler; also nvcc's host compiler", "`c++`, `g++`, `clang++` on `PATH`"),
+    Variable(
+        "CXX",
+        "C++ compiler; also nvcc's host compiler",
+        "`c++`, `g++`, `clang++` on `PATH`; the conda environment",
+    ),
     Variable(
         "CONDA_PREFIX",
         "a conda environment whose CUDA and CUTLASS are considered",

@@ -1,7 +1,8 @@
 """The host compiler: place and version, or why there is none.
 
-Places, in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`. A `CXX`
-that does not work is an error and is not skipped, since naming a compiler is an instruction.
+Places, in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`; the conda
+environment. A `CXX` that does not work is an error and is not skipped, since naming a compiler is
+an instruction.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from .. import env, paths
 from ..system import shortages
 from . import elf, memo
-from .tool import Candidate, Ran, Tool, UnfitError, first_fit, on_path, run
+from .tool import Candidate, Ran, Tool, UnfitError, conda_prefixes, first_fit, on_path, run
 
 _INSTALL_COMPILER = (
     "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
@@ -83,6 +84,10 @@ def _compiler_candidates() -> Iterable[Candidate]:
         for path in filter(None, found):
             yield Candidate("CC", path, named=True)
     yield from on_path("c++", "g++", "clang++")
+    # cxx-compiler's, which is named in CXX only where the environment is activated
+    for prefix in conda_prefixes():
+        for path in paths.matching(prefix / "bin", "*-conda*-linux-gnu-c++"):
+            yield Candidate("conda environment", path)
 
 
 def _no_compiler() -> str:

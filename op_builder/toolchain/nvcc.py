@@ -23,7 +23,7 @@ from .. import env, paths
 from . import gpu, memo
 from .host_compiler import find_host_compiler
 from .nvcc_wheels import install
-from .tool import Candidate, Tool, UnfitError, numbers, on_path, run
+from .tool import Candidate, Tool, UnfitError, conda_prefixes, numbers, on_path, run
 
 SYSTEM_PREFIX = Path("/usr/local")
 # The package of Debian and Ubuntu has its programs in /usr/lib/nvidia-cuda-toolkit/bin, its headers
@@ -119,9 +119,8 @@ def _candidates() -> Iterable[Candidate]:
             yield Candidate(variable, paths.absolute(folder) / "bin" / "nvcc", named=True)
     for folder_ in _wheel_folders():
         yield Candidate("PyPI wheel", folder_ / "bin" / "nvcc")
-    for prefix in filter(None, (env.text("CONDA_PREFIX"), sys.prefix)):
-        if os.path.isdir(Path(prefix) / "conda-meta"):
-            yield Candidate("conda environment", Path(prefix) / "bin" / "nvcc")
+    for prefix in conda_prefixes():
+        yield Candidate("conda environment", prefix / "bin" / "nvcc")
     yield from on_path("nvcc")
     versions = _newest_first(paths.matching(SYSTEM_PREFIX, "cuda-*"))
     for folder_ in (SYSTEM_PREFIX / "cuda", *versions):

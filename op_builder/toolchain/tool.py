@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -92,6 +93,13 @@ def on_path(*programs: str) -> Iterable[Candidate]:
             path = paths.absolute(folder) / program
             if folder and os.path.isfile(path) and os.access(path, os.X_OK):
                 yield Candidate("PATH", path)
+
+
+def conda_prefixes() -> Iterable[Path]:
+    """The activated conda environment, and the one this Python lives in."""
+    for prefix in filter(None, (env.text("CONDA_PREFIX"), sys.prefix)):
+        if os.path.isdir(Path(prefix) / "conda-meta"):
+            yield Path(prefix)
 
 
 def command_exists(command: str) -> bool:

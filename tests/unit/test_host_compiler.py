@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,24 @@ def test_a_lame_compiler_does_not_hide_a_good_one(
     assert tool.ok
     assert tool.path != bare_machine / "bin" / "c++"
     assert len(tool.passed_over) == 1
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_the_compiler_of_a_conda_environment_is_found_without_cxx(
+    activated: bool, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jupyter's kernels and batch jobs run the environment's Python without its activation."""
+    prefix = bare_machine / "env"
+    (prefix / "conda-meta").mkdir(parents=True)
+    path = prefix / "bin" / "x86_64-conda-linux-gnu-c++"
+    fakes.program(path, f'#!/bin/sh\nPATH={os.defpath} exec {real_compiler()} "$@"\n')
+    if activated:
+        monkeypatch.setenv("CONDA_PREFIX", str(prefix))
+    else:
+        monkeypatch.delenv("CONDA_PREFIX", raising=False)
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+    found = host_compiler.find_host_compiler()
+    assert (found.ok, found.path, found.where_found) == (True, path, "conda environment")
 
 
 def test_a_compiler_that_does_not_answer_is_asked_once(
