@@ -1,5 +1,5 @@
-"""Temporary shortages of a machine (memory, disk, processes), as its programs report them, with
-remedies.
+"""Temporary shortages of a machine (memory, disk, processes), its limits, and signals from outside,
+as its programs report them, with remedies.
 
 Such a failure says nothing about a compiler or a source: it is neither remembered nor shared with
 waiting processes, and is no reason to choose another compiler.
@@ -24,7 +24,7 @@ _NOEXEC = (
 _SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         r"\bKilled\b|exit status 137|died due to signal 9|ended with (-9|137)\b|out of memory"
-        r"|cannot allocate memory|virtual memory exhausted|Memory allocation failure",
+        r"|cannot allocate memory|virtual memory exhausted|Memory allocation failure|bad_alloc",
         "the machine ran out of memory: close other programs or set MAX_JOBS=1",
     ),
     (
@@ -39,6 +39,21 @@ _SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         r"Too many open files",
         "no more files may be opened: raise the limit (ulimit -n)",
+    ),
+    (
+        r"File size limit exceeded|File too large|died due to signal 25|ended with (-25|153)\b",
+        "no larger file may be written: raise the limit (ulimit -f)",
+    ),
+    (
+        r"CPU time limit exceeded|died due to signal 24|ended with (-24|152)\b",
+        "no program may run for longer: raise the limit (ulimit -t)",
+    ),
+    (  # SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM
+        r"(Hangup|Interrupt|User defined signal [12]|Terminated) signal terminated"
+        r"|unable to execute command: (Hangup|Interrupt|User defined signal [12]|Terminated)"
+        r"|exit status (129|130|138|140|143)\b|died due to signal (1|2|10|12|15)\b"
+        r"|ended with (-(1|2|10|12|15)|129|130|138|140|143)\b|build stopped: interrupted",
+        "a signal ended it, as schedulers send them to all programs of a job: try again",
     ),
     (
         r"did not answer within \d+ s",

@@ -129,7 +129,10 @@ def test_a_host_compiler_newer_than_nvcc(real, tmp_path, monkeypatch):
     assert "set CXX to an older compiler" in tool.remedy
 
 
-@pytest.mark.parametrize("script", ["kill -9 $$", "echo No space left on device >&2; exit 1"])
+@pytest.mark.parametrize(
+    "script",
+    ["kill -9 $$", "kill -TERM $$", "kill -XFSZ $$", "echo No space left on device >&2; exit 1"],
+)
 def test_a_fault_of_the_machine_is_not_the_toolkits(script, real, tmp_path, monkeypatch):
     """Nothing is proved by it, and nothing remembered."""
     path = fakes.changed_toolkit(real.root, tmp_path / "toolkit", "nvvm/bin/cicc", script)
