@@ -27,6 +27,7 @@ case "$*" in
   --version) echo Python 3.12.1 ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip install "*) echo "$*" >> {log}; {during} ;;
+  "-m deepspeed4science demo" | "-m pytest "*) echo "runs with '$PYTHONPATH$PYTHONHOME'" ;;
 esac
 """
 
@@ -70,6 +71,25 @@ def test_a_pip_that_installs_for_the_user(clone):
     """`user = true` in pip.conf, or PIP_USER: pip refuses that in a virtual environment."""
     _, asked = set_up(clone, "test")
     assert asked and all("--no-user" in line.split() for line in asked.splitlines())
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_packages_of_a_clusters_modules_stay_out(script, clone, monkeypatch):
+    """Such as an older PyTorch on PYTHONPATH, which comes before an environment's own."""
+    monkeypatch.setenv("PYTHONPATH", "/apps/pytorch/2.4")
+    monkeypatch.setenv("PYTHONHOME", "/apps/python")
+    tell = f"echo \"with '$PYTHONPATH$PYTHONHOME'\" >> {clone}/pip.log"
+    _, asked = set_up(clone, script, during=tell)
+    assert set(re.findall("with '.*'", asked)) == {"with ''"}
+    shutil.copy2(REPOSITORY / "scripts" / script, clone / "scripts" / script)
+    path = os.pathsep.join([str(clone / "bin"), os.environ["PATH"]])
+    ran = subprocess.run(
+        [str(clone / "scripts" / script)],
+        env=dict(os.environ) | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout == "runs with ''\n", ran.stderr
 
 
 def test_tests_get_more_on_top(clone):
