@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,8 +96,8 @@ def machine(path: str | os.PathLike[str]) -> int:
 
 @functools.cache
 def own_machine() -> int:
-    """The e_machine of the running interpreter."""
-    return machine("/proc/self/exe")
+    """The e_machine of the running interpreter; a sandbox may have no /proc."""
+    return machine(sys.executable or "") or machine("/proc/self/exe")
 
 
 @functools.cache

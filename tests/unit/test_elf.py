@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_exports_and_machine():
     assert "PyInit__ctypes" in library.exports
     assert "PyErr_SetString" not in library.exports, "used, not exported"
     assert library.machine == elf.own_machine() != 0
+
+
+def test_own_machine_is_known_without_proc(monkeypatch):
+    """Otherwise a kernel that is there would never be taken for one of this machine."""
+    read = elf.machine
+    monkeypatch.setattr(elf, "machine", lambda path: 0 if "/proc/" in path else read(path))
+    assert elf.own_machine.__wrapped__() == elf.own_machine() != 0
+    monkeypatch.setattr(sys, "executable", None)  # of an embedded interpreter
+    assert elf.own_machine.__wrapped__() == 0
 
 
 def test_needed_glibc_is_what_readelf_says():
