@@ -175,12 +175,12 @@ def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Head
 
 
 def _dependencies(text: str) -> list[str]:
-    """The files right of the colon. Make writes blanks and # with a backslash in front, and $
-    twice.
+    """The files right of the colon. Compilers write blanks, # and : with a backslash in front, $
+    twice, and a backslash that is part of a name as it is.
     """
     joined = text.replace("\\\n", " ")
-    words = re.findall(r"(?:\\.|[^\s\\])+", joined)
-    plain = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
+    words = re.findall(r"(?:\\[\s#:]|\S)+", joined)
+    plain = [re.sub(r"\\([\s#:])", r"\1", word).replace("$$", "$") for word in words]
     first = next((index for index, word in enumerate(plain) if word.endswith(":")), -1)
     return [word for word in plain[first + 1 :] if not word.endswith(":")]
 

@@ -109,8 +109,10 @@ def test_key_is_the_same_in_every_process():
 
 
 def test_depfile(tmp_path):
-    """As gcc and nvcc write them: lines continued, blanks and # escaped, $ doubled, empty rules."""
-    include, system, build = (tmp_path / name for name in ("in clude", "sys#tem", "build"))
+    """As gcc and nvcc write them: lines continued, blanks and # escaped, $ doubled, empty rules;
+    backslashes stay as they are.
+    """
+    include, system, build = (tmp_path / name for name in ("in clude\\x2d", "sys#tem", "build"))
     for folder in (include / "sub", system, build):
         folder.mkdir(parents=True)
     for path in (include / "a.h", include / "sub" / "b$.h", system / "c.h", build / "unit.cpp"):
