@@ -135,12 +135,15 @@ class NinjaRun:
                 )
 
     def _changed(self, job: CompileJob, headers: Sequence[Header]) -> str:
-        """A header that was written since the build began: the compiler may have read its old text.
+        """A header that was written since the build began, or that is gone: the compiler may have
+        read its old text.
 
         Times in the future come from a file server's clock and are no change.
         """
         for header in headers:
             path = header.path(job.include_dirs)
+            if not header.sha256:
+                return path
             with contextlib.suppress(OSError):
                 if self._began_ns <= os.stat(path).st_mtime_ns <= time.time_ns():
                     return path

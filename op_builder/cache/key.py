@@ -154,7 +154,8 @@ def _hash(name: str) -> str:
 def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Header, ...]:
     """The headers that a compiler read, from the Makefile rule (`-MD`) that it wrote in `folder`.
 
-    Files inside `folder`, such as the generated source itself, are left out.
+    Files inside `folder`, such as the generated source itself, are left out. A header that is there
+    no longer has "" as its hash.
     """
     hashes = Hashes()
     headers: dict[tuple[int, str], Header] = {}
@@ -168,9 +169,7 @@ def headers_from_depfile(text: str, folder: Path, job: CompileJob) -> tuple[Head
             if path.is_relative_to(candidate):
                 root, name = index, path.relative_to(candidate).as_posix()
                 break
-        sha256 = hashes.of(str(path))
-        if sha256 is not None:
-            headers[root, name] = Header(root, name, sha256)
+        headers[root, name] = Header(root, name, hashes.of(str(path)) or "")
     return tuple(headers[place] for place in sorted(headers))
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_header_written_while_compiling_is_not_trusted(workshop):
     assert outcome.report["answer"] == [52]
     assert "toy.h was changed while toy was compiled" in outcome.messages
     assert workshop.entries == []
+
+
+def test_header_removed_while_compiling_is_not_forgotten(workshop):
+    """As by an upgrade of the package: a key without it would fit what takes its place."""
+    header = workshop.include / "toy.h"
+    workshop.set_compiler(f": ;; *' -shared '*) rm {shlex.quote(str(header))}")
+    outcome = workshop.run()
+    assert outcome.report["answer"] == [42]
+    assert "toy.h was changed while toy was compiled" in outcome.messages
+    workshop.set_compiler("")
+    workshop.write_header(50)
+    assert workshop.run().report["answer"] == [52]
 
 
 def test_touched_header_is_no_new_key(workshop):
