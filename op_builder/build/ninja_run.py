@@ -136,7 +136,8 @@ class NinjaRun:
 
     def _changed(self, job: CompileJob, headers: Sequence[Header]) -> str:
         """A header that was written since the build began, or that is gone: the compiler may have
-        read its old text.
+        read its old text. uv and rsync give a new file its old time of modification; its change
+        time cannot be set.
 
         Times in the future come from a file server's clock and are no change.
         """
@@ -145,7 +146,7 @@ class NinjaRun:
             if not header.sha256:
                 return path
             with contextlib.suppress(OSError):
-                if self._began_ns <= os.stat(path).st_mtime_ns <= time.time_ns():
+                if self._began_ns <= os.stat(path).st_ctime_ns <= time.time_ns():
                     return path
         return ""
 
