@@ -80,6 +80,8 @@ class NinjaRun:
             program.end()
             raise
         self._take_finished(waiting, on_built)
+        if program.code not in (0, 1):  # 1: a command failed, which its log tells
+            self._said.append(f"{self._ninja} ended with {program.code}")
         return [self._failure(job) for job in waiting.values()]
 
     def cancel(self) -> None:

@@ -81,6 +81,11 @@ class SupervisedProcess:
         self._let_go()
         self._process.wait()
 
+    @property
+    def code(self) -> int | None:
+        """Exit code: above 128, or below 0, where a signal ended it; None until `lines` ends."""
+        return self._process.returncode
+
     def cancel(self) -> None:
         """Request its end; `lines` enforces it."""
         if self._asked_to_end is None:

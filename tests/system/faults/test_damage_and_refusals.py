@@ -237,6 +237,16 @@ def test_compiler_killed_for_memory_gets_the_hint(workshop):
     assert "MAX_JOBS=1" in error
 
 
+@pytest.mark.parametrize("victims", ["$ninja", "$ninja $shell"])
+def test_ninja_ended_by_a_signal_is_no_fault_of_the_compiler(workshop, victims):
+    """As by a scheduler that sends SIGUSR1 to all programs of a job."""
+    parent = "while read name id; do [ $name = PPid: ] && echo $id; done < /proc/$1/status"
+    find = f"of() {{ {parent}; }}; ninja=$(of $PPID); shell=$(of $ninja)"
+    workshop.set_compiler(f"{find}; kill -USR1 {victims}; sleep 1")
+    error = workshop.run(FAILS.format(error="CompileError")).report["error"]
+    assert "hint: a signal ended it" in error
+
+
 def test_compiler_that_vanished_is_told(workshop):
     workshop.compiler.unlink()
     error = workshop.run(FAILS.format(error="CompileError")).report["error"]
