@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import archive, masks, models_cli, quoted, results_page, table
 from benchmarks.environment import describe
-from benchmarks.options import among, known
+from benchmarks.options import among, count, known
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.result_file import make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--seconds", type=float, default=8.0, help="time for one workload, dtype and direction"
     )
-    run.add_argument("--runs", type=int, default=MAX_RUNS, help="at most this many of each call")
+    run.add_argument("--runs", type=count, default=MAX_RUNS, help="at most this many of each call")
     run.add_argument("--bias1-grad", action="store_true", help="ask for the mask's gradient too")
     run.add_argument(
         "--check",
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument(
         "--direction", default="fwd,bwd", type=one_way, help="fwd, bwd, with commas"
     )
-    beside.add_argument("--rounds", type=int, default=9)
+    beside.add_argument("--rounds", type=count, default=9)
     beside.set_defaults(command=_beside)
 
     for command in (run, host, startup, replay, beside, *models_cli.add_commands(commands)):

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.environment import describe
+from benchmarks.options import count
 from benchmarks.result_file import make_result
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.distributed import apply_locally
@@ -160,9 +161,9 @@ def bandwidths(mesh: DeviceMesh, device: torch.device, megabytes: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=1536)
-    parser.add_argument("--rows", type=int, default=384, help="of weak scaling, per process")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--length", type=count, default=1536)
+    parser.add_argument("--rows", type=count, default=384, help="of weak scaling, per process")
+    parser.add_argument("--steps", type=count, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     on_gpus = torch.cuda.is_available()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe
-from benchmarks.options import among
+from benchmarks.options import among, count, counts
 from benchmarks.result_file import make_result, save
 
 
@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         "layers",
         help="triangle attention layers with residual, forward and backward, bf16 autocast",
     )
-    layers.add_argument("--lengths", default="384,768", help="with commas")
+    layers.add_argument("--lengths", default="384,768", type=counts, help="with commas")
     layers.add_argument(
         "--modes",
         default="eager,compiled",
@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         help="eager, compiled",
     )
     layers.add_argument("--seconds", type=float, default=5.0, help="for each length")
-    layers.add_argument("--runs", type=int, default=30, help="at most so many of each")
+    layers.add_argument("--runs", type=count, default=30, help="at most so many of each")
     layers.set_defaults(command=_layers)
 
     blocks = commands.add_parser(
@@ -34,9 +34,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         help="OpenFold 3's PairFormer block on every path of kernels, forward and backward, "
         "bf16 autocast; needs the package",
     )
-    blocks.add_argument("--crops", default="256,384,768", help="with commas")
+    blocks.add_argument("--crops", default="256,384,768", type=counts, help="with commas")
     blocks.add_argument("--seconds", type=float, default=10.0, help="for each crop")
-    blocks.add_argument("--runs", type=int, default=20, help="at most so many of each")
+    blocks.add_argument("--runs", type=count, default=20, help="at most so many of each")
     blocks.set_defaults(command=_blocks)
 
     ceilings = commands.add_parser("ceilings", help="what bounds a kernel on this GPU")
@@ -51,7 +51,7 @@ def _layers(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     rows = measure_layers(
-        [int(length) for length in arguments.lengths.split(",")],
+        arguments.lengths,
         modes=arguments.modes.split(","),
         device=device,
         budget_s=arguments.seconds,
@@ -80,9 +80,9 @@ def _blocks(arguments: argparse.Namespace) -> int:
     skipped = {path.name: why for path in PATHS if (why := missing(path, device))}
     paths = [path for path in PATHS if path.name not in skipped]
     rows: list[BlockRow] = []
-    for crop in arguments.crops.split(","):
+    for crop in arguments.crops:
         budget = {"budget_s": arguments.seconds, "max_runs": arguments.runs}
-        rows += measure_block(int(crop), paths, device=device, **budget)
+        rows += measure_block(crop, paths, device=device, **budget)
         result = make_result(
             environment, "blocks", rows=[asdict(row) for row in rows], skipped=skipped
         )

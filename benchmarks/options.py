@@ -1,4 +1,6 @@
-"""Options that list names, with commas; a name that there is not ends the program with 2."""
+"""Options that list names, with commas, and counts; a name that there is not, or no count, ends the
+program with 2.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +29,14 @@ def among(what: str, there: Collection[str]) -> Callable[[str], str]:
             raise ValueError(f"no {what} is called {unknown[0]!r}; there are: {', '.join(there)}")
 
     return known(check)
+
+
+def count(text: str) -> int:
+    """Of runs, rounds, residues."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    return [count(one) for one in text.split(",")]

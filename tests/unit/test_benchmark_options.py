@@ -22,6 +22,10 @@ from benchmarks.result_file import command_line  # noqa: E402
         ("replay --direction fwd+bwd", "no direction is called 'fwd+bwd'; there are: fwd, bwd"),
         ("beside . --direction fwd+bwd", "no direction is called 'fwd+bwd'; there are: fwd, bwd"),
         ("layers --modes bogus", "no mode is called 'bogus'; there are: eager, compiled"),
+        ("run --runs 0", "expected a whole number of at least 1, got '0'"),
+        ("beside . --rounds 0", "expected a whole number of at least 1, got '0'"),
+        ("layers --lengths 384,", "expected a whole number of at least 1, got ''"),
+        ("blocks --crops abc", "expected a whole number of at least 1, got 'abc'"),
     ],
 )
 def test_unknown_names_are_told(command, message, capsys):
