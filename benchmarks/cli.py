@@ -320,6 +320,8 @@ def _under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Wor
         found += [workload.with_mask(mask) for mask in fit]
         if left := [mask.id for mask in chosen if mask not in fit]:
             print(f"{workload.id}: no pair map, left out under {', '.join(left)}", file=sys.stderr)
+    if not found:
+        raise SystemExit(2)  # the lines above say why
     return found
 
 

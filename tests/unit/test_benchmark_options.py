@@ -50,6 +50,14 @@ def test_a_mask_in_a_name_is_the_one_that_is_measured(capsys):
     assert "row512x384: no pair map, left out under pair-1/9-rows" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "beside ."])
+def test_masks_that_leave_no_workload_are_told(command, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main([*command.split(), "--shapes", "cpu64x384", "--masks", "pair-1/2"])
+    assert error.value.code == 2
+    assert "cpu64x384: no pair map, left out under pair-1/2" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the file's name has a GPU's in it")
 def test_a_second_run_of_a_day_is_a_second_file(tmp_path):
     argv = "layers --lengths 5 --modes eager --seconds 0 --runs 1 --commit x --what t --json"
