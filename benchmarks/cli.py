@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     arguments.words = sys.argv[1:] if argv is None else argv
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: PyTorch finds no CUDA GPU here")
+        print("this is measured on a GPU: PyTorch finds no CUDA GPU here")
         return 2
     return int(arguments.command(arguments))
 
@@ -120,8 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("--rounds", type=count, default=9)
     beside.set_defaults(command=_beside)
 
-    for command in (run, host, startup, replay, beside, *models_cli.add_commands(commands)):
-        command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    layers, blocks, ceilings = models_cli.add_commands(commands)
+    for command in (run, host, startup, replay, beside, layers, blocks, ceilings):
+        devices = ("cuda",) if command in (replay, ceilings) else ("cpu", "cuda")
+        command.add_argument("--device", default=devices[0], choices=devices)
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
         )

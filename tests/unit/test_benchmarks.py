@@ -309,8 +309,9 @@ def test_result_files_of_other_kinds_are_refused(command, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu_is_refused(capsys):
-    assert cli.main(["run", "--device", "cuda"]) == 2
+@pytest.mark.parametrize("command", ["run --device cuda", "replay", "ceilings"])
+def test_cuda_without_a_gpu_is_refused(command, capsys):
+    assert cli.main(command.split()) == 2
     assert "no CUDA GPU" in capsys.readouterr().out
 
 
