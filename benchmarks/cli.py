@@ -359,11 +359,16 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _run_of_peers(file: Path) -> dict[str, Any] | None:
-    """The content of a result file of `run`. None, said to the user, if it is of another kind."""
-    content: dict[str, Any] = json.loads(file.read_text())
-    if content["kind"] == "run":
+    """The content of a result file of `run`. None, said to the user, if it is none."""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        kind = content["kind"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"{file}: expected a result file, got {type(error).__name__}: {error}")
+        return None
+    if kind == "run":
         return content
-    print(f"{file} is a result of kind {content['kind']!r}; only those of `run` have a table")
+    print(f"{file} is a result of kind {kind!r}; only those of `run` have a table")
     return None
 
 

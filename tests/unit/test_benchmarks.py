@@ -306,6 +306,12 @@ def test_result_files_of_other_kinds_are_refused(command, tmp_path, capsys):
     path.write_text(json.dumps({"schema": 1, "kind": "graph-replay", "results": []}))
     assert cli.main([command, str(path)]) == 2
     assert f"{path} is a result of kind 'graph-replay'" in capsys.readouterr().out
+    for text in ('{"schema": 1}', "[]", '{"schema'):
+        path.write_text(text)
+        assert cli.main([command, str(path)]) == 2
+        assert f"{path}: expected a result file, got" in capsys.readouterr().out
+    assert cli.main([command, str(tmp_path / "missing.json")]) == 2
+    assert "FileNotFoundError" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
