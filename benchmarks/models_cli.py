@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import asdict
 from typing import Any
 
@@ -75,6 +76,9 @@ def _layers(arguments: argparse.Namespace) -> int:
 def _blocks(arguments: argparse.Namespace) -> int:
     from benchmarks.blocks import PATHS, BlockRow, measure_block, missing
 
+    if importlib.util.find_spec("openfold3") is None:
+        print("the block is OpenFold 3's, which is not installed: pip install openfold3")
+        return 2
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     skipped = {path.name: why for path in PATHS if (why := missing(path, device))}

@@ -321,6 +321,12 @@ def test_cuda_without_a_gpu_is_refused(command, capsys):
     assert "no CUDA GPU" in capsys.readouterr().out
 
 
+def test_blocks_without_their_package_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["blocks"]) == 2
+    assert "pip install openfold3" in capsys.readouterr().out
+
+
 def test_unknown_peer_is_refused(capsys):
     assert cli.main(["run", "--peers", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().out
