@@ -17,7 +17,7 @@ from benchmarks import archive, masks, models_cli, quoted, results_page, table
 from benchmarks.environment import describe
 from benchmarks.options import among, count, known
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
-from benchmarks.result_file import make_result, save
+from benchmarks.result_file import make_folder, make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select
 from benchmarks.startup import measure_startups
@@ -32,6 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         print("this is measured on a GPU: PyTorch finds no CUDA GPU here")
         return 2
+    if getattr(arguments, "json", None) is not None:
+        try:
+            make_folder(arguments.json)  # before minutes of measuring
+        except OSError as error:
+            print(f"--json {arguments.json}: expected a place that can be written, got: {error}")
+            return 2
     return int(arguments.command(arguments))
 
 

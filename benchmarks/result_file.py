@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import shlex
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,17 @@ def make_result(environment: Environment, kind: str, **content: object) -> dict[
     return {"schema": SCHEMA, "kind": kind, "environment": asdict(environment), **content}
 
 
+def make_folder(path: Path) -> None:
+    """The folder of --json.
+
+    Raises:
+        OSError: no file can be written there.
+    """
+    folder = path.parent if path.suffix == ".json" else path
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def save(
     arguments: argparse.Namespace, environment: Environment, result: dict[str, object]
 ) -> None:
@@ -30,9 +42,10 @@ def save(
         name = f"{environment.date[:10]}-{short_machine_name(environment)}-{what}"
         path = _unused(path / f"{name}.json")
         arguments.json = path  # where the next rows of this run go, too
-    path.parent.mkdir(parents=True, exist_ok=True)
     whole = {**result, "command": command_line(arguments.words)}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    partial = path.with_suffix(".partial")  # the file of before stays whole until this one is
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(path)
 
 
 def _unused(path: Path) -> Path:

@@ -2,13 +2,14 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from benchmarks import archive, cli  # noqa: E402
-from benchmarks.result_file import command_line  # noqa: E402
+from benchmarks.result_file import command_line, save  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,30 @@ def test_a_second_run_of_a_day_is_a_second_file(tmp_path):
         assert cli.main([*argv.split(), str(tmp_path)]) == 0
     names = sorted(path.name.partition("core-")[2] for path in tmp_path.glob("*.json"))
     assert names == ["t-2.json", "t.json"]
+
+
+def test_a_place_that_cannot_be_written_is_told_before_measuring(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cli, "describe", None)
+    for place in ("file", "file/x.json"):
+        assert cli.main(["run", "--json", str(tmp_path / place)]) == 2
+        assert f"--json {tmp_path / place}: expected a place" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_what_was_written_before(tmp_path, monkeypatch):
+    """`run` writes its file anew after each workload."""
+    arguments = argparse.Namespace(json=tmp_path / "x.json", what=None, words=[])
+    save(arguments, None, {"results": [1]})
+    before = arguments.json.read_text()
+
+    def half(path, text):
+        path.open("w").write(text[:9])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space"):
+        save(arguments, None, {"results": [1, 2]})
+    assert arguments.json.read_text() == before
 
 
 def test_a_command_line_names_no_file():
