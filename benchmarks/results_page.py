@@ -37,7 +37,7 @@ def page(measurements: Sequence[Measurement]) -> str:
     of_record = archive.on_gpu_of_record(measurements)
     cuda = [m for m in of_record if m.family == "sm90"]
     sm80 = [m for m in of_record if m.family == "sm80" and m.direction != "fwd+bwd"]
-    others = [m for m in measurements if m.family == "sm90" and m.machine != archive.GPU_OF_RECORD]
+    others = [m for m in measurements if m.family != "cpu" and m.machine != archive.GPU_OF_RECORD]
     flex = ("flex", "cudnn")
     parts = [
         INTRODUCTION,
@@ -94,16 +94,17 @@ def page(measurements: Sequence[Measurement]) -> str:
 
 
 def _on_other_gpus(measurements: Sequence[Measurement], *, needs: Sequence[str]) -> list[str]:
+    """A section for each GPU and family of kernels: that of the device, or one that was forced."""
     return [
         _section(
-            f"Crops on one {machine}",
+            f"Crops on one {machine}, {family.capitalize()} kernels",
             tables.compared(
-                [m for m in measurements if m.machine == machine],
+                [m for m in measurements if (m.machine, m.family) == (machine, family)],
                 (*CROPS, *ODD),
                 needs=needs,
             ),
         )
-        for machine in sorted({m.machine for m in measurements})
+        for machine, family in sorted({(m.machine, m.family) for m in measurements})
     ]
 
 

@@ -69,10 +69,10 @@ def test_a_file_tells_the_command_that_gave_it(tmp_path, capsys):
     assert archive.command("m.json", tmp_path) == told
 
 
-def of_tri384(file, date, peer, ms, machine=archive.GPU_OF_RECORD):
+def of_tri384(file, date, peer, ms, machine=archive.GPU_OF_RECORD, family="sm90"):
     shape = (1, 384, 384, 4, 32)
     call = ("tri384", "random", shape, "bfloat16", "fwd", peer, ms)
-    return archive.Measurement(file, date, machine, "sm90", "c", *call)
+    return archive.Measurement(file, date, machine, family, "c", *call)
 
 
 def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypatch):
@@ -88,11 +88,12 @@ def test_results_page_takes_each_row_from_the_newest_run_that_compares(monkeypat
 def test_other_gpus_have_tables_of_their_own(monkeypatch):
     monkeypatch.setattr(results_page, "_files", lambda text: "")
     runs = [
-        of_tri384(f"{machine}.json", date, peer, ms, machine)
-        for machine, date, times in (
-            (archive.GPU_OF_RECORD, "2026-01-01", (9.0, 8.0)),
-            ("NVIDIA A100", "2026-01-02", (7.0, 6.0)),
-            ("NVIDIA B200", "2026-01-03", (5.0, 4.0)),
+        of_tri384(f"{date}.json", date, peer, ms, machine, family)
+        for machine, family, date, times in (
+            (archive.GPU_OF_RECORD, "sm90", "2026-01-01", (9.0, 8.0)),
+            ("NVIDIA A100", "sm80", "2026-01-02", (7.0, 6.0)),
+            ("NVIDIA H100", "sm90", "2026-01-03", (5.0, 4.0)),
+            ("NVIDIA H100", "sm80", "2026-01-04", (3.0, 2.0)),  # forced
         )
         for peer, ms in zip(("ours", "flex"), times, strict=True)
     ]
@@ -100,9 +101,10 @@ def test_other_gpus_have_tables_of_their_own(monkeypatch):
     sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
     assert "| 9.00 | 8.00 |" in sections["Training crops"]
     assert "NVIDIA" not in sections["Training crops"].replace(archive.GPU_OF_RECORD, "")
-    assert "| 7.00 | 6.00 |" in sections["Crops on one NVIDIA A100"]
-    assert "| 5.00 | 4.00 |" in sections["Crops on one NVIDIA B200"]
-    assert page.count("9.00") == page.count("7.00") == page.count("5.00") == 1
+    assert "| 7.00 | 6.00 |" in sections["Crops on one NVIDIA A100, Sm80 kernels"]
+    assert "| 5.00 | 4.00 |" in sections["Crops on one NVIDIA H100, Sm90 kernels"]
+    assert "| 3.00 | 2.00 |" in sections["Crops on one NVIDIA H100, Sm80 kernels"]
+    assert [page.count(f"{ms}.00") for ms in (9, 7, 5, 3)] == [1, 1, 1, 1]
 
 
 def test_replays_of_this_op_take_no_row_from_peers():
