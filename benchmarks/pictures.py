@@ -40,7 +40,8 @@ STYLES = {  # colour, marker; this op is drawn last, on top
 def draw(measurements: Sequence[Measurement], folder: Path) -> None:
     """Writes the pictures of `results_page.PICTURES` that have measurements."""
     folder.mkdir(exist_ok=True)
-    cuda = [m for m in on_gpu_of_record(measurements) if m.family == "sm90"]
+    here = on_gpu_of_record(measurements)
+    cuda = [m for m in here if (m.family, m.dtype) == ("sm90", "bfloat16")]
     figures = {
         "time-by-length": _time,
         "memory-by-length": _memory,
@@ -71,7 +72,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 def _time(measurements: Sequence[Measurement]) -> Figure:
     runs = newest_runs(measurements, tuple(LENGTHS), needs=("flex", "cudnn"))
-    shown = [m for key, rows in runs.items() if key[0] == "bfloat16" for m in rows]
+    shown = [m for rows in runs.values() for m in rows]
     figure, panels = _two_panels(_caption(shown))
     shown += _of_others(measurements, {(m.peer, m.direction) for m in shown})
     for direction, axes in panels.items():
@@ -88,9 +89,7 @@ def _of_others(
     newest = {
         (m.peer, m.direction, m.workload): m
         for m in measurements  # oldest first
-        if (m.peer, m.direction) not in there
-        and m.workload in LENGTHS
-        and (m.mask, m.dtype) == ("random", "bfloat16")
+        if (m.peer, m.direction) not in there and m.workload in LENGTHS and m.mask == "random"
     }
     return list(newest.values())
 

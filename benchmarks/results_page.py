@@ -37,6 +37,7 @@ def page(measurements: Sequence[Measurement]) -> str:
     of_record = archive.on_gpu_of_record(measurements)
     cuda = [m for m in of_record if m.family == "sm90"]
     sm80 = [m for m in of_record if m.family == "sm80" and m.direction != "fwd+bwd"]
+    bf16, sm80_bf16 = ([m for m in every if m.dtype == "bfloat16"] for every in (cuda, sm80))
     others = [m for m in measurements if m.family != "cpu" and m.machine != archive.GPU_OF_RECORD]
     flex = ("flex", "cudnn")
     parts = [
@@ -62,11 +63,11 @@ def page(measurements: Sequence[Measurement]) -> str:
         ),
         _section(
             "Padded batches",
-            _pictured("time-by-padding", padding.padded_shares(cuda)) + padding.padded(cuda),
+            _pictured("time-by-padding", padding.padded_shares(bf16)) + padding.padded(bf16),
         ),
-        _section("Memory", _pictured("memory-by-length", tables.memory(cuda))),
-        _section("Errors", _pictured("error-by-peer", tables.errors(cuda))),
-        _section("Limits", _pictured("share-of-limits", tables.ceilings(cuda))),
+        _section("Memory", _pictured("memory-by-length", tables.memory(bf16))),
+        _section("Errors", _pictured("error-by-peer", tables.errors(bf16))),
+        _section("Limits", _pictured("share-of-limits", tables.ceilings(bf16))),
         _section("What a peer could not run", _skipped(cuda)),
         _section(
             "Sm80 templates, forced on the same GPU",
@@ -75,7 +76,7 @@ def page(measurements: Sequence[Measurement]) -> str:
                 "`DS4S_CUDA_FAMILY=sm80`.",
                 *tables.compared(sm80, CROPS, needs=(*flex, "deepspeed")),
                 *tables.alone(sm80),
-                *padding.padded(sm80),
+                *padding.padded(sm80_bf16),
             ],
         ),
         _section("Whole layers", calls.layers()),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +105,31 @@ def test_other_gpus_have_tables_of_their_own(monkeypatch):
     assert "| 5.00 | 4.00 |" in sections["Crops on one NVIDIA H100, Sm90 kernels"]
     assert "| 3.00 | 2.00 |" in sections["Crops on one NVIDIA H100, Sm80 kernels"]
     assert [page.count(f"{ms}.00") for ms in (9, 7, 5, 3)] == [1, 1, 1, 1]
+
+
+def test_tables_that_name_no_dtype_are_of_bfloat16(monkeypatch):
+    monkeypatch.setattr(results_page, "_files", lambda text: "")
+    measured = [
+        replace(
+            of_tri384(f"{dtype}.json", date, peer, 1.0),
+            dtype=dtype,
+            direction="bwd",
+            mask=mask,
+            extra_bytes=num_mib * 2**20,
+        )
+        for dtype, date, num_mib in (
+            ("bfloat16", "2026-01-01", 300),
+            ("float32", "2026-01-02", 700),
+        )
+        for mask in ("random", "none", "half")
+        for peer in ("ours", "flex")
+    ]
+    page = results_page.page(measured)
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    for title in ("Memory", "Padded batches", "Limits"):
+        assert "bfloat16.json" in sections[title], title
+        assert "float32.json" not in sections[title], title
+    assert "float32.json" in sections["Training crops"]
 
 
 def test_replays_of_this_op_take_no_row_from_peers():
