@@ -238,6 +238,9 @@ def _startup(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from benchmarks.replay import METHOD, ReplayRow, RowKey, measure_replays, read_rows
 
+    if arguments.append and (arguments.json is None or arguments.json.suffix != ".json"):
+        print("--append: expected --json FILE.json, the file to add to")
+        return 2
     device = torch.device("cuda")
     environment = describe(device, commit=arguments.commit)
     workloads = _under_masks(arguments, otherwise="none")
@@ -247,7 +250,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         "method": METHOD,
     }
     rows: dict[RowKey, ReplayRow] = {}
-    if arguments.append and arguments.json and arguments.json.is_file():
+    if arguments.append and arguments.json.is_file():
         before = json.loads(arguments.json.read_text())
         there = before["environment"]["gpu"], before["environment"]["torch"], before["settings"]
         if there != (environment.gpu, environment.torch, settings):

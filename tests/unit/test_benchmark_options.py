@@ -68,6 +68,13 @@ def test_a_second_run_of_a_day_is_a_second_file(tmp_path):
     assert names == ["t-2.json", "t.json"]
 
 
+@pytest.mark.parametrize("place", ["", "--json ."])
+def test_rows_are_appended_to_a_named_file(place, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(f"replay --append {place}".split()) == 2
+    assert "--append: expected --json FILE.json" in capsys.readouterr().out
+
+
 def test_a_place_that_cannot_be_written_is_told_before_measuring(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(cli, "describe", None)
