@@ -1,5 +1,5 @@
 """`python -m deepspeed4science demo`: prints each step and exits with 1 if a tensor breaks the
-error law.
+error law, or no kernel can be compiled here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         show("--device cuda: PyTorch finds no CUDA GPU here; --device cpu runs everywhere.")
         return 2
+    try:
+        return _run(arguments)
+    except EvoformerError as error:  # such as no compiler; its message says what to do
+        show(f"\nerror: {error}")
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
     devices = _devices(arguments.device, beside=arguments.gpu)
     dtype = DTYPES[arguments.dtype]
     alignment = load_ubiquitin()

@@ -6,8 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from deepspeed4science.demo import cli
 from deepspeed4science.demo.cli import main
 from deepspeed4science.demo.startup import Startup, measure_startup
+from deepspeed4science.errors import ToolchainError
 
 
 def test_a_failed_second_process_says_why():
@@ -32,3 +34,14 @@ def test_cuda_without_a_gpu_is_refused_in_one_line(capsys):
         pytest.skip("there is a GPU")
     assert main(["--device", "cuda"]) == 2
     assert "--device cpu" in capsys.readouterr().out
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(capsys, monkeypatch):
+    message = "no C++ compiler was found; install one"
+
+    def fail(cases, device):
+        raise ToolchainError(message)
+
+    monkeypatch.setattr(cli, "_prepare_kernels", fail)
+    assert main(["--device", "cpu"]) == 1
+    assert capsys.readouterr().out.endswith(f"\nerror: {message}\n")
