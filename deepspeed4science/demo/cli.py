@@ -84,11 +84,11 @@ def _best_device() -> str:
     """A GPU if the op has kernels for it that can be compiled here, else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
-    # Scores enough for a kernel (few_scores.py).
-    probe = torch.zeros(1, 1, 65, 1, 16, device="cuda", dtype=torch.float16)
     try:
+        # Scores enough for a kernel (few_scores.py).
+        probe = torch.zeros(1, 1, 65, 1, 16, device="cuda", dtype=torch.float16)
         op(probe, probe, probe, [])
-    except (EvoformerError, NotImplementedError) as error:
+    except (EvoformerError, RuntimeError) as error:  # PyTorch's own, too: for a GPU it is not for
         show(f"The GPU is not used: {str(error).splitlines()[0]}")
         return "cpu"
     return "cuda"

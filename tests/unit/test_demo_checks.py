@@ -176,3 +176,17 @@ def test_gpu_figures_stand_beside_the_cpus_where_there_is_one(capsys, monkeypatc
     monkeypatch.setattr(cli, "_best_device", lambda: "cpu")
     assert [d.type for d in cli._devices("auto", beside=True)] == ["cpu"]
     assert "no GPU" in capsys.readouterr().out
+
+
+def test_a_gpu_that_pytorch_has_no_kernels_for_is_not_used(capsys, monkeypatch):
+    """One older than PyTorch's build, which still counts as available; or one that is full."""
+    from deepspeed4science.demo import cli
+
+    def fail(*size, **options):
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert cli._best_device() == "cpu"
+    told = "The GPU is not used: CUDA error: no kernel image is available\n"
+    assert capsys.readouterr().out == told
