@@ -52,7 +52,9 @@ def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
     whys = tuple(Why(obstacle.reason, obstacle.remedy) for obstacle in status.obstacles)
     if device == "cuda" and no_gpu:
         if not any(why.reason.startswith("no GPU") for why in whys):
-            remedy = "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA"
+            remedy = (
+                "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA and that GPU"
+            )
             whys = (Why(f"no GPU: {no_gpu}", remedy), *whys)
         return OpRow(name, device, "not", elsewhere_probe.note(builder), whys)
     broken = load_probe.problems(status.ready)

@@ -210,6 +210,8 @@ def _no_gpu(torch: TorchAnswer) -> str:
     """Why PyTorch sees no GPU; only then is nvidia-smi run."""
     if torch.rocm:
         return f"PyTorch is built for AMD's (ROCm {torch.rocm}); the kernels are for NVIDIA's"
+    if torch.unserved:
+        return f"this PyTorch has no kernels for {', '.join(torch.unserved)}"
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ _ASK_AGAIN = (
 _PROGRAM = """\
 import ctypes, json, sys, warnings
 sys.path[:] = json.loads(sys.argv[1])
-said = {"gpus": [], "driver": "", "rocm": ""}
+said = {"gpus": [], "archs": [], "driver": "", "rocm": ""}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     try:
@@ -42,6 +43,8 @@ with warnings.catch_warnings(record=True) as caught:
                     "name": torch.cuda.get_device_name(index),
                     "capability": list(torch.cuda.get_device_capability(index)),
                 })
+            if said["cuda"]:
+                said["archs"] = list(torch.cuda.get_arch_list())
     except BaseException as error:
         said["error"] = type(error).__name__ + ": " + str(error)
         said["missing"] = isinstance(error, ModuleNotFoundError) and error.name == "torch"
@@ -66,6 +69,7 @@ class TorchAnswer:
     rocm: str = ""  # that of ROCm, where it is built for AMD's GPUs
     driver: str = ""  # the newest CUDA version that the driver serves
     gpus: tuple[dict[str, Any], ...] = ()  # {"name": str, "capability": [major, minor]}
+    unserved: tuple[str, ...] = ()  # names of GPUs that it counts, and has no kernels for
     reason: str = ""
     remedy: str = ""
     warnings: tuple[str, ...] = field(default=())
@@ -119,6 +123,7 @@ def _understood(said: dict[str, Any]) -> TorchAnswer:
     old = f"it is {version}; {'.'.join(map(str, OLDEST))} is the oldest that serves"
     if "error" in said:
         warnings = (*warnings, f"asking for GPUs failed: {_first_line(said['error'])}")
+    served = [gpu for gpu in said["gpus"] if _serves(said["archs"], tuple(gpu["capability"]))]
     ok = numbers >= OLDEST
     return TorchAnswer(
         ok=ok,
@@ -127,11 +132,24 @@ def _understood(said: dict[str, Any]) -> TorchAnswer:
         cuda=cuda,
         rocm=said["rocm"],
         driver=said["driver"],
-        gpus=() if said["rocm"] else tuple(said["gpus"]),  # no kernels for AMD's
+        gpus=() if said["rocm"] else tuple(served),  # no kernels for AMD's
+        unserved=tuple(gpu["name"] for gpu in said["gpus"] if gpu not in served),
         reason="" if ok else old,
         remedy="" if ok else _INSTALL,
-        warnings=tuple(_first_line(warning) for warning in warnings),
+        warnings=warnings,
     )
+
+
+def _serves(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a PyTorch built for `archs`, such as sm_80 and compute_120, has machine code for the
+    GPU, which is of its major version, or PTX.
+    """
+    for arch in archs:
+        kind, _, number = arch.partition("_")
+        major, minor = divmod(int("".join(filter(str.isdecimal, number))), 10)
+        if (major, minor) <= capability and (kind == "compute" or major == capability[0]):
+            return True
+    return not archs
 
 
 def _broken(reason: str, remedy: str = _INSTALL_ANEW) -> TorchAnswer:

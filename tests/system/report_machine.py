@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ cuda = _N(
     device_count=lambda: len(_gpus),
     get_device_name=lambda index: _gpus[index][0],
     get_device_capability=lambda index: _gpus[index][1],
+    get_arch_list=lambda: {archs!r},
 )
 """
 
@@ -71,7 +73,7 @@ class Machine:
     """What the report's process gets to see. `folder` is this test's own."""
 
     folder: Path
-    torch: str | None = FAKE_TORCH.format(version="2.13.0+cpu", cuda=None, gpus=[])
+    torch: str | None = FAKE_TORCH.format(version="2.13.0+cpu", cuda=None, gpus=[], archs=[])
     packages: tuple[str, ...] = ("ninja", "cutlass_library")
     programs: tuple[str, ...] = ("g++", "as", "ld")
     variables: dict[str, str] = field(default_factory=dict)
@@ -188,5 +190,5 @@ def cuda_op(state: str, reason: str = "", remedy: str = "") -> str:
     return FAKE_CUDA_OP.format(state=state, obstacles=obstacles)
 
 
-def cuda_torch(gpus: list[tuple[str, tuple[int, int]]]) -> str:
-    return FAKE_TORCH.format(version="2.11.0+cu130", cuda="13.0", gpus=gpus)
+def cuda_torch(gpus: list[tuple[str, tuple[int, int]]], archs: Sequence[str] = ()) -> str:
+    return FAKE_TORCH.format(version="2.11.0+cu130", cuda="13.0", gpus=gpus, archs=archs)

@@ -95,7 +95,7 @@ def test_broken_torch(how: str, tmp_path: Path) -> None:
 
 
 def test_torch_too_old(tmp_path: Path) -> None:
-    old = FAKE_TORCH.format(version="2.9.1", cuda=None, gpus=[])
+    old = FAKE_TORCH.format(version="2.9.1", cuda=None, gpus=[], archs=[])
     seen = report(Machine(tmp_path, torch=old))
     assert seen.code == 1
     assert "2.9.1; 2.10 is the oldest" in seen.software("torch")["reason"]
@@ -222,6 +222,20 @@ def test_a_gpu_that_only_the_driver_sees(tmp_path: Path) -> None:
 
 
 # --- settings and our own faults -----------------------------------------------------------------
+
+
+_WORDS = """Found GPU0 Tesla V100 which is of compute capability (CC) 7.0.
+For CUDA 12.6 use pip install torch"""
+
+
+def test_a_gpu_that_pytorch_is_not_built_for(tmp_path: Path) -> None:
+    """PyTorch counts it, and says in several lines which build serves it."""
+    torch = cuda_torch([("Tesla V100", (7, 0))], ["sm_75", "compute_120"])
+    torch += f"import warnings\nwarnings.warn({_WORDS!r})\n"
+    seen = report(Machine(tmp_path, torch=torch, prelude=cuda_op("cached")))
+    assert (seen.code, seen.json["verdict"]) == (0, "usable on the CPU")
+    assert seen.json["no_gpu"] == "this PyTorch has no kernels for Tesla V100"
+    assert seen.json["warnings"] == [f"torch: {' '.join(_WORDS.split())}"]
 
 
 def test_a_forced_instruction_set_that_cannot_be_had(tmp_path: Path) -> None:

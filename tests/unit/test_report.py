@@ -128,6 +128,24 @@ def test_a_driver_too_old_for_nvcc_is_a_warning(nvcc: str, driver: str, warns: b
     assert bool(software_probe.driver_warning([row], answer)) == warns
 
 
+@pytest.mark.parametrize(
+    ("archs", "capability", "serves"),
+    [
+        ([], (7, 0), True),  # not known
+        (["sm_75", "sm_80", "compute_120"], (7, 0), False),
+        (["sm_50", "compute_60"], (7, 0), True),
+        (["sm_80", "sm_90"], (8, 9), True),
+        (["sm_80", "sm_90a"], (9, 0), True),
+        (["sm_80", "sm_90"], (10, 0), False),
+        (["sm_103", "sm_120"], (10, 0), False),
+    ],
+)
+def test_which_gpus_a_pytorch_is_built_for(
+    archs: list[str], capability: tuple[int, int], serves: bool
+) -> None:
+    assert torch_probe._serves(archs, capability) == serves
+
+
 def test_amds_gpus_are_none() -> None:
     program = torch_probe._PROGRAM.replace("import torch", _ROCM)
     said = subprocess.run(
