@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,7 @@ def _host(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     environment = describe(device, commit=arguments.commit)
     overheads = measure_overhead(dtype=DTYPES[arguments.dtype], device=device)
+    environment = replace(environment, num_threads=torch.get_num_threads())  # one on a CPU
     rows = [asdict(entry) for entry in overheads]
     settings = {"dtype": arguments.dtype}
     save(arguments, environment, make_result(environment, "host", settings=settings, rows=rows))

@@ -99,6 +99,14 @@ def test_a_full_disk_leaves_what_was_written_before(tmp_path, monkeypatch):
     assert arguments.json.read_text() == before
 
 
+def test_a_file_of_host_times_has_the_threads_that_were_used(tmp_path, monkeypatch):
+    threads = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr("benchmarks.host.measure_overhead", lambda **_: threads.append(1) or [])
+    assert cli.main(["host", "--json", str(tmp_path / "x.json")]) == 0
+    assert json.loads((tmp_path / "x.json").read_text())["environment"]["num_threads"] == 1
+
+
 def test_a_command_line_names_no_file():
     words = ["run", "--json=/home/me/x.json", "--what", "a", "--commit=b", "--seed", "1"]
     assert command_line(words) == "python -m benchmarks run --seed 1"
