@@ -11,7 +11,7 @@ from benchmarks.errors import errors_of, reference
 from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.peers import Leaves, Peer, Setting
 from benchmarks.shapes import Workload
-from benchmarks.timing import MAX_RUNS, measure
+from benchmarks.timing import MAX_RUNS, CallError, measure
 from deepspeed4science.demo.measure import Timing, peak_extra_bytes
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
@@ -149,20 +149,21 @@ def run_workload(
     errors = _errors(workload, inputs, ready, options) if options.with_errors else {}
     timings = {}
     for direction in options.directions:
-        calls: dict[str, Callable[[], object]] = {}
-        for name, entry in ready.items():
-            if direction != "fwd" and entry.backward_failure:
-                continue
+        calls = {
+            name: entry.call(direction)
+            for name, entry in ready.items()
+            if direction == "fwd" or not entry.backward_failure
+        }
+        while calls:
             try:
-                entry.call(direction)()  # before the clock runs: a failure must not end the others
-                calls[name] = entry.call(direction)
-            except Exception as error:  # a peer may fail in any way
-                reason = f"{direction}: {_in_one_line(error)}"
-                skipped.append(Skipped(workload.id, dtype_name, name, reason))
-        if calls:
-            timings[direction] = measure(
-                calls, device, budget_s=options.budget_s, max_runs=options.max_runs
-            )
+                timings[direction] = measure(
+                    calls, device, budget_s=options.budget_s, max_runs=options.max_runs
+                )
+                break
+            except CallError as failed:  # such as memory that is short; the others are timed anew
+                del calls[failed.name]
+                reason = f"{direction}: {_in_one_line(failed.__cause__)}"
+                skipped.append(Skipped(workload.id, dtype_name, failed.name, reason))
     for entry in ready.values():
         entry.drop_graph()
     rows = []
@@ -187,7 +188,7 @@ def run_workload(
     return rows, skipped
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

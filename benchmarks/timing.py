@@ -22,6 +22,21 @@ MIN_RUNS, MAX_RUNS = 5, 100
 NUM_WARMUPS = 3
 
 
+class CallError(Exception):
+    """One of the timed calls failed; its error is the cause."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{name}: {error}")
+        self.name = name
+
+
+def _make(name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception as error:
+        raise CallError(name, error) from error
+
+
 class CpuClock:
     """Wall clock; before each call a large buffer passes through the caches."""
 
@@ -34,7 +49,7 @@ class CpuClock:
         for name, call in calls.items():
             self._buffer.add_(1.0)
             start = time.perf_counter()
-            call()
+            _make(name, call)
             elapsed[name] = 1e3 * (time.perf_counter() - start)
         return elapsed
 
@@ -57,7 +72,7 @@ class CudaClock:
                 end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 self._buffer.zero_()
                 start.record()
-                call()
+                _make(name, call)
                 end.record()
                 torch.cuda.synchronize()  # a large result must be free again before the next call
                 events[name] = start.elapsed_time(end)
@@ -73,6 +88,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Median, p20 and p80 of every call; the number of runs follows from the budget, at least 5
     (unless `max_runs` is less) and at most `max_runs`.
+
+    Raises:
+        CallError: one of the calls failed.
     """
     clock = CudaClock(device) if device.type == "cuda" else CpuClock()
     for _ in range(NUM_WARMUPS - 1):

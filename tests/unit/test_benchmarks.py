@@ -85,6 +85,19 @@ class Broken(Eager):
         raise RuntimeError("no such kernel")
 
 
+class OnceOnly(Eager):
+    """As where the memory that the clock itself takes is then missing."""
+
+    name = "once-only"
+
+    def forward(self, leaves):
+        if not torch.is_grad_enabled():
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                raise MemoryError("full")
+        return super().forward(leaves)
+
+
 class OnlyForward(Eager):
     name = "only-forward"
 
@@ -253,6 +266,13 @@ def test_a_peer_that_fails_is_recorded_and_the_others_run():
     rows, skipped = run([Broken(), Eager()])
     assert [(s.peer, s.reason) for s in skipped] == [("broken", "RuntimeError: no such kernel")]
     assert {row.peer for row in rows} == {"eager"}
+
+
+def test_a_peer_that_fails_while_it_is_timed_is_recorded_and_the_others_run():
+    rows, skipped = run([OnceOnly(), Eager()])
+    assert [(s.peer, s.reason) for s in skipped] == [("once-only", "fwd: MemoryError: full")]
+    assert [row.direction for row in rows if row.peer == "eager"] == ["fwd", "bwd", "fwd+bwd"]
+    assert [row.direction for row in rows if row.peer == "once-only"] == ["bwd", "fwd+bwd"]
 
 
 def test_a_peer_without_a_backward_keeps_its_forward():
