@@ -22,6 +22,7 @@ from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
 from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select
 from benchmarks.startup import measure_startups
 from benchmarks.timing import MAX_RUNS
+from deepspeed4science.printing import show
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -194,7 +195,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 arguments, environment, result
             )  # after each: a run that is cut short keeps what it has
             print(f"{workload.id} {dtype} done", file=sys.stderr)
-    print(table.as_text(result))
+    show(table.as_text(result))
     return 0
 
 
@@ -338,24 +339,24 @@ def _under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Wor
 
 
 def _list(_: argparse.Namespace) -> int:
-    print("peers: " + ", ".join(all_peers()))
+    show("peers: " + ", ".join(all_peers()))
     for name, members in PEER_GROUPS.items():
-        print(f"peers {name}: {', '.join(members)}")
+        show(f"peers {name}: {', '.join(members)}")
     for name, members in GROUPS.items():
-        print(f"group {name}: {', '.join(members)}")
+        show(f"group {name}: {', '.join(members)}")
     for workload in WORKLOADS:
         biases = " ".join(["bias1"] * workload.bias1 + ["bias2"] * workload.bias2)
         shape = "x".join(map(str, workload.shape))
-        print(f"{workload.id:<14} {shape:<18} {biases:<12} {workload.source}")
+        show(f"{workload.id:<14} {shape:<18} {biases:<12} {workload.source}")
     for mask in masks.MASKS:
-        print(f"mask {mask.id:<14} {mask.source}")
+        show(f"mask {mask.id:<14} {mask.source}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     if (content := _run_of_peers(arguments.file)) is None:
         return 2
-    print(table.as_text(content))
+    show(table.as_text(content))
     return 0
 
 

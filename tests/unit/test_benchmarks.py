@@ -5,6 +5,7 @@ read back.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -332,6 +333,15 @@ def test_result_files_of_other_kinds_are_refused(command, tmp_path, capsys):
         assert f"{path}: expected a result file, got" in capsys.readouterr().out
     assert cli.main([command, str(tmp_path / "missing.json")]) == 2
     assert "FileNotFoundError" in capsys.readouterr().out
+
+
+def test_a_reader_may_leave_before_the_end(monkeypatch):
+    """`python -m benchmarks list | head -1`"""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert cli.main(["list"]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
