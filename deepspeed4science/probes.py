@@ -64,6 +64,8 @@ def collect() -> Report:
         )
         for gpu in torch.gpus
     )
+    if gpus and torch.unserved:
+        probes.warn(_unserved(torch))
     no_gpu = "" if gpus else probes.ask("GPUs", partial(_no_gpu, torch), "unknown")
     no_ops: tuple[OpRow, ...] = ()
     ops = probes.ask("the ops", partial(ops_probe.rows, probes, torch, no_gpu), no_ops)
@@ -206,12 +208,16 @@ def _gpu(gpu: dict[str, Any]) -> GpuRow:
     return GpuRow(gpu["name"], ".".join(map(str, device)), family, target, note)
 
 
+def _unserved(torch: TorchAnswer) -> str:
+    return f"this PyTorch has no kernels for {', '.join(torch.unserved)}"
+
+
 def _no_gpu(torch: TorchAnswer) -> str:
     """Why PyTorch sees no GPU; only then is nvidia-smi run."""
     if torch.rocm:
         return f"PyTorch is built for AMD's (ROCm {torch.rocm}); the kernels are for NVIDIA's"
     if torch.unserved:
-        return f"this PyTorch has no kernels for {', '.join(torch.unserved)}"
+        return _unserved(torch)
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

@@ -238,6 +238,13 @@ def test_a_gpu_that_pytorch_is_not_built_for(tmp_path: Path) -> None:
     assert seen.json["warnings"] == [f"torch: {' '.join(_WORDS.split())}"]
 
 
+def test_one_of_two_gpus_that_pytorch_is_not_built_for(tmp_path: Path) -> None:
+    torch = cuda_torch([("Tesla V100", (7, 0)), *H200], ["sm_75", "sm_90"])
+    seen = report(Machine(tmp_path, torch=torch, prelude=cuda_op("cached")))
+    assert (seen.code, [gpu["name"] for gpu in seen.json["gpus"]]) == (0, ["NVIDIA H200"])
+    assert seen.json["warnings"] == ["this PyTorch has no kernels for Tesla V100"]
+
+
 def test_a_forced_instruction_set_that_cannot_be_had(tmp_path: Path) -> None:
     cpuinfo = fakes.file(tmp_path / "cpuinfo", "flags : fma f16c avx2 avx512f\n")
     older = (
