@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import masks
 from benchmarks.archive import Measurement
-from benchmarks.results_tables import DIRECTION_NAMES, PEERS, link, number, table
+from benchmarks.results_tables import DIRECTION_NAMES, PEERS, link, links, number, table
 
 PADDED = {0.0: "none", 1 / 8: "pair-1/8", 1 / 4: "pair-1/4", 1 / 2: "pair-1/2"}  # share: mask
 
@@ -34,11 +34,11 @@ def padded(measurements: Sequence[Measurement]) -> list[str]:
     rows = []
     for entry in masks.MASKS:
         cells = shares.get(entry.id, {})
-        if entry.id == "none" or not cells:
+        shown = [m for column, (_, m) in cells.items() if column in columns]
+        if entry.id == "none" or not shown:
             continue
-        newest = max((m for _, m in cells.values()), key=lambda m: m.date)
         values = [f"{cells[c][0]:.2f}" if c in cells else "-" for c in columns]
-        rows.append([entry.source, *values, link(newest.file, newest.date)])
+        rows.append([entry.source, *values, links(shown)])
     if not rows:
         return []
     heads = [f"L = {w[3:]}, {DIRECTION_NAMES[d]}" for w, d in columns]

@@ -58,6 +58,12 @@ def link(file: str, date: str) -> str:
     return f"[{date[:10]}](results/{file})"
 
 
+def links(measurements: Iterable[Measurement]) -> str:
+    """Of all files that a row is from, newest first."""
+    newest = sorted(measurements, key=lambda m: m.date, reverse=True)
+    return ", ".join(dict.fromkeys(link(m.file, m.date) for m in newest))
+
+
 def newest_runs(
     measurements: Iterable[Measurement], workloads: Sequence[str], *, needs: Sequence[str]
 ) -> dict[tuple[str, str, str], list[Measurement]]:
@@ -107,8 +113,8 @@ def compared(
 
 
 def alone(measurements: Iterable[Measurement]) -> list[str]:
-    """Device times of this op in bfloat16. Each workload's is from the newest file of replays that
-    has one commit only; a file with several compares versions.
+    """Device times of this op in bfloat16. Each workload and direction is from the newest file of
+    replays that has one commit only; a file with several compares versions.
     """
     replays = [m for m in measurements if m.replayed]  # oldest first
     commits: dict[str, set[str | None]] = {}
@@ -121,9 +127,8 @@ def alone(measurements: Iterable[Measurement]) -> list[str]:
     rows = []
     for workload in (w.id for w in WORKLOADS if w.id in newest):
         calls = newest[workload]
-        last = max(calls.values(), key=lambda m: m.date)
         ms = (number(calls[d].ms) if d in calls else "-" for d in ("fwd", "bwd"))
-        rows.append([SHAPE_OF[workload], *ms, link(last.file, last.date)])
+        rows.append([SHAPE_OF[workload], *ms, links(calls.values())])
     if not rows:
         return []
     return [

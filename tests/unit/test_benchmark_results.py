@@ -179,6 +179,22 @@ def test_table_of_this_op_alone_has_the_newest_replay_of_one_commit():
     assert len(lines.splitlines()) == 3
 
 
+def test_a_row_from_two_files_links_both():
+    def measured(date, direction, mask="none"):
+        call = ((1, 384, 384, 4, 32), "bfloat16", direction, "ours", 1.0)
+        return archive.Measurement(
+            f"{date}.json", date, "GPU", "sm90", "c", "tri384", mask, *call, replayed=True
+        )
+
+    both = "| [2026-01-02](results/2026-01-02.json), [2026-01-01](results/2026-01-01.json) |"
+    one, other = ("2026-01-01", "bwd"), ("2026-01-02", "fwd")
+    _, lines = results_tables.alone([measured(*one), measured(*other)])
+    assert both in lines
+    masked = [measured(*call, mask) for call in (one, other) for mask in ("none", "half")]
+    _, lines = results_padding.padded(masked)
+    assert both in lines
+
+
 def test_pictures_are_drawn_and_the_same_each_time(tmp_path):
     pictures = pytest.importorskip("benchmarks.pictures", exc_type=ImportError)
     for folder in ("a", "b"):
