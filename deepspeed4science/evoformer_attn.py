@@ -152,7 +152,11 @@ def _first_of_its_kind(
         or (bias1 is not None and bias1.requires_grad)
         or (bias2 is not None and bias2.requires_grad)
     )
-    if torch.compiler.is_compiling():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        # Operators alone can be saved. With lse always: the trace is compared with one without
+        # gradients.
+        o, lse = forward_op(q, k, v, bias1, bias2, True, row_mask, scale)
+    elif torch.compiler.is_compiling():
         with_lse = recorded or return_lse
         o, lse = forward_op(q, k, v, bias1, bias2, with_lse, row_mask, scale)
     elif recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

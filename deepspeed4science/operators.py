@@ -222,11 +222,13 @@ _record_replayed = super(torch.autograd.Function, ReplayedAttention).apply
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward mode is active, which have rules for operators alone. Not
-    asked of forward mode while torch.compile traces.
+    """Whether torch.func or forward mode, which have rules for operators alone, or torch.jit.trace,
+    which saves operators alone, is active. Not asked of forward mode while torch.compile traces.
     """
-    return torch._C._are_functorch_transforms_active() or (
-        not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or (not torch.compiler.is_compiling() and forward_ad._current_level >= 0)
     )
 
 

@@ -2,12 +2,15 @@
 higher derivatives.
 """
 
+import io
+
 import pytest
 import torch
 import torch.utils.checkpoint
 
 from deepspeed4science import DS4Sci_EvoformerAttention, EvoformerFusedAttention
 from deepspeed4science.errors import DoubleBackwardError
+from deepspeed4science.nn import TriangleAttentionStartingNode
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import DEVICES, Case
 from tests.numeric.law import relative_error
@@ -138,6 +141,43 @@ def test_export(masked, device):
     program = torch.export.export(Module(), tensors)
     assert any("evoformer_attn" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(*tensors), Module()(*tensors))
+
+
+def test_traced_programs(device):
+    """torch.jit.trace of modules whose parameters need gradients, as it compares and saves them."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 3 * 32)
+
+        def forward(self, x, mask):
+            q, k, v = self.linear(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+            return DS4Sci_EvoformerAttention(q, k, v, [mask, None], scale=-0.5)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.triangle = TriangleAttentionStartingNode(16, 16, 2)
+
+        def forward(self, x, mask):
+            return self.triangle(x, mask[..., 0, 0, :])
+
+    for module in (Module().to(device), Layer().to(device)):
+        x, mask = torch.randn(1, 9, 9, 16, device=device), torch.ones(1, 9, 1, 1, 9, device=device)
+        mask = mask.bool()
+        module(x, mask)  # a known call is traced, too
+        stream = io.BytesIO()
+        torch.jit.save(torch.jit.trace(module, (x, mask)), stream)
+        stream.seek(0)
+        loaded = torch.jit.load(stream)
+        x, mask = torch.randn(2, 7, 7, 16, device=device), torch.rand(2, 7, 1, 1, 7, device=device)
+        mask = mask < 0.7
+        results = []
+        for one in (loaded, module):
+            o = one(x, mask)
+            results.append((o, *torch.autograd.grad(o.sin().sum(), list(one.parameters()))))
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
