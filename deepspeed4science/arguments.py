@@ -170,6 +170,8 @@ def without_rows(bias2: Tensor, q: Tensor) -> Tensor:
     """A pair bias without its expansion over N, which models make that compute in chunks."""
     if min(bias2.dim(), q.dim()) < 4 or _is_known(bias2.shape[-4] == 1):
         return bias2
+    if _is_known(bias2.shape[-4] == 0) and _is_known(q.shape[-4] == 0):
+        return bias2.sum(-4, keepdim=True)  # of no rows n there is no first one
     if _is_known(bias2.stride(-4) == 0) and _is_known(bias2.shape[-4] == q.shape[-4]):
         return bias2.narrow(-4, 0, 1)  # slicing would give the dimension a new symbolic size
     return bias2

@@ -70,11 +70,14 @@ def test_empty_dimensions_give_empty_results_and_zero_bias_gradients(dim):
         t.narrow(dim, 0, 0).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)
     )
     bias1 = torch.zeros(1, 1, 1, 1, 9, requires_grad=True)
-    o = DS4Sci_EvoformerAttention(q, k, v, [bias1])
-    assert o.shape == q.shape and o.numel() == 0
-    dq, dbias1 = torch.autograd.grad(o.sum(), (q, bias1))
-    assert dq.shape == q.shape
-    assert (dbias1 == 0).all()
+    bias2 = torch.zeros(1, 1, 1, 9, 9, requires_grad=True)
+    expanded = bias2.expand(-1, q.shape[1], -1, -1, -1)
+    for biases in ([bias1, bias2], [bias1, expanded]):
+        o = DS4Sci_EvoformerAttention(q, k, v, biases)
+        assert o.shape == q.shape and o.numel() == 0
+        dq, dbias1, dbias2 = torch.autograd.grad(o.sum(), (q, bias1, bias2))
+        assert dq.shape == q.shape and dbias2.shape == bias2.shape
+        assert (dbias1 == 0).all() and (dbias2 == 0).all()
 
 
 def make(**changes):
