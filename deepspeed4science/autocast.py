@@ -26,8 +26,10 @@ def cast_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor] | tuple[Tensor,
 
 
 def off(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast switched off; nothing on devices without it."""
-    return torch.autocast(device_type, enabled=False) if device_type in _DEVICES else nullcontext()
+    """Autocast switched off, where it is on."""
+    if device_type in _DEVICES and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def cast(device_type: str, *tensors: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from deepspeed4science import mixed_precision
+from deepspeed4science import autocast, mixed_precision
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.errors import InvalidInputError
 
@@ -131,9 +131,12 @@ def joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
     weights = [one.weight for one in maps]
     if rest:
         weights.append(weights[0].new_zeros(rest, maps[0].in_features))
-    bias = None
+    biases: list[Tensor] = []
     if any(one.bias is not None for one in maps):
         zeros = weights[0].new_zeros
         biases = [zeros(one.out_features) if one.bias is None else one.bias for one in maps]
-        bias = torch.cat([*biases, zeros(rest)])
-    return torch.cat(weights), bias
+        biases.append(zeros(rest))
+    # Under autocast in one 16-bit dtype, torch.cat refuses the other. The product is cast anyway.
+    with autocast.off(weights[0].device.type):
+        weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
+    return weight, bias

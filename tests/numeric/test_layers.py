@@ -269,6 +269,22 @@ def test_half_precision_with_either_weights(weights):
     assert o.dtype == torch.bfloat16 and law.relative_error(o, expected) < 0.05
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_autocast_of_either_weights(autocast, weights, device):
+    """Autocast in float16, a GPU's default, of a model in bfloat16, and the reverse."""
+    triangles = randomised(nn.TriangleAttentionEndingNode(C, D, H)).to(device)
+    alone = randomised(nn.EvoformerAttention(C, C, C, D, H)).to(device)
+    x = torch.randn(1, L, L, C, device=device)
+    for layer in (triangles, alone):
+        expected = layer(x)
+        with torch.autocast(device, autocast):
+            o = layer.to(weights)(x.to(weights))
+        o.float().sum().backward()
+        assert o.dtype == autocast and law.relative_error(o, expected) < 0.05
+
+
 def test_initialisation():
     layer = nn.TriangleAttentionStartingNode(64, 16, 4)
     assert (layer(torch.randn(1, 5, 5, 64)) == 0).all()  # a residual begins as the identity
