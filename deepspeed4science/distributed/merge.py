@@ -49,4 +49,5 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 def _part(o: Tensor, lse: Tensor, other: Tensor) -> Tensor:
     weight = torch.where(lse == -math.inf, 0.0, (lse - other).sigmoid())
     weight = weight.transpose(-1, -2)[..., None]
-    return torch.where(weight == 0, 0.0, weight * o)  # 0 times NaN is NaN
+    # 0 times NaN is NaN. The first factor decides the order of dimensions in memory.
+    return (o * weight).masked_fill(weight == 0, 0.0)

@@ -143,6 +143,15 @@ def beside_one_process(tensors, mesh, placements, mesh_dim=0):
 RING = [[Shard(2)]] * 3 + [[Shard(4)], [Shard(3)]]
 
 
+def reshaped(world):
+    """Heads and channels of O are flattened, as before a layer's last map."""
+    inputs = Case("", ()).inputs(world.device)
+    mesh = world.mesh()
+    q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))
+    expected = DS4Sci_EvoformerAttention(inputs.q, inputs.k, inputs.v).flatten(-2)
+    torch.testing.assert_close(ring_attention(q, k, v).flatten(-2).full_tensor(), expected)
+
+
 def masks_of_keys(world):
     """Of booleans and integers, as in the op."""
     inputs = Case("", ()).inputs(world.device)
@@ -228,7 +237,10 @@ def refusals_of_queries(world):
 
 ONE = {case.id: partial(run_case, case) for case in [*CASES, ALONE]}
 ONE |= {f"ring-{function.__name__}": function for function in (masks, large_scores, refusals)}
-ONE |= {f"ring-{function.__name__}": function for function in (masks_of_keys, promoted, autocast)}
+ONE |= {
+    f"ring-{function.__name__}": function
+    for function in (masks_of_keys, promoted, reshaped, autocast)
+}
 
 
 def of(size):
