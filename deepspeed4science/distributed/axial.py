@@ -74,9 +74,14 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
     local = moved.to_local()
     if fused.serves(layer, local) and not torch.compiler.is_compiling():
         o = fused.triangle_attention(layer, local, seen, False, gathers)
+        y = placed_as(moved, o, o.shape[-1])
     else:
         o = _by_parts(layer, local, seen, gathers)
-    return placed_as(moved, o, o.shape[-1]).redistribute(placements=x.placements)
+        if layer.is_ending:  # by the DTensor, which then knows its strides
+            y = placed_as(moved.transpose(-2, -3), o, o.shape[-1]).transpose(-2, -3)
+        else:
+            y = placed_as(moved, o, o.shape[-1])
+    return y.redistribute(placements=x.placements)
 
 
 def _by_parts(
@@ -85,6 +90,7 @@ def _by_parts(
     seen: Tensor | None,
     gathers: Callable[[Tensor], Gather],
 ) -> Tensor:
+    """`[*, N, L, c_in]`: transposed for the ending node."""
     mha, ending = layer.mha, layer.is_ending
     x = layer.layer_norm(x)
     z = layer.linear_z(x).movedim(-1, -3).unsqueeze(-4)
@@ -99,7 +105,7 @@ def _by_parts(
         # keys in torch.compile's cache.
         q, k, v = (part.view(*part.shape[:-1], H, D) for part in (q, k, v))
         o = mha.gated(gathered_attention(q, k, v, seen, gather), [gate])
-    return o.transpose(-2, -3) if ending else o
+    return o
 
 
 def _gather_pair_bias(

@@ -54,6 +54,8 @@ def placed_as(like: DTensor, local: Tensor, channels: int) -> DTensor:
     """
     shape = torch.Size((*like.shape[:-1], channels))
     stride = torch.empty(shape, device="meta").stride()
+    # `reshape` and `contiguous` ask the DTensor for its strides, and not its local part.
+    local = local.contiguous()
     placed: DTensor = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )

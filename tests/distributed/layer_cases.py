@@ -185,6 +185,18 @@ def block(world):
     torch.testing.assert_close(z.full_tensor(), expected, rtol=1e-4, atol=1e-4)
 
 
+def reshaped(world):
+    """Results have other strides in memory than x: those of transposed pairs, or of a module."""
+    x = torch.randn(2, 12, 12, C, device=world.device)
+    z = distribute_tensor(x, world.mesh(), COLUMNS)
+    layer = Layer("", END, COLUMNS).layer(world)
+    with mock.patch.object(fused, "serves", return_value=False):
+        calls = [layer, lambda z: apply_locally(torch.nn.GELU(), z.transpose(0, 1))]
+        for call in calls:
+            expected = call(x).flatten(0, 1)
+            torch.testing.assert_close(call(z).flatten(0, 1).full_tensor(), expected)
+
+
 def ddp(world):
     from torch.nn.parallel import DistributedDataParallel
 
@@ -413,7 +425,7 @@ ONE |= {case.id: partial(run_fused, case) for case in FUSED}
 ONE |= {
     f"layer-{function.__name__}": function
     for function in (
-        *(block, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
+        *(block, reshaped, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
         *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
     )
 }
