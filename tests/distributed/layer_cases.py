@@ -208,6 +208,20 @@ def ddp(world):
     run_case(Layer("", START, ROWS), world, wrap, reduces=True)
 
 
+def ddp_of_a_group(world):
+    """Every process of the first dimension has all rows of the second one's processes."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = world.mesh(2, world.size // 2, names=("copies", "rows"))
+
+    def wrap(layer):
+        layer = DistributedDataParallel(layer)
+        layer.register_comm_hook(mesh.get_group("rows"), sum_gradients)
+        return layer
+
+    run_case(Layer("", START, (Replicate(), Shard(1))), world, wrap, reduces=True)
+
+
 def fsdp(world):
     from torch.distributed.fsdp import fully_shard
 
@@ -436,5 +450,5 @@ def of(size):
         return ONE
     two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
     functions = biases_over_two_dimensions, shared_bias_compiled, mask_for_all_batches
-    two |= {f"layer-{function.__name__}": function for function in functions}
+    two |= {f"layer-{function.__name__}": function for function in (*functions, ddp_of_a_group)}
     return {name: case for name, case in ONE.items() if case is not compiled} | two

@@ -144,12 +144,15 @@ RING = [[Shard(2)]] * 3 + [[Shard(4)], [Shard(3)]]
 
 
 def reshaped(world):
-    """Heads and channels of O are flattened, as before a layer's last map."""
-    inputs = Case("", ()).inputs(world.device)
-    mesh = world.mesh()
-    q, k, v = (distribute(x, mesh, [2]) for x in (inputs.q, inputs.k, inputs.v))
-    expected = DS4Sci_EvoformerAttention(inputs.q, inputs.k, inputs.v).flatten(-2)
-    torch.testing.assert_close(ring_attention(q, k, v).flatten(-2).full_tensor(), expected)
+    """q, k and v are parts of one projection; heads and channels of O are flattened."""
+    product = torch.randn(2, 8, 21, 3 * 4 * 16, device=world.device)
+
+    def attend(product, attention):
+        return attention(*product.unflatten(-1, (3, 4, 16)).unbind(-3)).flatten(-2)
+
+    ours = attend(distribute(product, world.mesh(), [2]), ring_attention)
+    expected = attend(product, DS4Sci_EvoformerAttention)
+    torch.testing.assert_close(ours.full_tensor(), expected)
 
 
 def masks_of_keys(world):
