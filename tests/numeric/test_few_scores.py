@@ -163,6 +163,19 @@ def test_what_nobody_sees_in_double():
         assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize(("dtype", "below"), [(torch.float16, 1e4), (torch.float32, 1e8)], ids=str)
+def test_which_keys_are_hidden_in_double(dtype, below):
+    """(6a): those so far below the largest of their row, but not the largest itself."""
+    inputs = Case("hidden", N=2, Lq=3, Lk=5, D=8).inputs(torch.float32, "cpu")
+    inputs.bias1 = torch.zeros(1, 2, 1, 1, 5, dtype=dtype)
+    expected = run(in_double, inputs)[0]
+    inputs.bias1[:, 1] = torch.finfo(dtype).min
+    torch.testing.assert_close(run(in_double, inputs)[0], expected)
+    inputs.bias1[:, 0, ..., 3] = -below
+    inputs.k[:, 0, 3] = inputs.v[:, 0, 3] = math.nan
+    assert run(in_double, inputs)[0].isfinite().all()
+
+
 def test_lse_in_double():
     inputs = masked_inputs()
     call = ForwardCall(*inputs.tensors(), True, None, inputs.scale)
