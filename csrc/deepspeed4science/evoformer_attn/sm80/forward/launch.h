@@ -19,7 +19,7 @@ namespace ds4s {
 template <typename scalar_t_,  // half_t, bfloat16_t, float
           typename ArchTag,    // the family: Sm70, Sm75, Sm80
           bool kAligned,       // q, k, v, o: pointers and strides are multiples of 16 bytes, D and Dv of 16 / size
-          int kHeadDim,        // tier: 16, 32, 48, 64, 96, 128; 256 in several value iterations
+          int kHeadDim,        // tier of D (instantiations.py); above kLargestTier in several value iterations
           int kHeadDimValue,   // tier of Dv
           bool kHasBias1,      // bias1 is given
           bool kHasBias2,      // bias2 is given

@@ -13,7 +13,7 @@ class Bias1Vectors {
   using scalar_t = typename Config::scalar_t;
   static constexpr int kKeys = Config::kKeys, kCount = Config::kRows * kKeys / 32;  // values of a lane
   using Vector = cute::conditional_t<kCount == 4, uint2, uint32_t>;
-  static_assert(sizeof(Vector) == kCount * sizeof(scalar_t), "two or four of 16 bits");
+  static_assert(sizeof(Vector) == kCount * sizeof(scalar_t), "one or two rows n: a lane loads two or four values");
 
   CUTLASS_DEVICE Bias1Vectors(const ForwardArgs& args, const typename Config::Coordinates& at, int lane)
       : row_(kCount * lane / kKeys), key_(kCount * lane % kKeys), keys_left_(args.Lk - key_) {

@@ -6,7 +6,7 @@
 
 namespace ds4s::sm90 {
 
-template <int kRows_,         // rows n of a block; they share tiles of bias2
+template <int kRows_,         // rows n of a block, with bias1 one or two; they share tiles of bias2
           int kQueryTiles_,   // tiles of 64 queries of a block; they share K and V
           int kStages_,       // pipeline stages
           int kBlocksPerSm_,  // blocks resident on one multiprocessor
