@@ -72,6 +72,8 @@ class Gather:
         """Starts to reduce and scatter the float32 gradient of the whole tensor; `local` waits for
         the result, the gradient of `shard`.
         """
+        # The backward frees what the forward saved. These would live as long as the loss.
+        self.shard = self._coming = gradient.new_empty(0)
         part = gradient.movedim(self._dim, 0).contiguous()
         return self._redistribute(part, self._partial, self._sharded)
 

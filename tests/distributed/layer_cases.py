@@ -1,5 +1,7 @@
 """Layers whose rows are sharded, beside the same layers in one process."""
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
@@ -374,6 +376,35 @@ def dtypes_on_their_way(world):
     assert bias.grad.dtype == torch.bfloat16
 
 
+def freed_by_the_backward(world):
+    """The gathered pair bias does not live until the loss is given up."""
+    from deepspeed4science.distributed.gather import Gather
+
+    kept = []
+    whole = Gather.whole
+
+    def note(self):
+        kept.extend(map(weakref.ref, (self.shard, self._coming)))
+        return whole(self)
+
+    case = Layer("", START, ROWS)
+    triangle = distribute(case.inputs(world)[:2], world.mesh(), ROWS)
+    m = distribute_tensor(torch.randn(2, 9, 12, C, device=world.device), world.mesh(), ROWS)
+    bias = torch.randn(2, 1, HEADS, 12, 12, device=world.device)
+    bias = distribute_tensor(bias, world.mesh(), [Shard(3)])
+    attention = Layer("", EvoformerAttention, ROWS).layer(world)
+    with mock.patch.object(Gather, "whole", note):
+        losses = [case.layer(world)(*triangle).sum()]
+        losses.append(attention(m, biases=[None, bias.detach().requires_grad_()]).sum())
+        with mock.patch.object(fused, "serves", return_value=True):
+            losses.append(case.layer(world)(*triangle).sum())
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    gc.collect()
+    assert len(kept) == 6 and not any(one() is not None for one in kept)
+
+
 def refusals(world):
     layer = Layer("", START, ROWS).layer(world)
     x = distribute_tensor(torch.randn(1, 8, 8, C, device=world.device), world.mesh(), [Replicate()])
@@ -441,6 +472,7 @@ ONE |= {
     for function in (
         *(block, reshaped, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
         *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
+        freed_by_the_backward,
     )
 }
 
