@@ -74,14 +74,15 @@ def triangle_attention(layer: TriangleAttentionStartingNode, x: Any, mask: Any =
     local = moved.to_local()
     if fused.serves(layer, local) and not torch.compiler.is_compiling():
         o = fused.triangle_attention(layer, local, seen, False, gathers)
-        y = placed_as(moved, o, o.shape[-1])
+        y: Any = placed_as(moved, o, o.shape[-1])
     else:
         o = _by_parts(layer, local, seen, gathers)
-        if layer.is_ending:  # by the DTensor, which then knows its strides
-            y = placed_as(moved.transpose(-2, -3), o, o.shape[-1]).transpose(-2, -3)
-        else:
-            y = placed_as(moved, o, o.shape[-1])
-    return y.redistribute(placements=x.placements)
+        # The DTensor is transposed, and not its local part: it then knows its strides.
+        turned: Any = moved.transpose(-2, -3) if layer.is_ending else moved
+        y = placed_as(turned, o, o.shape[-1])
+        y = y.transpose(-2, -3) if layer.is_ending else y
+    result: DTensor = y.redistribute(placements=x.placements)
+    return result
 
 
 def _by_parts(
