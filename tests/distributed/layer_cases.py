@@ -324,6 +324,25 @@ def biases_placed_otherwise(world):
             row_attention(world, mesh, [of_x], [of_bias1], [of_bias2])
 
 
+def batches_of_two_dimensions(world):
+    """The second of them shares the pair bias."""
+    layer = Layer("", EvoformerAttention, ROWS).layer(world)
+    x, dy = (torch.randn(2, 3, 9, 12, C, device=world.device) for _ in range(2))
+    bias2 = torch.randn(2, 1, 1, HEADS, 12, 12, device=world.device)
+    dims = (2, 4, 2)  # rows n, queries, rows n
+    whole = [one.requires_grad_() for one in (x, bias2, dy)]
+    shards = [
+        distribute_tensor(one.detach(), world.mesh(), [Shard(dim)]).requires_grad_()
+        for one, dim in zip(whole, dims, strict=True)
+    ]
+    results = []
+    for m, bias, of_y in (whole, shards):
+        y = layer(m, biases=[None, bias])
+        results.append([y, *torch.autograd.grad(y, [m, bias], of_y)])
+    for expected, found in zip(*results, strict=True):
+        assert relative_error(found.full_tensor(), expected) < 1e-5
+
+
 def single_row(world):
     """All processes but one have no row."""
     for of_bias2 in (Replicate(), Shard(2), Shard(3)):
@@ -472,7 +491,7 @@ ONE |= {
     for function in (
         *(block, reshaped, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
         *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
-        freed_by_the_backward,
+        *(freed_by_the_backward, batches_of_two_dimensions),
     )
 }
 
