@@ -68,7 +68,7 @@ class EvoformerAttention(nn.Module):
             `[*, Lq, c_q]`.
 
         Raises:
-            InvalidInputError: kv_x is no tensor.
+            InvalidInputError: kv_x is no tensor, or q_x is a DTensor and kv_x another one.
         """
         if not (kv_x is None or isinstance(kv_x, Tensor)):
             raise InvalidInputError(
@@ -81,6 +81,11 @@ class EvoformerAttention(nn.Module):
 
                 return attention(self, q_x, biases)
             q, k, v, *g = project(q_x, self.projections())
+        elif is_sharded(q_x, self.linear_q):
+            raise InvalidInputError(
+                "kv_x: expected None where q_x is a DTensor; got another tensor. Call the layer "
+                "with local tensors: q_x.to_local(), and all keys of these queries."
+            )
         else:
             q, *g = project(q_x, [self.linear_q, *self.gates()])
             k, v = project(kv_x, [self.linear_k, self.linear_v])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from deepspeed4science.dtensor import is_sharded
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.names import PAIR_BIAS, accept
@@ -94,9 +95,14 @@ class AttentionPairBias(nn.Module):
             `[*, L, c_a]`.
 
         Raises:
-            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; or
-                z, s or mask has too few dimensions.
+            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; z, s
+                or mask has too few dimensions; or a is a DTensor, while parameters are none.
         """
+        if is_sharded(a, self):
+            raise InvalidInputError(
+                "a: expected a tensor; got a DTensor. Where batches or samples are sharded, call "
+                "the layer with local tensors: a.to_local(), z.to_local(), ..."
+            )
         if (s is None) != (self.linear_ada_out is None):
             raise InvalidInputError(
                 "s: expected [*, L, c_s] for a layer with c_s, and None for one without; got "

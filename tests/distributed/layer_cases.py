@@ -15,6 +15,7 @@ from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.distributed import apply_locally, ring_attention, sum_gradients
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import (
+    AttentionPairBias,
     EvoformerAttention,
     TriangleAttentionEndingNode,
     TriangleAttentionStartingNode,
@@ -452,6 +453,10 @@ def refusals(world):
         attention(x, biases=[None, bias])
     with pytest.raises(InvalidInputError, match="bias2: expected 5 dimensions"):
         attention(x, biases=[None, distribute_tensor(bias[0], world.mesh(), [Replicate()])])
+    with pytest.raises(InvalidInputError, match=r"kv_x: expected None where .* q_x.to_local"):
+        attention(x, x.clone())
+    with pytest.raises(InvalidInputError, match=r"a: expected a tensor; .* a.to_local"):
+        AttentionPairBias(C, C, WIDTH, HEADS)(x[0], x)
     for placement in (Partial(), Shard(3)):
         with pytest.raises(InvalidInputError, match="x: expected a DTensor that is not sharded"):
             apply_locally(torch.nn.GELU(), partly(mask[..., None], world.mesh(), [placement]))
