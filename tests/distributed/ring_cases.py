@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 
 from deepspeed4science import DS4Sci_EvoformerAttention, dispatch
-from deepspeed4science.distributed import ring_attention
+from deepspeed4science.distributed import exchange, ring_attention
 from deepspeed4science.errors import InvalidInputError, NoBackendError
 from tests.numeric.law import relative_error
 
@@ -177,6 +177,25 @@ def autocast(world):
         beside_one_process(inputs.tensors()[:5], world.mesh(), RING)
 
 
+def dtypes_on_their_way(world):
+    """k and v travel in 16 bits, dk and dv, sums over processes, in float32."""
+    inputs = Case("", (), dtype=torch.bfloat16).inputs(world.device)
+    q, k, v = (distribute(x, world.mesh(), [2]).requires_grad_() for x in inputs.tensors()[:3])
+    seen = []
+    real = exchange.Transfer.__init__
+
+    def note(self, group, part, extent):
+        seen.append({x.dtype for x in part if x is not None})
+        real(self, group, part, extent)
+
+    with mock.patch.object(exchange.Transfer, "__init__", note):
+        o = ring_attention(q, k, v)
+        assert seen == [{torch.bfloat16}] * (world.size - 1)
+        o.sum().backward()
+    assert seen.count({torch.float32}) == world.size
+    assert len(seen) == 3 * world.size - 2
+
+
 def partial_sums(world):
     """Biases and keys that are sums over another dimension of the mesh."""
     mesh = world.mesh(2, world.size // 2)
@@ -239,7 +258,10 @@ def refusals_of_queries(world):
 
 
 ONE = {case.id: partial(run_case, case) for case in [*CASES, ALONE]}
-ONE |= {f"ring-{function.__name__}": function for function in (masks, large_scores, refusals)}
+ONE |= {
+    f"ring-{function.__name__}": function
+    for function in (masks, large_scores, dtypes_on_their_way, refusals)
+}
 ONE |= {
     f"ring-{function.__name__}": function
     for function in (masks_of_keys, promoted, reshaped, autocast)

@@ -129,6 +129,13 @@ def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
     assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "1")
 
 
+def test_the_transpose_of_bias2_lies_in_dbias2_only_where_it_fits(plan):
+    """Its rows are whole 16-byte pieces: of 5 floats 8, which are more than dbias2 has."""
+    for Lq, fits in ((4, True), (5, False)):
+        values, offsets = plan(**shape(1, 3, Lq, 4, 128, Lk=64))
+        assert ("bias2_t" in values, "bias2_t" in offsets) == (fits, not fits)
+
+
 def test_long_calls_have_offsets_of_64_bits(plan):
     """The fused kernel computes some with 32."""
     for D in (32, 64):
@@ -136,6 +143,8 @@ def test_long_calls_have_offsets_of_64_bits(plan):
             call = shape(1, 2, 128, 1, D)
             assert "fused" in plan(**call | {name: L - 1 for name, L in longer.items()})[0]
             assert "fused" not in plan(**call | longer)[0]
+    assert "fused" in plan(**shape(1, 2, 1, 2**25))[0]
+    assert "fused" not in plan(**shape(1, 2, 1, 2**26))[0]  # 2^31 from a query of dq to the next
 
 
 def test_pieces_do_not_overlap_and_accumulators_suffice(plan):

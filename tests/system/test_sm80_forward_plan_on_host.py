@@ -26,6 +26,13 @@ def test_neighbouring_rows_share_bias2(plan):
     assert (many["rows_side_by_side"], many["blocks"]) == ("16", str(2 * 4 * 80))
     assert (few["rows_side_by_side"], few["blocks"]) == ("1", str(2 * 4 * 63))
     assert plan(N=70, Lq=100, Lk=64, bias2=0)["rows_side_by_side"] == "1"
+    batches = plan(B=2, N=35, Lq=100, Lk=64)
+    assert batches["rows_side_by_side"] == "16" and batches["blocks"] == many["blocks"]
+
+
+def test_bias1_of_one_key_has_no_gaps(plan):
+    assert "bias1" in plan(N=3, Lq=70, Lk=2, gap=2)
+    assert "bias1" not in plan(N=3, Lq=70, Lk=1, gap=2)
 
 
 def test_what_needs_no_copy(plan):
