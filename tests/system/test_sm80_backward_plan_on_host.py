@@ -120,6 +120,13 @@ def test_plan_of(call, kernels, pieces, plan):
     assert list(offsets) == [*pieces, "postprocess_flag"]
 
 
+def test_accumulators_lie_only_in_gradients_without_gaps(plan):
+    call = shape(2, 192, 384, 4)
+    assert plan(**call)[0]["in_dkdv"] == "93"
+    for gap in ("dv_gap", "batch_gap"):
+        assert plan(**call, **{gap: 8})[0]["in_dkdv"] == "0"
+
+
 def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
     ada = {"multiprocessors": 142, "block_bytes": 99 << 10, "multiprocessor_bytes": 100 << 10}
     values, _ = plan(**shape(1, 384, 384, 4), **ada)

@@ -275,7 +275,8 @@ def test_pieces_of_the_workspace_are_apart(plan):
         call = {"B": pick.choice((1, 2)), "N": pick.randint(1, 100), "H": pick.randint(1, 16)}
         call |= {"Lq": pick.randint(1, 1700), "Lk": pick.randint(1, 1700)}
         call["D"] = pick.choice((8, 32, 48, 64, 128))
-        for name in ("bias1", "row_mask", "odd_bias2", "deterministic", "dbias1", "dbias2", "dq"):
+        names = ("bias1", "bias1_gap", "row_mask", "odd_bias2", "deterministic", "dbias1", "dbias2")
+        for name in (*names, "dq"):
             call[name] = pick.random() < 0.5
         call["rounded_dbias2"] = not call["dbias2"]
         call["dbias1"] &= call["bias1"]
@@ -298,6 +299,7 @@ def test_pieces_of_the_workspace_are_apart(plan):
             "key_mask": 12 * call["B"] * call["N"],
             "row_lists": 4 * call["B"] * (call["N"] + 1),
             "dbias1_parts": 4 * rows * call["Lk"],
+            "bias1": 2 * call["B"] * call["N"] * call["Lk"],
             "bias2": 2 * matrix,
             "padded_dbias2": 4
             * call["B"]
@@ -314,7 +316,7 @@ def test_pieces_of_the_workspace_are_apart(plan):
             assert offset % 256 == 0, (seed, call, found)
             assert end - offset >= least.get(name, 1), (seed, call, found, name)
         seen |= {name for _, name in pieces}
-    assert seen == set(OFFSETS) - {"bias1"}, seed
+    assert seen == set(OFFSETS), seed
 
 
 def test_rounded_dbias2_of_one_row(plan):
@@ -341,6 +343,14 @@ def test_delta_is_in_dq_where_accumulators_need_its_memory(plan):
     assert whole["dkdv"] == sections["dkdv"] == "dq_global_paired"
     assert "delta" in whole and "dq_sections" not in whole
     assert "delta" not in sections and sections["dq_sections"] == "4"
+
+
+def test_what_adds_dbias2_needs_16_bytes_and_all_gradients(plan):
+    assert plan(**square(384))["dkdv"].endswith("_paired")
+    assert not plan(**square(384), odd_dbias2=1)["dkdv"].endswith("_paired")
+    wide = {"N": 64, "Lq": 1024, "Lk": 1024, "D": 64}
+    for name in ("dk", "dv"):
+        assert not plan(**wide, **{name: 0})["dkdv"].startswith("dq_global")
 
 
 def test_padded_rows_of_dbias2(plan):

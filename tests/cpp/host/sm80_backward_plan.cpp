@@ -40,6 +40,8 @@ ds4s::BwdParams call() {
   point(p.dbias1, "dbias1", 0), point(p.dbias2, "dbias2", 1);
   set_strides(p.dq_stride, p, p.Lq, p.D), set_strides(p.dk_stride, p, p.Lk, p.D),
       set_strides(p.dv_stride, p, p.Lk, p.Dv);
+  if (number("dv_gap", 0)) p.dv_stride[1] += 8, p.dv_stride[0] += p.N * 8;
+  p.dk_stride[0] += number("batch_gap", 0);
   p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = number("bias1_step", 1);
   p.bias2_stride[3] = 1, p.bias2_stride[2] = p.Lk, p.bias2_stride[1] = p.Lq * p.Lk;
   p.bias2_stride[0] = p.H * p.bias2_stride[1];

@@ -1,7 +1,7 @@
 // sm90/backward/plan.h: `sm90_backward_plan NAME=VALUE...` prints the plan of a call. Names: D B N Lq Lk H, bias1,
-// bias2, row_mask, odd_bias2 (rows that have to be copied), deterministic; dq dk dv dbias1 dbias2 (which are wanted),
-// rounded_dbias2; blocks (multiprocessors), clusters (of two blocks), no_fused (no room for kernels that keep dq in
-// shared memory).
+// bias2, row_mask, bias1_gap (elements between two of bias1), odd_bias2 (rows that have to be copied), deterministic;
+// dq dk dv dbias1 dbias2 (which are wanted), odd_dbias2 (not on 16 bytes), rounded_dbias2; blocks (multiprocessors),
+// clusters (of two blocks), no_fused (no room for kernels that keep dq in shared memory).
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -32,10 +32,11 @@ int main(int argc, char** argv) {
   p.row_mask = static_cast<uint8_t*>(pointer("row_mask"));
   p.dq = pointer("dq"), p.dk = pointer("dk"), p.dv = pointer("dv");
   p.dbias1 = static_cast<float*>(pointer("dbias1")), p.dbias2 = static_cast<float*>(pointer("dbias2"));
+  if (given["odd_dbias2"]) ++p.dbias2;
   p.rounded_dbias2 = pointer("rounded_dbias2");
   p.deterministic = int32_t(given["deterministic"]);
   p.dbias2_stride = given["dbias2_stride"] ? given["dbias2_stride"] : p.Lk;
-  p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = 1;
+  p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = 1 + given["bias1_gap"];
   const int64_t row = given["odd_bias2"] ? p.Lk + 1 : p.Lk;
   p.bias2_stride[0] = p.H * p.Lq * row, p.bias2_stride[1] = p.Lq * row, p.bias2_stride[2] = row, p.bias2_stride[3] = 1;
 
