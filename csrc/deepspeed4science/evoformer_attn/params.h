@@ -54,7 +54,7 @@ struct FwdParams {
   int32_t bias2_dtype;
   int32_t num_threads;    // CPU only: at most this many threads
   int32_t deterministic;  // 1: bit-identical results run to run
-  float scale;            // 1 / sqrt(D)
+  float scale;            // positive; 1 / sqrt(D) by default
   int32_t reserved;
 };
 
