@@ -11,6 +11,8 @@ from tests.numeric.cases import DEVICES
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.usefixtures("seed")]
 
+OLD_INDUCTOR = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
 
 @pytest.fixture(autouse=True)
 def unbacked(monkeypatch, tmp_path):
@@ -67,6 +69,8 @@ def some_rows_of_a_triangle(x, kept, bias1, bias2):
     ids=lambda f: f.__name__,
 )
 def test_values_and_gradients(step, backend, device):
+    if step is some_rows_of_a_triangle and backend == "inductor" and OLD_INDUCTOR:
+        pytest.skip("PyTorch before 2.12 compiles no transposed inputs of such sizes (limits.md)")
     L = 12
     x = torch.randn(1, L, L, 2, 8, device=device, requires_grad=True)
     bias1 = torch.randn(1, L, 1, 1, L, device=device)

@@ -332,7 +332,10 @@ def test_cuda_12_1_compiles_for_hopper(unit, nvcc, compilations, tmp_path):
 OLDER = """\
 #include "common/atomic_add.h"
 #include "sm90/backward/cluster_barrier.h"
+#include "sm90/backward/kernels.h"
 static_assert(ds4s::has_vector_atomics() == (DS4S_CUDA_VERSION >= 12010), "");
+using Kernels = ds4s::sm90::BackwardKernels<cutlass::bfloat16_t, 64, true>;
+static_assert(Kernels::kHasDqGlobalPaired == (DS4S_CUDA_VERSION >= 12090), "nvcc 12.4 made one that hangs");
 __global__ void instructions(ds4s::sm90::EmptyBarrier& barrier, float* x) {
   ds4s::atomic_add_vector(x, x);
   if (DS4S_CUDA_VERSION < 12010) return;
@@ -342,7 +345,7 @@ __global__ void instructions(ds4s::sm90::EmptyBarrier& barrier, float* x) {
 """
 
 
-@pytest.mark.parametrize(("cuda", "isa"), [(11080, "7.8"), (12010, "8.1")])
+@pytest.mark.parametrize(("cuda", "isa"), [(11080, "7.8"), (12010, "8.1"), (12090, "8.8")])
 def test_instructions_for_older_compilers(cuda, isa, nvcc, includes, tmp_path):
     """CUDA 11.8 compiles the Sm80 templates for Hopper, 12.1 its own."""
     source, ptx = tmp_path / "older.cu", tmp_path / "unit.ptx"

@@ -50,7 +50,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, CUtensorMapDataType type, int el
   CUresult result = run();
   // The driver wants a current context. A thread whose first call this is has none: cudaGetDevice makes none.
   if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) result = run();
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return cudaError_t(result);  // both APIs have the same numbers; an earlier kernel's error may stand in its way
 }
 
 // Of 16-bit elements, rows swizzled over their whole width.
