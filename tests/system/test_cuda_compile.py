@@ -335,7 +335,7 @@ OLDER = """\
 #include "sm90/backward/kernels.h"
 static_assert(ds4s::has_vector_atomics() == (DS4S_CUDA_VERSION >= 12010), "");
 using Kernels = ds4s::sm90::BackwardKernels<cutlass::bfloat16_t, 64, true>;
-static_assert(Kernels::kHasDqGlobalPaired == (DS4S_CUDA_VERSION >= 12090), "nvcc 12.4 made one that hangs");
+static_assert(Kernels::kHasDqGlobalPaired == (DS4S_CUDA_VERSION >= 12090), "it hung");
 __global__ void instructions(ds4s::sm90::EmptyBarrier& barrier, float* x) {
   ds4s::atomic_add_vector(x, x);
   if (DS4S_CUDA_VERSION < 12010) return;
