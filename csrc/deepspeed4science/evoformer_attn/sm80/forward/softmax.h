@@ -227,9 +227,12 @@ struct RowSoftmax {
   // apart and products between them; in one that does not, they are ten cycles apart, and products come afterwards:
   // (1,384,384,4,32) 1.05 of the time. Where O takes 128 registers it is slower, 1.02 of the time.
   CUTLASS_DEVICE static void reduce_max(Row& rows) {
-    if constexpr (!kIsWide) return Mma::reduce_max_in_loop(rows);
-    CUTLASS_PRAGMA_UNROLL
-    for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) rows[lane_row] = Mma::reduce_max(rows[lane_row]);
+    if constexpr (!kIsWide) {
+      Mma::reduce_max_in_loop(rows);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_row = 0; lane_row < kLaneRows; ++lane_row) rows[lane_row] = Mma::reduce_max(rows[lane_row]);
+    }
   }
   template <int kTiles>
   CUTLASS_DEVICE static bool all_finite(const float (&o)[kTiles][8]) {

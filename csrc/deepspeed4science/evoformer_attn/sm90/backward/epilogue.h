@@ -41,8 +41,9 @@ struct DqDkdvEpilogue {
       }
     }
     if constexpr (Config::kHasQueryParts) {
-      if (block.part > 0 && !computed) return;  // the first part has stored zeros
-      if (computed && args.num_query_parts > 1) {
+      const bool is_computed = ptx::any(computed);  // a warp's lanes agree, which nvcc 13.5 does not see
+      if (block.part > 0 && !is_computed) return;   // the first part has stored zeros
+      if (is_computed && args.num_query_parts > 1) {
         const PartialSums<Config> sums(args, maps, block, l, at);
         if (block.part > 0) sums.add_to(results.of_ds, results.of_p);
         if (block.part + 1 < args.num_query_parts) return sums.store(results.of_ds, results.of_p);
