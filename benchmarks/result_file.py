@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.environment import Environment, short_machine_name
+from op_builder.system import files
 
 SCHEMA = 1
 
@@ -43,9 +44,7 @@ def save(
         path = _unused(path / f"{name}.json")
         arguments.json = path  # where the next rows of this run go, too
     whole = {**result, "command": command_line(arguments.words)}
-    partial = path.with_suffix(".partial")  # the file of before stays whole until this one is
-    partial.write_text(json.dumps(whole, indent=1) + "\n")
-    partial.replace(path)
+    files.replace(path, f"{json.dumps(whole, indent=1)}\n".encode())
 
 
 def _unused(path: Path) -> Path:

@@ -1,7 +1,9 @@
 """Checks of kernels' machine code, as nvdisasm prints it."""
 
 import importlib.util
+import os
 import re
+import subprocess
 from pathlib import Path
 
 from op_builder.toolchain import toolkits
@@ -204,3 +206,17 @@ def instructions_by_kernel(code):
         )
         for kernel in kernels
     }
+
+
+def newer_instructions(ptx, isa, arch, ptxas):
+    """What the assembler says to PTX of another version. A newer one knows when each instruction
+    came; what nvcc itself writes for its own assembler is left out.
+    """
+    text = re.sub(r"^\.version .*", f".version {isa}", ptx.read_text(), flags=re.MULTILINE)
+    source = ptx.with_suffix(".older")
+    source.write_text(re.sub(r'\.pragma "used_bytes_mask.*', "", text))
+    command = [ptxas, "-O0", f"-arch={arch}", "-o", os.devnull, source]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    found = set(re.findall(r"error *: (.*)", done.stdout + done.stderr))
+    assert found or done.returncode == 0, done.stdout + done.stderr
+    return found

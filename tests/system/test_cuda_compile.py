@@ -27,6 +27,7 @@ from tests.system.machine_code import (
     loads_before_wait,
     loads_behind_additions,
     loops_without_uniform_registers,
+    newer_instructions,
     overwritten_operands,
     reads_behind_remote_stores,
     spills_in_steps,
@@ -305,27 +306,13 @@ def test_gradients_fill_sectors(unit, compilations):
         assert sum(bool(re.search(r"\bSTG\.E\s", line)) for line in lines) <= 5
 
 
-def newer_instructions(ptx, isa, arch, nvcc, folder):
-    """What the assembler says to PTX of another version. A newer one knows when each instruction
-    came; what nvcc itself writes for its own assembler is left out.
-    """
-    text = re.sub(r"^\.version .*", f".version {isa}", ptx.read_text(), flags=re.MULTILINE)
-    source = folder / "older.ptx"
-    source.write_text(re.sub(r'\.pragma "used_bytes_mask.*', "", text))
-    command = [nvcc.path.parent / "ptxas", "-O0", f"-arch={arch}", "-o", os.devnull, source]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    found = set(re.findall(r"error *: (.*)", done.stdout + done.stderr))
-    assert found or done.returncode == 0, done.stdout + done.stderr
-    return found
-
-
 @pytest.mark.parametrize("unit", [sm90_unit("bwd", "bf16", 32, "bias2")], ids=lambda unit: unit.id)
-def test_cuda_12_1_compiles_for_hopper(unit, nvcc, compilations, tmp_path):
+def test_cuda_12_1_compiles_for_hopper(unit, nvcc, compilations):
     """It knows all instructions but those which cluster_barrier.h replaces for older compilers."""
     folder, log = compilations[unit]
     log.result()
     [ptx] = folder.glob("*.ptx")
-    newer = newer_instructions(ptx, "8.1", "sm_90a", nvcc, tmp_path)
+    newer = newer_instructions(ptx, "8.1", "sm_90a", nvcc.path.parent / "ptxas")
     assert all("Modifier '.relaxed' on 'mbarrier." in one for one in newer), newer
 
 
@@ -352,7 +339,7 @@ def test_instructions_for_older_compilers(cuda, isa, nvcc, includes, tmp_path):
     source.write_text(OLDER)
     flags = [*FLAGS, f"-DDS4S_CUDA_VERSION={cuda}", "-arch=sm_90", "-ptx"]
     compiled([nvcc.path, *flags, *includes, "-o", ptx, source])
-    assert not newer_instructions(ptx, isa, "sm_90", nvcc, tmp_path)
+    assert not newer_instructions(ptx, isa, "sm_90", nvcc.path.parent / "ptxas")
 
 
 SM70 = """\

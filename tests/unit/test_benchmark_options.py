@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from pathlib import Path
+import os
 
 import pytest
 
@@ -89,14 +89,15 @@ def test_a_full_disk_leaves_what_was_written_before(tmp_path, monkeypatch):
     save(arguments, None, {"results": [1]})
     before = arguments.json.read_text()
 
-    def half(path, text):
-        path.open("w").write(text[:9])
+    def full(handle, mode):
+        os.close(handle)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr("op_builder.system.files.open", full, raising=False)
     with pytest.raises(OSError, match="no space"):
         save(arguments, None, {"results": [1, 2]})
     assert arguments.json.read_text() == before
+    assert list(tmp_path.iterdir()) == [arguments.json]
 
 
 def test_a_file_of_host_times_has_the_threads_that_were_used(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, CUtensorMapDataType type, int el
   CUresult result = run();
   // The driver wants a current context. A thread whose first call this is has none: cudaGetDevice makes none.
   if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) result = run();
-  return cudaError_t(result);  // both APIs have the same numbers; an earlier kernel's error may stand in its way
+  return cudaError_t(result);  // the same number in both APIs; it may be the error of an earlier kernel
 }
 
 // Of 16-bit elements, rows swizzled over their whole width.
