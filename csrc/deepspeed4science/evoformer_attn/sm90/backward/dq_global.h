@@ -20,6 +20,7 @@
 // With two rows n in a cluster (kPairsRows), tiles 2 m and 2 m + 1 are the same keys of both; there are no queues.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
 
 #include "common/atomic_add.h"
@@ -259,7 +260,7 @@ struct DqGlobal {
               lane);
       }
       __syncwarp();
-      if (lane == 0) {
+      if (cute::elect_one_sync()) {  // from `lane == 0` behind __syncwarp, ptxas 12.4 branches too early
         __threadfence();
         if (atomicAdd(progress, 1) == args.by_blocks.divisor + num_writers - 1) {
           __threadfence();

@@ -31,9 +31,7 @@ struct BackwardKernels {
   // ones.
   static constexpr bool kPairsRows = kHasBias2 && std::is_same_v<scalar_t, cutlass::bfloat16_t>;
   static constexpr bool kHasNarrowPaired = kPairsRows && Tiles::NarrowPaired::kPairsRows;
-  // This kernel never ended when nvcc 12.4 had compiled it; the reason has not been found. It ran with ptxas 12.6 and
-  // newer, but before 12.9 ptxas serializes its products (C7513).
-  static constexpr bool kHasDqGlobalPaired = kPairsRows && Tiles::kHasDqGlobalPaired && DS4S_CUDA_VERSION >= 12090;
+  static constexpr bool kHasDqGlobalPaired = kPairsRows && Tiles::kHasDqGlobalPaired;
 
   // Queries each device once per process.
   static cudaError_t query(BackwardFacts& facts) {
