@@ -154,6 +154,13 @@ def test_long_calls_have_offsets_of_64_bits(plan):
     assert "fused" not in plan(**shape(1, 2, 1, 2**26))[0]  # 2^31 from a query of dq to the next
 
 
+def test_bias2_with_rows_too_far_apart_is_copied(plan):
+    """Kernels that read it as it is compute with strides of 32 bits."""
+    call = shape(1, 2, 16, 1)
+    assert "bias2" not in plan(**call, bias2_row=2**31 - 8)[1]
+    assert "bias2" in plan(**call, bias2_row=2**31)[1]
+
+
 def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
     seed = random.randrange(2**31)
     pick = random.Random(seed)

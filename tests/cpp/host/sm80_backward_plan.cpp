@@ -43,7 +43,7 @@ ds4s::BwdParams call() {
   if (number("dv_gap", 0)) p.dv_stride[1] += 8, p.dv_stride[0] += p.N * 8;
   p.dk_stride[0] += number("batch_gap", 0);
   p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = number("bias1_step", 1);
-  p.bias2_stride[3] = 1, p.bias2_stride[2] = p.Lk, p.bias2_stride[1] = p.Lq * p.Lk;
+  p.bias2_stride[3] = 1, p.bias2_stride[2] = number("bias2_row", p.Lk), p.bias2_stride[1] = p.Lq * p.Lk;
   p.bias2_stride[0] = p.H * p.bias2_stride[1];
   p.deterministic = int32_t(number("deterministic", 0));
   return p;

@@ -158,7 +158,8 @@ class Sm80BackwardPlanner {
   bool bias2_is_aligned() const {
     const int64_t vector = unit_.vector(), (&stride)[4] = p_.bias2_stride;
     return is_on_16_bytes(p_.bias2) && stride[3] == 1 && p_.Lk % vector == 0 && stride[0] % vector == 0 &&
-           stride[1] % vector == 0 && stride[2] % vector == 0;
+           stride[1] % vector == 0 && stride[2] % vector == 0 &&
+           stride[2] < int64_t(1) << 31;  // BiasFragment's stride is an int
   }
   static bool is_on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
