@@ -290,24 +290,26 @@ def test_pieces_of_the_workspace_are_apart(plan):
             call = {"B": 1, "H": 4, "D": 32, **square(1028)}
         found = plan(**call)
         rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
-        matrix = call["B"] * call["H"] * call["Lq"] * call["Lk"]
+        matrix_rows = call["B"] * call["H"] * call["Lq"]
+        matrix = matrix_rows * call["Lk"]
         in_turn = found.get("dkdv") == "long_paired"
         deltas = min(rows + call["N"] % 2 * call["B"] * call["H"], 264) if in_turn else rows
+        sections = int(found.get("dq_sections", 1))
+        in_section = -(-call["Lq"] // sections) * -(-call["D"] // 64) * 64
+        words = -(-call["Lk"] // 512)
+        has_bias1 = call.get("bias1", 0)
         least = {
             "delta": 4 * deltas * call["Lq"],
-            "counters": 8 * rows + 8,
-            "key_mask": 12 * call["B"] * call["N"],
-            "row_lists": 4 * call["B"] * (call["N"] + 1),
+            "counters": 8 * rows * sections + 8,
+            "accumulators": 4 * int(found.get("dq_accumulators", 0)) * in_section,
+            "key_mask": (12 + 4 * words + 4 * has_bias1) * call["B"] * call["N"] + 4,
+            "row_lists": 4 * call["B"] * -(-call["Lk"] // 192) * (call["N"] + 1) + 4,
             "dbias1_parts": 4 * rows * call["Lk"],
             "bias1": 2 * call["B"] * call["N"] * call["Lk"],
-            "bias2": 2 * matrix,
-            "padded_dbias2": 4
-            * call["B"]
-            * call["H"]
-            * call["Lq"]
-            * (call["Lk"] + -call["Lk"] % 4),
+            "bias2": 2 * (matrix + matrix_rows * (-call["Lk"] % 8)),
+            "padded_dbias2": 4 * (matrix + matrix_rows * (-call["Lk"] % 4)),
             "delta_progress": 4,
-            "part_exponents": 132 * (call["Lk"] // 64) * 4 * 2,
+            "part_exponents": 132 * -(-call["Lk"] // 64) * 4 * 2,
             "dbias2_parts": 4 * matrix * int(found.get("slices", 1)),
         }
         pieces = sorted((int(found[name]), name) for name in OFFSETS if name in found)

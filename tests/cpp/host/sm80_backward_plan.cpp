@@ -45,6 +45,7 @@ ds4s::BwdParams call() {
   p.bias1_stride[0] = p.N * p.Lk, p.bias1_stride[1] = p.Lk, p.bias1_stride[2] = number("bias1_step", 1);
   p.bias2_stride[3] = 1, p.bias2_stride[2] = number("bias2_row", p.Lk), p.bias2_stride[1] = p.Lq * p.Lk;
   p.bias2_stride[0] = p.H * p.bias2_stride[1];
+  if (number("one_bias2", 0)) p.bias2_stride[0] = p.bias2_stride[1] = 0;
   p.deterministic = int32_t(number("deterministic", 0));
   return p;
 }
