@@ -154,11 +154,11 @@ def test_long_calls_have_offsets_of_64_bits(plan):
     assert "fused" not in plan(**shape(1, 2, 1, 2**26))[0]  # 2^31 from a query of dq to the next
 
 
-def test_bias2_with_rows_too_far_apart_is_copied(plan):
-    """Kernels that read it as it is compute with strides of 32 bits."""
+def test_bias2_with_odd_or_distant_rows_is_copied(plan):
+    """Kernels that read it as it is load 16 bytes at a time and compute with strides of 32 bits."""
     call = shape(1, 2, 16, 1)
-    assert "bias2" not in plan(**call, bias2_row=2**31 - 8)[1]
-    assert "bias2" in plan(**call, bias2_row=2**31)[1]
+    for row, is_copied in ((16, False), (20, True), (2**31 - 8, False), (2**31, True)):
+        assert ("bias2" in plan(**call, bias2_row=row)[1]) == is_copied, row
 
 
 def test_bias2_is_copied_once_for_all_heads_and_batches(plan):
@@ -207,6 +207,14 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
         }
         for name, size in sizes.items():
             assert size >= least.get(name, 1), (where, name)
+        needed = {
+            "key_mask": call["bias1"] or call["row_mask"],
+            "bias1": call["bias1"] and call["bias1_step"] > 1,
+            "dbias1_parts": call["dbias1"] and call["deterministic"],
+            "dbias2_parts": int(values.get("slices", 1)) > 1 and call["deterministic"],
+        }
+        for name, wanted in needed.items():
+            assert (name in sizes) == wanted, (where, name)
         seen |= set(sizes)
         if "fused" not in values:
             continue

@@ -317,6 +317,16 @@ def test_pieces_of_the_workspace_are_apart(plan):
         for (offset, name), end in zip(pieces, ends, strict=True):
             assert offset % 256 == 0, (seed, call, found)
             assert end - offset >= least.get(name, 1), (seed, call, found, name)
+        is_masked = call.get("bias1", 0) or call.get("row_mask", 0)
+        in_parts = int(found.get("slices", 1)) > 1
+        needed = {
+            "key_mask": is_masked,
+            "bias1": has_bias1 and call.get("bias1_gap", 0),
+            "dbias1_parts": call.get("dbias1", 0) and call.get("deterministic", 0),
+            "dbias2_parts": in_parts and call.get("deterministic", 0),
+        }
+        for name, wanted in needed.items():
+            assert (name in found) == bool(wanted), (seed, call, found, name)
         seen |= {name for _, name in pieces}
     assert seen == set(OFFSETS), seed
 
