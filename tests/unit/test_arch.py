@@ -41,7 +41,7 @@ WRITTEN = [
     Written("8.0;8.6;", "8.0 8.6"),
     Written(";; 8.0 ; 9.0 ;", "8.0 9.0"),
     Written("  7.5\t8.0\n", "7.5 8.0"),
-    Written("12.0f", "12.0f"),
+    Written("10.0f;12.0f", "10.0f 12.0f"),
     Written("10.0A+ptx", "10.0a+PTX"),
     Written("Ampere", "8.0 8.6+PTX"),
     Written("ampere", "8.0 8.6+PTX"),
