@@ -37,7 +37,13 @@ def test_kind_and_key_count():
     assert memo.remember("other", "key", lambda: 3) == 3
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "key"}', '{"key": "no", "answer": 1}'])
+OF_ANOTHER_KEY = {"key": "no", "answer": 1, "digest": memo._digest("no", 1)}
+CHANGED = {"key": "key", "answer": 3, "digest": memo._digest("key", 1)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"key": "key"}', json.dumps(OF_ANOTHER_KEY), json.dumps(CHANGED)]
+)
 def test_damaged_answer_is_asked_for_again(cache, monkeypatch, text):
     memo.remember("kind", "key", lambda: 1)
     (path,) = (cache / "memo").iterdir()
