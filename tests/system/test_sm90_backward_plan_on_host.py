@@ -288,6 +288,8 @@ def test_pieces_of_the_workspace_are_apart(plan):
             call = {"B": 1, "H": 4, "D": 32, "dbias2": 0, "rounded_dbias2": 1, **square(389)}
         if step == 3:
             call = {"B": 1, "H": 4, "D": 32, **square(1028)}
+        if step == 4:
+            call = {"B": 1, "N": 1, "Lq": 70, "Lk": 70, "H": 1, "D": 128}
         found = plan(**call)
         rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
         matrix_rows = call["B"] * call["H"] * call["Lq"]
@@ -319,7 +321,11 @@ def test_pieces_of_the_workspace_are_apart(plan):
             assert end - offset >= least.get(name, 1), (seed, call, found, name)
         is_masked = call.get("bias1", 0) or call.get("row_mask", 0)
         in_parts = int(found.get("slices", 1)) > 1
+        is_paired = found.get("dkdv", "").endswith("_paired")
+        is_in_shared = "computes_delta" in found and "delta_progress" not in found and not in_turn
         needed = {
+            "delta": "dq_sections" not in found and not is_in_shared,
+            "padded_dbias2": is_paired and not call.get("dbias2", 1),
             "key_mask": is_masked,
             "bias1": has_bias1 and call.get("bias1_gap", 0),
             "dbias1_parts": call.get("dbias1", 0) and call.get("deterministic", 0),
