@@ -92,6 +92,7 @@ bool is_right(const Call& call) {
     const int group = call.pool.group_of(uint32_t(first_row * call.p.H));
     if (last_row >= call.rows() || group != call.pool.group_of(uint32_t(last_row * call.p.H))) return false;
     if (group <= call.pool.group_of(uint32_t(pair))) return false;
+    if (first_row < call.plan.first_host_row(call.rows())) return false;  // earlier rows n are not cleared
   }
   // No two accumulators overlap.
   float* end = nullptr;
