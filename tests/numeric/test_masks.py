@@ -90,6 +90,8 @@ TILES = {
     "last": lambda b, value: b[..., 240:].fill_(value),
     "first": lambda b, value: b[..., :300].fill_(value),
     "middle": lambda b, value: b[..., 130:400].fill_(value),
+    # Of 96 and of 192 keys; the next tile follows at once, and is whole.
+    "ends-of-tiles": lambda b, value: (b[..., 80:96].fill_(value), b[..., 176:192].fill_(value)),
     "both-ends": lambda b, value: (b[..., :100].fill_(value), b[..., 490:].fill_(value)),
     "one-visible-key-in-a-tile": one_visible_key_in_a_tile,
     "single-key": single_key,
