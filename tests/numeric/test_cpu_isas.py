@@ -57,3 +57,14 @@ def test_every_instruction_set_keeps_the_law(isa, dtype, ran):
 def test_equal_rows_are_added_as_exactly_as_by_eager(N):
     one = Case("equal", N=1, Lq=34, Lk=43, H=4, bias1=False)
     check_calls(lambda: equal_rows(one.inputs(torch.float32, "cpu"), N), draws=8)
+
+
+def test_pair_bias_larger_than_a_cores_cache():
+    """The rows n of a head come one after another then, not the heads of a row n."""
+    check(Case("large-bias2", B=2, N=2, Lq=260, Lk=400, H=4, D=8).inputs(torch.float32, "cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_more_blocks_of_queries_than_chunks(dtype):
+    """Sums over queries are then over several blocks, before those of chunks are added."""
+    check(Case("long", N=2, Lq=1100, Lk=30, H=1, D=8).inputs(dtype, "cpu"))
