@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("seed")
 CASES = (
     Case("typical", B=2, N=5, Lq=130, H=3),
     Case("ragged", Lq=71, Lk=37, D=19, Dv=40),
+    Case("wide", Lq=33, Lk=50, D=300, Dv=140),
     Case("one-key", Lq=7, Lk=1),
     Case("no-bias", Lq=40, bias1=False, bias2=False),
 )
