@@ -1,5 +1,5 @@
-"""The arguments of the operators, written once: their schema, derivatives, vmap and the backends
-all take them from here.
+"""The arguments of the operators: schema, autocast, vmap and FLOPs take them from here. What else a
+new one concerns: docs/adding-a-kernel.md, An argument.
 """
 
 from collections.abc import Sequence

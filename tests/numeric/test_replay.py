@@ -27,9 +27,11 @@ from deepspeed4science import (  # noqa: E402
     DS4Sci_EvoformerAttention,
     below_autograd,
     implementation,
+    operators,
     replay,
 )
 from deepspeed4science.backends.cuda import allows_tf32  # noqa: E402
+from deepspeed4science.call import BackwardCall, ForwardCall  # noqa: E402
 from deepspeed4science.prepared import PreparedForward  # noqa: E402
 from deepspeed4science.reference import evoformer_attention  # noqa: E402
 from tests.numeric.cases import Case  # noqa: E402
@@ -126,6 +128,45 @@ def test_comparing_less_is_noticed(monkeypatch):
 
 def any_tensors(*_):
     return True
+
+
+RUNS = {
+    "forward": (ForwardCall, functools.partial(below_autograd.forward, differentiable=True)),
+    "replayed": (ForwardCall, operators.replayed),
+    "backward": (BackwardCall, below_autograd.backward),
+}
+
+
+def options_of(call):
+    """The fields that are no tensors, each with a value and another one."""
+    kinds = call.__annotations__.items()
+    names = [name for name, kind in kinds if kind not in (torch.Tensor, torch.Tensor | None)]
+    values = {"with_lse": False, "wanted": (True,) * 5} | call._field_defaults
+    others = {"wanted": (False,) * 5, "scale": 0.5}
+    return {name: (values[name], others.get(name, not values[name])) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [(run, option) for run, (call, _) in RUNS.items() for option in options_of(call)],
+)
+def test_every_option_is_part_of_the_kind(run, option, monkeypatch):
+    """Otherwise a call would be computed with the option of the first of its kind."""
+    kinds = []
+
+    def computes(_, q, tensors, *others):
+        kinds.append(others)
+        return lambda call: (None,) * 5
+
+    monkeypatch.setattr(replay.Replay, "find", computes)
+    monkeypatch.setattr(replay.Replay, "known", computes)
+    call, function = RUNS[run]
+    options = options_of(call)
+    given = {name: values[0] for name, values in options.items()}
+    tensors = {name: torch.ones(1) for name in call._fields if name not in options}
+    for value in options[option]:
+        function(call(**tensors, **given | {option: value}))
+    assert kinds[0] != kinds[1]
 
 
 def test_threads_are_looked_at(described):
