@@ -18,7 +18,6 @@ LAYERS = {
     "starting": nn.TriangleAttentionStartingNode,
     "ending": nn.TriangleAttentionEndingNode,
 }
-MODES = ("eager", "compiled")
 _NUM_PROFILED = 3
 
 

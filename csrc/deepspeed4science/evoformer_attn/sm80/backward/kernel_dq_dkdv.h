@@ -119,7 +119,7 @@ struct KernelDqDkdv {
     }
     if constexpr (Config::kPairsRows) loop.partner.begin(partner_units != 0, loop.warp.first);
     if constexpr (Config::kFusesDq) {
-      if (thread == 0) *loop.outputs() = outputs_of(loop, args, pool, at, partner_units), *loop.position() = at;
+      if (thread == 0) *loop.outputs() = outputs_of(args, pool, at, partner_units), *loop.position() = at;
     }
 
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
@@ -151,9 +151,8 @@ struct KernelDqDkdv {
       if (row >= num_visible) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
-  CUTLASS_DEVICE static DqOutputs outputs_of(const Loop& loop, const BackwardInputs& args,
-                                             const DqAccumulatorPool& pool, const Position& at,
-                                             uint32_t partner_units) {
+  CUTLASS_DEVICE static DqOutputs outputs_of(const BackwardInputs& args, const DqAccumulatorPool& pool,
+                                             const Position& at, uint32_t partner_units) {
     const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
     constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
     const uint32_t units = args.mask.units(at.bn, at.first, kUnits) | partner_units;

@@ -29,7 +29,6 @@ class Sm80Backward : BackwardHost {
   using Kernel = AttentionBackwardKernel<scalar_t, ArchTag, kAligned, kHeadDim, kHasBias2, kTf32>;
   using Config = typename Kernel::Config;
   using Dbias2 = typename Kernel::Dbias2;
-  using QueryValue = typename Config::QueryValue;
   template <bool kWantsDbias1>
   using Fused = typename Kernel::template Fused<kWantsDbias1>;
 

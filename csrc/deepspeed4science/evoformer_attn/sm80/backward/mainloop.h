@@ -51,7 +51,6 @@ struct SharedLayout {
 template <typename Config>
 struct Mainloop {
   using scalar_t = typename Config::scalar_t;
-  using Mma = typename Config::Mma;
   using Shared = SharedLayout<Config>;
   using Streamed = StreamedTiles<Config>;
   using StreamedTile = typename Streamed::TileT;

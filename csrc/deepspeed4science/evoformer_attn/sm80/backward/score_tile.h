@@ -186,9 +186,7 @@ struct Probabilities {
   using scalar_t = typename Config::scalar_t;
   static constexpr bool kExact = Config::kExact;
   static constexpr float row_unit = kExact ? 1.f : kLog2e;
-  using QueryValue = typename Config::QueryValue;
-  using Column = typename cutlass::platform::conditional<kLseInColumns, QueryValue, float>::type;
-  using Row = typename cutlass::platform::conditional<kLseInColumns, float, QueryValue>::type;
+  using Row = typename cutlass::platform::conditional<kLseInColumns, float, typename Config::QueryValue>::type;
   float scale, to_log2;
 
   CUTLASS_DEVICE explicit Probabilities(float scale_) : scale(scale_), to_log2(scale_ * kLog2e) {}

@@ -28,10 +28,6 @@ struct WarpMma<
   CUTLASS_DEVICE static int lane_a(int lane) {
     return TileT::offset(lane & 15, 8 * (lane >> 4));
   }
-  template <typename TileT>
-  CUTLASS_DEVICE static int lane_a_t(int lane) {
-    return TileT::offset((lane & 7) + 8 * (lane >> 4), 8 * ((lane >> 3) & 1));
-  }
   template <typename TileT, typename Order = Permuted>
   CUTLASS_DEVICE static int lane_b_nk(int lane) {
     return TileT::offset(Order::at(lane >> 4, lane & 7), 8 * ((lane >> 3) & 1));

@@ -14,7 +14,8 @@ namespace ds4s::sm90 {
 //                 owned: first, second    streamed: first, second    results for the owned rows
 //   kKeys         K, V                    Q, dO                      dk, dv
 //   not kKeys     Q, dO                   K, V                       dq, -
-//   kDqInShared   as kKeys                as kKeys                   dk, dv; and dq from dS
+//   kDqInShared   as kKeys                as kKeys                   dk, dv; and dq from dS, in shared memory
+//   kDqInGlobal   as kKeys                as kKeys                   dk, dv; and dq from dS, by additions in L2
 template <typename scalar_t_,  // half_t, bfloat16_t
           int kHeadDim_,       // tier of D and Dv
           bool kKeys_,         // a warpgroup owns keys, not queries
@@ -140,7 +141,6 @@ struct DqDkdvConfig {
     // used again.
     EmptyBarrier empty[kDeltaSteps];
   };
-  static constexpr int kAccumulatorColumns = 64 * OwnedTile::kNumBoxes;  // kDqInGlobal: columns of a dq accumulator
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
     static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = 4;
@@ -179,7 +179,7 @@ struct DqDkdvConfig {
   struct Shared {
     Pair<OwnedTile> owned[kBuffers][kWarpgroups];
     Stage stages[kStages];
-    // Aligned as members, so that their sizes are not rounded up: kFused has 62 bytes left.
+    // Aligned as members, so that their sizes are not rounded up: at D = 32 kNarrowPaired has 46 bytes left, kFused 62.
     alignas(kComputesDelta ? 1024 : 1) cute::conditional_t<kComputesDelta, DeltaTiles, Nothing> delta;
     alignas(kDqInShared ? 1024 : 1) cute::conditional_t<kDqInShared, Dq, Nothing> dq;
     cute::conditional_t<kComputesDelta, DeltaBarriers, Nothing> delta_barriers;

@@ -10,7 +10,6 @@ namespace ds4s::sm90 {
 
 template <typename Config>
 struct DqDkdvConsumer {
-  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using Mainloop = DqDkdvMainloop<Config>;

@@ -19,7 +19,6 @@ namespace ds4s::sm90 {
 template <typename Config>
 struct DqDkdvMainloop : StepProducts<Config> {
   using Products = StepProducts<Config>;
-  using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
   using BiasTile = typename Config::BiasTile;

@@ -15,7 +15,6 @@ struct SwizzledTile {
   static constexpr int kRowBytes = 2 * kBoxColumns;
   static constexpr int kBoxBytes = kRows * kRowBytes;
   static constexpr int kBytes = kNumBoxes * kBoxBytes;
-  static constexpr int kAlignment = 8 * kRowBytes;  // the pattern repeats after 8 rows
   static_assert(kRows % 8 == 0, "a swizzle pattern has 8 rows");
 
   // Byte offset of 8 elements, from column 8 chunk on.
@@ -51,7 +50,7 @@ struct SwizzledTile {
 CUTLASS_DEVICE uint32_t shared_address(const void* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
 CUTLASS_DEVICE uint32_t start_address(const void* pointer) { return shared_address(pointer) >> 4; }
 
-// Four 8x8 matrices of 16-bit elements, lanes 8i..8i+7 giving the rows of matrix i: ldmatrix (9.7.15.5.15) by the
+// Four 8x8 matrices of 16-bit elements, lanes 8i..8i+7 giving the rows of matrix i: ldmatrix (9.7.14.5.15) by the
 // address in shared memory, which is in a register already.
 CUTLASS_DEVICE void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -66,7 +65,7 @@ CUTLASS_DEVICE void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address));
 }
 
-// The inverse of that: stmatrix (9.7.15.5.16), each matrix transposed.
+// The inverse of that: stmatrix (9.7.14.5.16), each matrix transposed.
 CUTLASS_DEVICE void stmatrix_trans(uint32_t address, const uint32_t* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
