@@ -24,7 +24,7 @@ inline int64_t num_postprocess_blocks(const DeviceFacts& device) {
   return int64_t(kPostprocessBlocks) * device.num_multiprocessors;
 }
 
-// key_mask: its offset in the workspace.
+// key_mask: the result of find_visible_keys, or null.
 inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {
   const KeyMaskBuffers<BwdParams> buffers(p);
   PostprocessArgs args{};

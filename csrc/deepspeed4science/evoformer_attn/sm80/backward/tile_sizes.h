@@ -30,7 +30,7 @@ constexpr BackwardTileSizes backward_tiles(int row_bytes, int element_bytes, boo
   tiles.owned = 32 * tiles.warps;
   // Two stages of two such tiles are at most 72 KiB.
   tiles.streamed = row_bytes <= 64 ? 128 : row_bytes <= 128 ? 64 : 32;
-  // 64, because dS of 128 keys lies in shared memory twice: two blocks of 54 to 108 KiB on a multiprocessor.
+  // 64, because dS of 128 keys lies in shared memory twice: two blocks of 67 to 109 KiB on a multiprocessor.
   tiles.fused_streamed = 64;
   tiles.dbias2_queries = tiles.owned;
   // (1,256,1024,4,64), kernel_dbias2: 32 x 64 scores a warp, left operands from shared memory, 1.87 ms; 32 x 32 with

@@ -6,11 +6,13 @@
 
 namespace ds4s {
 
-// The fields are AttentionKernel's template parameters of the same names.
+// AttentionKernel's template arguments, whose limits kernel_forward.h has.
 struct ForwardTileSizes {
-  int queries, keys, stripes, warps;
+  int queries, keys;             // of a block: kQueriesPerBlock, kKeysPerBlock_
+  int stripes;                   // kStripes_: blocks of keys that arrive together
+  int warps;                     // kWarpsWanted_: resident on a multiprocessor, not in a block
   int head_dim, head_dim_value;  // tiers of D and Dv; past kLargestTier, the number of channels computed at a time
-  bool stages_bias2 = false;
+  bool stages_bias2 = false;     // kStagesBias2_
 };
 
 // Up to this head dimension a block holds Q, K, V and O whole; beyond it kSingleValueIteration is false.
@@ -57,7 +59,7 @@ constexpr ForwardTileSizes forward_tiles() {
   // with 64 queries a block and the scores of two stripes at a time, take 1.04 of the time, at 384 1.08.
   if (kRoomy && (kLargest <= 48 || (kStaged && kLargest <= 64))) return {128, 32, kStaged ? 2 : 1, 12, D, Dv};
   if (kLargest <= 64) return {64, 32, 1, kWarps, D, Dv};
-  // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30. Two stripes take 104 KiB; 12.0, which runs PTX for 9.0, has 99.
+  // (1,64,1024,8,128): 1.20 ms, with one stripe 1.30. Two stripes take 106 KiB; 12.0, which runs PTX for 9.0, has 99.
   return {128, 32, kStaged && !has_ptx() ? 2 : 1, kWarps, D, Dv};
 }
 
