@@ -11,7 +11,9 @@ enum class Major { K = 0, MN = 1 };
 enum class ScaleOut { Zero = 0, One = 1 };
 
 template <typename scalar_t, int kN>
-struct WgmmaAtom;
+struct WgmmaAtom {
+  static_assert(kN == 0, "no product of this N in wgmma_atoms.h: it needs a line DS4S_WGMMA");
+};
 
 // 4, 8 or more accumulators, from d[I] on, and their names in the instruction.
 #define DS4S_D4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
