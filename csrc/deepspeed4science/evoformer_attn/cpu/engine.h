@@ -1,4 +1,5 @@
-// The engine that multiplies for each type on each ISA, and the ISAs that this translation unit is compiled for.
+// The engine that multiplies for each type on each ISA, and the ISAs that this translation unit is compiled for. Their
+// compiler flags: op_builder/toolchain/cpu_isa.py.
 #pragma once
 
 // gcc's names; clang 14 and 15 have their own.

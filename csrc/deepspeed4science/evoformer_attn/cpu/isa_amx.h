@@ -1,4 +1,4 @@
-// AMX: products of 16 x 32 by 32 x 16 bfloat16 tiles; everything else is AVX-512. The flags are in isa_avx512.h.
+// AMX: products of 16 x 32 by 32 x 16 bfloat16 tiles; everything else is AVX-512.
 //
 // Tiles 0 to 3 hold a 2 x 2 block of sums, 4 and 5 the left, 6 and 7 the right operands. Operands are padded to whole
 // tiles, so one configuration serves every product.

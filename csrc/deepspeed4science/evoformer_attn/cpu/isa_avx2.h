@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: eight floats a vector. The flags are in the table of isa_avx512.h.
+// AVX2 with FMA and F16C: eight floats a vector.
 #pragma once
 
 #include <immintrin.h>

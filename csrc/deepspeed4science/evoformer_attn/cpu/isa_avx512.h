@@ -1,10 +1,4 @@
-// AVX-512: sixteen floats a vector.
-//
-// Flags a unit needs, for each ISA (all with CPUOpBuilder.cxx_args of op_builder):
-//   Amx       -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mamx-tile -mamx-bf16 -mfma -mf16c
-//   Avx512    -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c, and -mavx512bf16 where the processor has it
-//   Avx2      -mavx2 -mfma -mf16c
-//   Portable  none
+// AVX-512 with FMA and F16C: sixteen floats a vector.
 #pragma once
 
 #include <immintrin.h>
