@@ -12,10 +12,16 @@
 
 namespace ds4s::sm90 {
 
+// A kernel in clusters of kCluster blocks.
+template <auto kKernel, typename Config_, int kCluster_>
+struct BackwardGrid : PersistentGrid<kKernel, Config_::kNumThreads, Config_::kSharedBytes, kCluster_> {
+  using Config = Config_;
+  static constexpr int kCluster = kCluster_;
+};
 template <typename Config, int kCluster = Config::kClusterBlocks>
-using DqDkdvGrid = PersistentGrid<kernel_dq_dkdv<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
+using DqDkdvGrid = BackwardGrid<kernel_dq_dkdv<Config>, Config, kCluster>;
 template <typename Config, int kCluster>
-using Dbias2Grid = PersistentGrid<kernel_dbias2<Config>, Config::kNumThreads, Config::kSharedBytes, kCluster>;
+using Dbias2Grid = BackwardGrid<kernel_dbias2<Config>, Config, kCluster>;
 
 template <typename scalar_t, int kHeadDim, bool kHasBias2>
 struct BackwardKernels {
@@ -32,6 +38,49 @@ struct BackwardKernels {
   static constexpr bool kPairsRows = kHasBias2 && std::is_same_v<scalar_t, cutlass::bfloat16_t>;
   static constexpr bool kHasNarrowPaired = kPairsRows && Tiles::NarrowPaired::kPairsRows;
   static constexpr bool kHasDqGlobalPaired = kPairsRows && Tiles::kHasDqGlobalPaired;
+
+  // Calls f(kernel, grid) for each kernel that this unit has: those that own keys, those that own queries, and those
+  // for dbias2.
+  template <typename F>
+  static void for_each_of_keys(F&& f) {
+    f(Kernel::kKeys, DqDkdvGrid<OfKeys<typename Tiles::Keys>>{});
+    f(Kernel::kFewKeys, DqDkdvGrid<OfKeys<typename Tiles::FewKeys>>{});
+    if constexpr (Tiles::kHasDqShared) {
+      f(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
+      f(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
+      f(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
+      f(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
+    }
+    if constexpr (kHasNarrowPaired) {
+      f(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
+      f(Kernel::kLongPaired, DqDkdvGrid<OfKeys<typename Tiles::LongPaired>, 2>{});
+      f(Kernel::kPartsPaired, DqDkdvGrid<OfKeys<typename Tiles::PartsPaired>, 2>{});
+    }
+    if constexpr (Tiles::kHasLargeClusters) {
+      f(Kernel::kTripleFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 3>{});
+      f(Kernel::kQuadFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 4>{});
+      f(Kernel::kClusterFused, DqDkdvGrid<OfKeys<typename Tiles::ClusterFused>, kMostClusterBlocks>{});
+    }
+    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
+      f(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});
+    }
+    if constexpr (kHasDqGlobalPaired) {
+      f(Kernel::kDqGlobalPaired, DqDkdvGrid<OfKeys<typename Tiles::DqGlobalPaired>, 2>{});
+    }
+  }
+  template <typename F>
+  static void for_each_of_queries(F&& f) {
+    f(Kernel::kQueries, DqDkdvGrid<OfQueries<typename Tiles::Queries>>{});
+    f(Kernel::kFewQueries, DqDkdvGrid<OfQueries<typename Tiles::FewQueries>>{});
+  }
+  template <typename F>
+  static void for_each_of_dbias2(F&& f) {
+    if constexpr (kHasBias2) {
+      f(Kernel::kPairedDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 2>{});
+      f(Kernel::kSingleDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 1>{});
+      f(Kernel::kSquareDbias2, Dbias2Grid<OfDbias2<typename Tiles::SquareDbias2>, 1>{});
+    }
+  }
 
   // Queries each device once per process.
   static cudaError_t query(BackwardFacts& facts) {
@@ -64,35 +113,7 @@ struct BackwardKernels {
       if (!no_room) error = status;
       facts.resident_blocks[int(kernel)] = no_room ? 0 : blocks;
     };
-    count(Kernel::kKeys, DqDkdvGrid<OfKeys<typename Tiles::Keys>>{});
-    count(Kernel::kFewKeys, DqDkdvGrid<OfKeys<typename Tiles::FewKeys>>{});
-    count(Kernel::kQueries, DqDkdvGrid<OfQueries<typename Tiles::Queries>>{});
-    count(Kernel::kFewQueries, DqDkdvGrid<OfQueries<typename Tiles::FewQueries>>{});
-    if constexpr (Tiles::kHasDqShared) {
-      count(Kernel::kFused, DqDkdvGrid<OfKeys<typename Tiles::Fused>>{});
-      count(Kernel::kNarrowFused, DqDkdvGrid<OfKeys<typename Tiles::NarrowFused>>{});
-      if constexpr (kHasNarrowPaired) {
-        count(Kernel::kNarrowPaired, DqDkdvGrid<OfKeys<typename Tiles::NarrowPaired>, 2>{});
-        count(Kernel::kLongPaired, DqDkdvGrid<OfKeys<typename Tiles::LongPaired>, 2>{});
-        count(Kernel::kPartsPaired, DqDkdvGrid<OfKeys<typename Tiles::PartsPaired>, 2>{});
-      }
-      count(Kernel::kLongFused, DqDkdvGrid<OfKeys<typename Tiles::LongFused>>{});
-      count(Kernel::kSplitFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>>{});
-      if (Tiles::kHasLargeClusters) {
-        count(Kernel::kTripleFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 3>{});
-        count(Kernel::kQuadFused, DqDkdvGrid<OfKeys<typename Tiles::SplitFused>, 4>{});
-        count(Kernel::kClusterFused, DqDkdvGrid<OfKeys<typename Tiles::ClusterFused>, kMostClusterBlocks>{});
-      }
-    }
-    if constexpr (kHasBias2) {
-      if constexpr (Tiles::kHasDqGlobal) count(Kernel::kDqGlobal, DqDkdvGrid<OfKeys<typename Tiles::DqGlobal>>{});
-      if constexpr (kHasDqGlobalPaired) {
-        count(Kernel::kDqGlobalPaired, DqDkdvGrid<OfKeys<typename Tiles::DqGlobalPaired>, 2>{});
-      }
-      count(Kernel::kPairedDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 2>{});
-      count(Kernel::kSingleDbias2, Dbias2Grid<OfDbias2<typename Tiles::Dbias2>, 1>{});
-      count(Kernel::kSquareDbias2, Dbias2Grid<OfDbias2<typename Tiles::SquareDbias2>, 1>{});
-    }
+    for_each_of_keys(count), for_each_of_queries(count), for_each_of_dbias2(count);
     return error;
   }
 };

@@ -99,68 +99,27 @@ class Sm90Backward {
 
   // dk and dv, together with dq (and dbias2) where the plan's kernel computes these too.
   void launch_keys(bool waits) {
-    if (plan_.keys == Kernel::kFewKeys) {
-      launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::FewKeys>>(waits);
-    }
-    if (plan_.keys == Kernel::kKeys) launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::Keys>>(waits);
-    if constexpr (Tiles::kHasDqShared) {
-      using Split = typename Kernels::template OfKeys<typename Tiles::SplitFused>;
-      using Narrow = typename Kernels::template OfKeys<typename Tiles::NarrowFused>;
-      using Long = typename Kernels::template OfKeys<typename Tiles::LongFused>;
-      using Fused = typename Kernels::template OfKeys<typename Tiles::Fused>;
-      if (plan_.keys == Kernel::kFused) launch_dq_dkdv<Fused>(waits);
-      if (plan_.keys == Kernel::kNarrowFused) launch_dq_dkdv<Narrow>(waits);
-      if constexpr (Kernels::kHasNarrowPaired) {
-        using Paired = typename Kernels::template OfKeys<typename Tiles::NarrowPaired>;
-        using LongPaired = typename Kernels::template OfKeys<typename Tiles::LongPaired>;
-        using PartsPaired = typename Kernels::template OfKeys<typename Tiles::PartsPaired>;
-        if (plan_.keys == Kernel::kNarrowPaired) launch_dq_dkdv<Paired>(waits);
-        if (plan_.keys == Kernel::kLongPaired) launch_dq_dkdv<LongPaired>(waits);
-        if (plan_.keys == Kernel::kPartsPaired) launch_dq_dkdv<PartsPaired>(waits);
-      }
-      if (plan_.keys == Kernel::kLongFused) launch_dq_dkdv<Long>(waits);
-      if (plan_.keys == Kernel::kClusterFused) {
-        launch_dq_dkdv<typename Kernels::template OfKeys<typename Tiles::ClusterFused>>(waits);
-      } else if (plan_.cluster_blocks > 1) {
-        launch_dq_dkdv<Split>(waits);
-      }
-    }
-    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
-      using Global = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
-      if (plan_.keys == Kernel::kDqGlobal) launch_dq_dkdv<Global>(waits);
-    }
-    if constexpr (Kernels::kHasDqGlobalPaired) {
-      using Paired = typename Kernels::template OfKeys<typename Tiles::DqGlobalPaired>;
-      if (plan_.keys == Kernel::kDqGlobalPaired) launch_dq_dkdv<Paired>(waits);
-    }
+    Kernels::for_each_of_keys([&](Kernel kernel, auto grid) {
+      if (kernel == plan_.keys) launch_dq_dkdv<typename decltype(grid)::Config>(waits);
+    });
     if (plan_.dbias1_parts >= 0) {
       launches_.sum(p_.dbias1, fill_.template at<const float>(plan_.dbias1_parts), p_.B * p_.N, p_.H, p_.Lk);
     }
     if (plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) launch_order_dbias2();
   }
   void launch_queries(bool waits) {
-    using Few = typename Kernels::template OfQueries<typename Tiles::FewQueries>;
-    using Many = typename Kernels::template OfQueries<typename Tiles::Queries>;
-    plan_.queries == Kernel::kFewQueries ? launch_dq_dkdv<Few>(waits) : launch_dq_dkdv<Many>(waits);
+    Kernels::for_each_of_queries([&](Kernel kernel, auto grid) {
+      if (kernel == plan_.queries) launch_dq_dkdv<typename decltype(grid)::Config>(waits);
+    });
   }
   void launch_dbias2(bool waits) {
-    if constexpr (kHasBias2) {
-      using Config = typename Kernels::template OfDbias2<typename Tiles::Dbias2>;
-      using Square = typename Kernels::template OfDbias2<typename Tiles::SquareDbias2>;
-      switch (plan_.dbias2) {
-        case Kernel::kPairedDbias2:
-          launch_dbias2<Config, 2>(waits);
-          break;
-        case Kernel::kSingleDbias2:
-          launch_dbias2<Config, 1>(waits);
-          break;
-        default:
-          launch_dbias2<Square, 1>(waits);
-      }
-      if (plan_.dbias2_parts >= 0) {
-        launches_.sum(p_.dbias2, fill_.template at<const float>(plan_.dbias2_parts), 1, plan_.num_slices,
-                      p_.B * p_.H * p_.Lq * p_.Lk);
-      }
+    Kernels::for_each_of_dbias2([&](Kernel kernel, auto grid) {
+      using Grid = decltype(grid);
+      if (kernel == plan_.dbias2) launch_dbias2<typename Grid::Config, Grid::kCluster>(waits);
+    });
+    if (plan_.dbias2_parts >= 0) {
+      launches_.sum(p_.dbias2, fill_.template at<const float>(plan_.dbias2_parts), 1, plan_.num_slices,
+                    p_.B * p_.H * p_.Lq * p_.Lk);
     }
   }
 

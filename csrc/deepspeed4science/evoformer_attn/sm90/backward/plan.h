@@ -15,7 +15,7 @@
 
 namespace ds4s::sm90 {
 
-// The instantiations of kernel_dq_dkdv and kernel_dbias2; tile_sizes.h has their tiles.
+// The instantiations of kernel_dq_dkdv and kernel_dbias2: kernels.h lists them, tile_sizes.h has their tiles.
 enum class Kernel : int {
   kNone,
   kFused,           // dk, dv and dq; dq in shared memory
@@ -38,11 +38,12 @@ enum class Kernel : int {
   kSingleDbias2,    // the same tiles without clusters
   kSquareDbias2,    // other tiles, which cover some lengths with less overhang
 };
-constexpr int kNumKernels = 20;
-constexpr const char* kKernelNames[kNumKernels] = {
+constexpr const char* kKernelNames[] = {
     "none",        "fused",        "narrow_fused", "narrow_paired", "long_fused",    "long_paired",      "parts_paired",
     "split_fused", "triple_fused", "quad_fused",   "cluster_fused", "dq_global",     "dq_global_paired", "keys",
     "few_keys",    "queries",      "few_queries",  "paired_dbias2", "single_dbias2", "square_dbias2"};
+constexpr int kNumKernels = int(sizeof(kKernelNames) / sizeof(kKernelNames[0]));
+static_assert(kNumKernels == int(Kernel::kSquareDbias2) + 1, "a name for each kernel");
 
 struct BackwardFacts : DeviceFacts {
   int64_t resident_blocks[kNumKernels] = {};  // of each kernel; 0: not one block (or cluster) fits on the device
