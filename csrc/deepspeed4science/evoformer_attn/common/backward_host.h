@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/overlapping_launch.h"
+#include "common/launch.h"
 #include "common/postprocess_host.h"
 #include "common/preprocess.h"
 #include "common/workspace.h"
@@ -46,14 +46,8 @@ class BackwardHost {
   template <typename Kernel, typename... Args>
   void start_pairs(Kernel* kernel, int64_t blocks, int threads, int shared, const Args&... args) {
     if (!allow_shared(kernel, shared)) return;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(uint32_t(ceil_div(blocks, 2) * 2)), config.blockDim = dim3(uint32_t(threads));
-    config.dynamicSmemBytes = size_t(shared), config.stream = stream_;
-    config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, args...));
+    const Launch launch(ceil_div(blocks, 2) * 2, threads, shared, /*cluster=*/2, stream_);
+    check(cudaLaunchKernelEx(launch.config(), kernel, args...));
   }
   void zero(float* x, int64_t count) { check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_)); }
   // Parts that lie one after another in the workspace, in a fixed order.

@@ -5,7 +5,7 @@
 
 #include "common/key_mask.h"
 #include "common/key_mask_layout.h"
-#include "common/overlapping_launch.h"
+#include "common/launch.h"
 
 namespace ds4s {
 

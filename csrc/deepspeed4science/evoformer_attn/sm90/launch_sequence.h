@@ -2,8 +2,8 @@
 // status() returns the error.
 #pragma once
 
+#include "common/launch.h"
 #include "common/preprocess.h"
-#include "sm90/launch.h"
 
 namespace ds4s::sm90 {
 
@@ -33,9 +33,6 @@ class LaunchSequence {
     Launch launch(blocks, threads, shared_bytes, cluster, stream_);
     launch.cooperate();
     check(cudaLaunchKernelEx(launch.config(), kernel, args...));
-  }
-  void zero(float* x, int64_t count) {
-    if (status_ == cudaSuccess && count > 0) check(cudaMemsetAsync(x, 0, size_t(count) * 4, stream_));
   }
   // Sums parts that lie one after another, in a fixed order.
   void sum(float* out, const float* parts, int64_t outer, int64_t num_parts, int64_t inner) {

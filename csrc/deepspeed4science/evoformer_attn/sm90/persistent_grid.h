@@ -5,7 +5,7 @@
 
 #include <atomic>
 
-#include "sm90/launch.h"
+#include "common/launch.h"
 
 namespace ds4s::sm90 {
 

@@ -7,7 +7,7 @@
 #include <atomic>
 
 #include "common/key_mask_buffers.h"
-#include "common/overlapping_launch.h"
+#include "common/launch.h"
 #include "common/repack.h"
 #include "kernel_forward.h"
 #include "params.h"

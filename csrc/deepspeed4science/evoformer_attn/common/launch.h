@@ -1,9 +1,14 @@
-// Host side: the launch configuration of a kernel on Hopper.
+// Host side: the launch configuration of a kernel; from compute capability 9.0 up with clusters, or beside the previous
+// kernel.
 #pragma once
 
 #include <cuda_runtime.h>
 
-namespace ds4s::sm90 {
+#include <cstdint>
+
+#include "common/arch.h"
+
+namespace ds4s {
 
 // The configuration points to the attributes, so a Launch is neither copied nor moved.
 class Launch {
@@ -42,4 +47,13 @@ class Launch {
   cudaLaunchConfig_t config_{};
 };
 
-}  // namespace ds4s::sm90
+// Starts a kernel that overlaps with the previous one, where the GPUs of this unit can do that.
+template <typename Kernel, typename... Args>
+cudaError_t launch_overlapping(Kernel* kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                               const Args&... args) {
+  Launch launch(blocks, threads, shared_bytes, /*cluster=*/1, stream);
+  if (has_dependent_launch()) launch.overlap();
+  return cudaLaunchKernelEx(launch.config(), kernel, args...);
+}
+
+}  // namespace ds4s
