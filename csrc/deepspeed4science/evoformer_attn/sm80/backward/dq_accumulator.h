@@ -31,9 +31,16 @@ struct OrderedDqAdd {
     __syncthreads();
     return uniform(*sNumber);
   }
-  // Waits until the accumulator is free; first_before = before(pair) is the pair that had it before. Called by one
-  // thread, before a barrier that precedes the first addition.
-  CUTLASS_DEVICE void wait(int32_t first_before) const { wait_for(first_before); }
+  // Waits until pair `other` is done. If it sees nothing, waits for the previous pair with the same accumulator
+  // instead. The accumulator is free when before(pair) is done: one thread waits for that, before a barrier that
+  // precedes the first addition.
+  CUTLASS_DEVICE void wait_for(int32_t other) const {
+    while (other >= 0) {
+      const int32_t state = ptx::load_acquire(pool.progress + other);
+      if (state == DqAccumulatorPool::kDone) return;
+      if (state == DqAccumulatorPool::kSeesNothing) other = pool.before(uint32_t(other));
+    }
+  }
   // Waits until no accumulator in the memory of dk or dv is in use. Called by all threads before dk or dv is written.
   CUTLASS_DEVICE void wait_for_hosted() const {
     const int group = pool.group_of(pair);
@@ -66,15 +73,6 @@ struct OrderedDqAdd {
   }
 
  private:
-  // Waits until pair `other` is done. If it sees nothing, waits for the previous pair with the same accumulator
-  // instead.
-  CUTLASS_DEVICE void wait_for(int32_t other) const {
-    while (other >= 0) {
-      const int32_t state = ptx::load_acquire(pool.progress + other);
-      if (state == DqAccumulatorPool::kDone) return;
-      if (state == DqAccumulatorPool::kSeesNothing) other = pool.before(uint32_t(other));
-    }
-  }
   CUTLASS_DEVICE static bool is_last(char* shared, int num_before, int num_blocks) {
     int32_t* sIsLast = reinterpret_cast<int32_t*>(shared);
     if (threadIdx.x == 0) {

@@ -172,7 +172,7 @@ struct Mainloop {
   }
 
   CUTLASS_DEVICE void wait_for_accumulator() const {
-    if (warp.is_thread_0()) dq_add.wait(outputs()->before);
+    if (warp.is_thread_0()) dq_add.wait_for(outputs()->before);
   }
   // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
   // kept through the whole loop. more: add_ds is called again two tiles later.

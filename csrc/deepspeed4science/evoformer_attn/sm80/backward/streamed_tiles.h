@@ -68,7 +68,7 @@ struct StreamedTiles {
   CUTLASS_DEVICE int seek(int tile) {
     return keys.seek(tile, [&] {
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kSources; ++x) g[x] += Config::kStreamed * (is_dov(x) ? dov_stride : qk_stride);
+      for (int x = 0; x < kSources; ++x) g[x] += Config::kStreamed * stride_of(x);
     });
   }
   // Called once for each tile that is not skipped, in order.
