@@ -46,6 +46,8 @@ struct TileQueue {
   }
 };
 
+// Who has a scheduler: the thread that takes tiles for its block, all lanes of a warp, one lane of a warp, or a
+// consumer warpgroup.
 enum class TileReader { kTakes, kWarp, kLane, kConsumer };
 
 // First and third order, one object for each warp. `tile` is at least args.num_tiles once all tiles are done.
