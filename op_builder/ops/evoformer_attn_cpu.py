@@ -10,7 +10,7 @@ from ..system import process_exit
 from ..toolchain import cpu_isa
 from . import presets
 from .cpu_builder import CPUOpBuilder
-from .instantiations import DIRECTIONS, CpuKernel
+from .instantiations import CPU_KERNELS, DIRECTIONS, CpuKernel
 from .presets import Call
 
 
@@ -52,8 +52,7 @@ def _held(direction: str, dtype: str) -> Iterator[CpuKernel]:
     compiler there is no other choice. They may be older ones than this processor's, from another
     compiler or for other machines.
     """
-    for isa in cpu_isa.CPU_ISAS:
-        kernel = CpuKernel(direction, dtype, isa)
-        fits = isa != "amx" or dtype == "bf16"
-        if fits and search.holds(f"{kernel.name}-") and not cpu_isa.why_not_here(isa):
+    for kernel in CPU_KERNELS:  # of a direction and dtype, best first
+        wanted = (kernel.direction, kernel.dtype) == (direction, dtype)
+        if wanted and search.holds(f"{kernel.name}-") and not cpu_isa.why_not_here(kernel.isa):
             yield kernel

@@ -75,9 +75,6 @@ class CpuIsa:
         """Flags of other compilers for kernels of the same set, which run here as well."""
         return (_FLAGS["avx512"],) if isa == "avx512" and self.bf16 else ()
 
-    def why_not(self, isa: str) -> str:
-        return dict(self.refused).get(isa, "")
-
 
 def detect() -> CpuIsa:
     """The instruction sets that can be used here; `DS4S_CPU_ISA` forces one.

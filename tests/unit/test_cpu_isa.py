@@ -108,14 +108,14 @@ def test_flags(here: Here) -> None:
 def test_amx_needs_the_systems_permission(here: Here) -> None:
     here(AMX, amx_refusal="the system refuses")
     assert cpu_isa.best("bf16") == "avx512"
-    assert cpu_isa.detect().why_not("amx") == "the system refuses"
+    assert dict(cpu_isa.detect().refused)["amx"] == "the system refuses"
 
 
 def test_what_the_compiler_cannot_make_is_not_believed(here: Here, tmp_path: Path) -> None:
     here(AMX, compiler_that_refuses(tmp_path, "-mamx-tile"))
     found = cpu_isa.detect()
     assert (found.best("bf16"), found.bf16) == ("avx512", True)
-    assert "unrecognized option -mamx-tile" in found.why_not("amx")
+    assert "unrecognized option -mamx-tile" in dict(found.refused)["amx"]
 
 
 def test_an_older_compiler_without_bf16_keeps_avx512(here: Here, tmp_path: Path) -> None:

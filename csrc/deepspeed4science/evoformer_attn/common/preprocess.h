@@ -43,7 +43,7 @@ CUTLASS_DEVICE float dot_share(const Share& x, const Share& y) {
   return sum;
 }
 
-// kGroup lanes for each (query, head); blocks_per_bn blocks for each (b, n).
+// kGroup lanes for each (query, head); a block has those of one (b, n).
 template <typename Config>
 struct PrepareRows {
   using scalar_t = typename Config::scalar_t;

@@ -5,7 +5,7 @@
 // becomes part of a left operand by conversion, and of a right operand by one more permutation. Q, K, V, dO are packed
 // as 32-bit pairs, so that a transposition moves pairs.
 //
-// kMultiplier supplies kDepthAlign, kChannelAlign, Session, prepare() and multiply<kAccumulate>(...).
+// Multiplier supplies kDepthAlign, kChannelAlign, Session, prepare() and multiply<kAccumulate>(...).
 #pragma once
 
 #include <immintrin.h>
