@@ -191,9 +191,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 results=[asdict(row) for row in rows],
                 skipped=[asdict(entry) for entry in skipped],
             )
-            save(
-                arguments, environment, result
-            )  # after each: a run that is cut short keeps what it has
+            # After each: a run that is cut short keeps what it has.
+            save(arguments, environment, result)
             print(f"{workload.id} {dtype} done", file=sys.stderr)
     show(table.as_text(result))
     return 0

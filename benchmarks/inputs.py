@@ -19,9 +19,8 @@ class Inputs:
     bias1: torch.Tensor | None  # [B, N, 1, 1, L], 0 or the mask's number for hidden keys
     bias2: torch.Tensor | None  # [B, 1, H, L, L]
     grad_output: torch.Tensor  # [B, N, L, H, D]
-    visible: (
-        torch.Tensor
-    )  # [B, N, L] the keys that bias1 leaves, for peers that take a mask of booleans
+    # [B, N, L] the keys that bias1 leaves, for peers that take a mask of booleans.
+    visible: torch.Tensor
     row_mask: torch.Tensor | None = None  # [B, N], for peers that take one
 
 

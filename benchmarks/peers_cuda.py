@@ -42,9 +42,8 @@ class Flex(Peer):
         return _not_on_gpu(setting) or _missing("torch.nn.attention.flex_attention")
 
     def adapt(self, inputs: Inputs) -> Leaves:
-        bias1 = (
-            None if inputs.bias1 is None else inputs.bias1.flatten(2).flatten(0, 1).contiguous()
-        )  # [B*N, L]
+        # [B*N, L]
+        bias1 = None if inputs.bias1 is None else inputs.bias1.flatten(2).flatten(0, 1).contiguous()
         bias2 = None if inputs.bias2 is None else inputs.bias2.squeeze(1)  # [B, H, L, L]
         heads_first = {name: _to_heads_first(getattr(inputs, name)) for name in ("q", "k", "v")}
         return {**heads_first, "bias1": bias1, "bias2": bias2}

@@ -12,9 +12,8 @@ import torch
 
 from deepspeed4science.demo.measure import Timing
 
-CPU_FLUSH_BYTES = (
-    128 * 2**20
-)  # far above a core's second-level cache and our share of a server's third level
+# Far above a core's second-level cache and our share of a server's third level.
+CPU_FLUSH_BYTES = 128 * 2**20
 # Many times any L2; writing it takes an H200 over a millisecond, longer than a slow host needs to
 # launch a backward pass of several kernels.
 CUDA_FLUSH_BYTES = 5 * 2**30

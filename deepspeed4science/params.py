@@ -28,9 +28,8 @@ class Options(NamedTuple):
 class Field:
     name: str
     type: str  # in the notation of module struct: "Q" a pointer, "q" int64_t, "4q" an array
-    value: (
-        str  # a Python expression in the arguments of `Layout`'s functions; a sequence for an array
-    )
+    # A Python expression in the arguments of `Layout`'s functions; a sequence for an array.
+    value: str
 
     @property
     def num_bytes(self) -> int:

@@ -68,9 +68,8 @@ class _Prepared:
             rest = self._load(*tensors)
         device = self._problem.device
         workspace, address = None, 0
-        if (
-            self._workspace_bytes
-        ):  # freed after the launch: the allocator reuses its memory in the order of the stream
+        if self._workspace_bytes:
+            # Freed after the launch: the allocator reuses its memory in the order of the stream.
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
             address = workspace.data_ptr()
         packed = self._layout.pack_pointers(*tensors, address) + rest

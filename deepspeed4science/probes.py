@@ -108,9 +108,8 @@ def _cpu() -> CpuRow:
     name = cpu_isa.processor().brand
     try:
         found = cpu_isa.detect()
-    except (
-        RuntimeError
-    ) as error:  # DS4S_CPU_ISA names a set that cannot be used; the op's row says so
+    except RuntimeError as error:
+        # DS4S_CPU_ISA names a set that cannot be used; the op's row says so.
         return CpuRow(name, {}, str(error))
     notes = [f"not {isa}: {why}" for isa, why in found.refused]
     isas = {dtype: found.best(dtype) for dtype in ("fp32", "fp16", "bf16")}

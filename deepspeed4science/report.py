@@ -30,9 +30,8 @@ class OpRow:
     name: str
     device: str  # "cpu" or "cuda"
     state: str  # "prebuilt", "cached", "buildable" or "not"
-    detail: (
-        str  # such as "4 of 6 kernels compiled"; without a GPU, what is here for machines with one
-    )
+    # Such as "4 of 6 kernels compiled"; without a GPU, what is here for machines with one.
+    detail: str
     whys: tuple[Why, ...] = ()  # with the state "not": all obstacles
 
     @property

@@ -135,9 +135,8 @@ def attention_cases(
         """[N, L, c] -> q, k, v [1, N, L, H, D]."""
         width = count * HEAD_DIM
         query, key, value = (weights(x.shape[-1], width) for _ in range(3))
-        key = (
-            query + 3**0.5 * key
-        ) / 2  # half alike: residues lean towards their like, as in trained heads
+        # Half alike: residues lean towards their like, as in trained heads.
+        key = (query + 3**0.5 * key) / 2
         q, k, v = (x @ w for w in (query, key, value))
         q, k, v = (t.view(1, *t.shape[:-1], count, HEAD_DIM) for t in (q, k, v))
         return finish(q), finish(k), finish(v)

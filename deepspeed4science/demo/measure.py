@@ -90,9 +90,8 @@ def _peak_extra_bytes_of_gpu(call: Callable[[], object], device: torch.device) -
 def _peak_extra_bytes_of_process(call: Callable[[], object]) -> int | None:
     try:
         _give_back_free_memory()
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # 5: reset the peak of resident memory, see man 5 proc
+        # 5: reset the peak of resident memory, see man 5 proc.
+        Path("/proc/self/clear_refs").write_text("5")
         before = _status_bytes("VmRSS")
         call()
         return max(0, _status_bytes("VmHWM") - before)

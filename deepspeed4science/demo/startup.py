@@ -50,9 +50,8 @@ class Startup:
     torch_s: float  # import torch, with its device and threads started
     import_s: float  # import deepspeed4science
     first_call_s: float  # first call, kernels loaded (or compiled) in it
-    compile_s: dict[str, float | None] = field(
-        default_factory=dict
-    )  # of each kernel that it had to compile, side by side; None: the cache does not tell
+    # Of each kernel that it had to compile, side by side; None: the cache does not tell.
+    compile_s: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def num_built(self) -> int:

@@ -40,9 +40,8 @@ class CompileJob:
     name: str  # the unit's name, also what ds4s_name() answers
     source: str  # the translation unit
     suffix: str  # ".cpp" or ".cu"
-    compiler: (
-        Path | None
-    )  # None: there is none, see `problem`; an existing library may still be found
+    # None: there is none, see `problem`; an existing library may still be found.
+    compiler: Path | None
     flags: tuple[str, ...]  # for compiling; may name no folder of this machine
     include_dirs: tuple[Path, ...]
     link_flags: tuple[str, ...]  # for linking; may name no folder of this machine

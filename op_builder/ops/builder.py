@@ -198,9 +198,8 @@ class OpBuilder(ABC, Generic[KernelT]):
             loaded: list[LoadedKernel] = []
             with process_exit.slow_section():
                 for _ in range(_MOST_UNFIT_TOOLKITS):
-                    with contextlib.suppress(
-                        UnfitToolkitError
-                    ):  # remembered, so that the next one is chosen
+                    # An unfit one is remembered, so that the next one is chosen.
+                    with contextlib.suppress(UnfitToolkitError):
                         loaded = load(self.jobs(missing))
                         break
                 else:

@@ -73,9 +73,8 @@ CPU_KERNELS: tuple[CpuKernel, ...] = tuple(
 CUDA_DTYPES = ("fp32", "tf32", "fp16", "bf16")  # "tf32": float32 on TF32 tensor cores
 CUDA_BIASES = ("none", "bias1", "bias2", "both")
 HEAD_DIM_TIERS = (16, 32, 48, 64, 96, 128)  # a kernel serves every D and Dv up to its tier
-WIDE_TIER = (
-    256  # beyond these, for kernels that compute their outputs' columns in parts: Family.wide
-)
+# Beyond these, for kernels that compute their outputs' columns in parts: Family.wide.
+WIDE_TIER = 256
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,8 @@ def _compile_problem(level: str, compiler: Tool) -> str:
         with tempfile.TemporaryDirectory(prefix="ds4s-isa-", dir=paths.build_root()) as folder:
             ran = run([*command, "-o", "probe.o"], stdin=source, cwd=folder)
         if ran.problem and not _is_about_the_code(ran.output):
-            raise UnfitError(
-                ran.problem
-            )  # a temporary shortage of memory or disk, not a property of the compiler
+            # A temporary shortage of memory or disk, not a property of the compiler.
+            raise UnfitError(ran.problem)
         return ran.problem
 
     try:

@@ -70,9 +70,8 @@ def smallest(call, device, broken=is_broken, seconds=600.0):
     moved = True
     while moved:
         moved = False
-        steps = itertools.product(
-            smaller(call), range(4)
-        )  # with other sizes the numbers differ, too
+        # With other sizes the numbers differ, too.
+        steps = itertools.product(smaller(call), range(4))
         for candidate in (replace(step, seed=step.seed + i) for step, i in steps):
             if time.monotonic() > end:
                 return call

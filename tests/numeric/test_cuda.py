@@ -63,9 +63,8 @@ def test_runs_on_the_current_stream():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         late = [torch.zeros_like(t) for t in tensors]
-        torch.cuda._sleep(
-            50_000_000
-        )  # tens of milliseconds in which a wrong stream would read zeros
+        # Tens of milliseconds in which a wrong stream would read zeros.
+        torch.cuda._sleep(50_000_000)
         for target, source in zip(late, tensors, strict=True):
             target.copy_(source)
         o = attention(late)

@@ -25,9 +25,8 @@ def test_changed_header_is_a_new_key(workshop):
     header = workshop.include / "toy.h"
     before, times = header.read_text(), header.stat()
     workshop.write_header(50)
-    os.utime(
-        header, ns=(times.st_atime_ns, times.st_mtime_ns)
-    )  # as rsync or a checkout may leave it
+    # As rsync or a checkout may leave it.
+    os.utime(header, ns=(times.st_atime_ns, times.st_mtime_ns))
     second = workshop.run()
     assert (second.origin, second.report["answer"]) == ("built", [52])
     assert len(workshop.entries) == 2
