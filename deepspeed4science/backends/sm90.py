@@ -18,8 +18,9 @@ from op_builder.ops.instantiations import CudaKernel
 _PIECE_BYTES = 16
 _LIMIT_BYTES = 1 << 40
 _DIMENSIONS = ("B", "N", "L", "H")
-# The kernel for one row n keeps dq of so many queries in shared memory.
-_MOST_FUSED_QUERIES = 768
+# ClusterFused of sm90/backward/tile_sizes.h, for one row n: its queries, the keys of a block, and
+# those of the largest cluster. A test compares them.
+CLUSTER_FUSED = (768, 128, 1024)
 
 
 class Sm90Backend(CudaBackend):
@@ -51,8 +52,9 @@ class Sm90Backend(CudaBackend):
     def rounds_dbias2(self, problem: Problem) -> bool:
         """Where a cluster of blocks divides the keys of one row n (`splits_keys`, plan.h)."""
         p = problem
-        fits = p.N == 1 and p.Lq <= _MOST_FUSED_QUERIES and max(p.D, p.Dv) <= 32
-        return fits and 128 < p.Lk <= 1024 and p.Lk % 8 == 0
+        queries, block_keys, cluster_keys = CLUSTER_FUSED
+        fits = p.N == 1 and p.Lq <= queries and max(p.D, p.Dv) <= 32
+        return fits and block_keys < p.Lk <= cluster_keys and p.Lk % 8 == 0
 
     def prepare(self, problem: Problem, call: CallT) -> CallT:
         """A gradient of O may have any layout (that of a mean over L is one row, expanded). It is

@@ -72,6 +72,19 @@ def test_tiles_of_the_sm90_forward():
     assert [row[1:] for row in rows] == expected
 
 
+def test_the_sm90_backend_has_the_tiles_of_the_kernel_for_one_row():
+    pytest.importorskip("torch")
+    from deepspeed4science.backends.sm90 import CLUSTER_FUSED
+
+    folder = KERNELS / "sm90" / "backward"
+    sizes, plan = (folder / "tile_sizes.h").read_text(), (folder / "plan.h").read_text()
+    found = re.search(r"WithSplitKeys<DqDkdvTiles<1, (\d), .*?>, /\*kQueries=\*/(\d+)>", sizes)
+    assert found
+    block_keys = int(found[1]) * constant(sizes, "kOwned")
+    cluster_keys = block_keys * constant(plan, "kMostClusterBlocks")
+    assert (int(found[2]), block_keys, cluster_keys) == CLUSTER_FUSED
+
+
 def test_quoted_results_are_those_of_the_results_page():
     """If not: `python -m benchmarks results`."""
     for path, text in quoted.pages().items():
