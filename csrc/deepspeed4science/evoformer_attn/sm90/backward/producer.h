@@ -126,9 +126,40 @@ struct DqDkdvProducer {
     return {static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + first, dq.stride[1], dq.size[0]};
   }
 
+  // Statistics of the streamed queries or keys of a step, in registers between global and shared memory.
+  struct StreamedStatistics {
+    static constexpr int kPerLane = kColumns / 32;
+    float2 of_query[kKeys ? kPerLane : 1];
+    uint32_t of_key[kKeys ? 1 : kPerLane];
+  };
+  CUTLASS_DEVICE static void store_streamed(Shared& shared, int stage, const StreamedStatistics& loaded,
+                                            const BackwardArgs& args, const Bias1OfRow<scalar_t>& bias1, int column,
+                                            int r, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = 0; x < StreamedStatistics::kPerLane; ++x) {
+      int in_step = 32 * x + lane;
+      float& score = shared.scores[stage][r][in_step];
+      if constexpr (kKeys) {
+        float2 value = QueryStatistics::value(loaded.of_query[x], column + in_step, args.Lq);
+        score = value.x * args.unit;
+        if constexpr (!Config::kHasDeltaTerms) {
+          auto& terms = shared.products.tiles[stage * kRows + r];
+          if constexpr (Config::kDenseProducts) {
+            reinterpret_cast<uint4*>(terms)[in_step] = Rank1Terms::terms_alone(value.y);
+          } else {
+            Rank1Terms::store_alone(terms, in_step, value.y);
+          }
+        }
+      } else {
+        score = bias1.value(loaded.of_key[x], column + in_step) * args.unit;
+        if (r == 0 && in_step == 0) shared.first_key[stage] = column;
+      }
+    }
+  }
+
   // Run by one warp for each row n: statistics. The next step's values are loaded while this step's wait for a stage.
   CUTLASS_DEVICE static void run_statistics(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq, int r) {
-    constexpr int kPerLane = kColumns / 32;
+    constexpr int kPerLane = StreamedStatistics::kPerLane;
     int lane = threadIdx.x % 32;
     uint32_t delta_phase = 0;           // kHasDeltaTerms
     typename Config::DeltaRing deltas;  // kDeltaInMemory
@@ -152,10 +183,8 @@ struct DqDkdvProducer {
       if constexpr (Config::kDeltaInMemory) {
         if (tiles.first) delta_begin = RowDelta<Config>::next_begin(args, delta_begin);
       }
-      struct {
-        float2 of_query[kKeys ? kPerLane : 1];
-        uint32_t of_key[kKeys ? 1 : kPerLane];
-      } next;
+      StreamedStatistics next;
+      // As a function of its own, ptxas orders the instructions of pairs of rows n otherwise, which was not measured.
       auto load = [&](int column) {
         if constexpr (Config::kDeltaInMemory) {
           if (tiles.first) RowDelta<Config>::wait(shared.delta_barriers, deltas, lane);
@@ -190,26 +219,7 @@ struct DqDkdvProducer {
       shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
         shared.empty[pipe.index].wait(pipe.phase ^ 1);
-        CUTLASS_PRAGMA_UNROLL
-        for (int x = 0; x < kPerLane; ++x) {
-          int in_step = 32 * x + lane;
-          float& score = shared.scores[pipe.index][r][in_step];
-          if constexpr (kKeys) {
-            float2 value = QueryStatistics::value(next.of_query[x], column + in_step, args.Lq);
-            score = value.x * args.unit;
-            if constexpr (!Config::kHasDeltaTerms) {
-              auto& terms = shared.products.tiles[pipe.index * kRows + r];
-              if constexpr (Config::kDenseProducts) {
-                reinterpret_cast<uint4*>(terms)[in_step] = Rank1Terms::terms_alone(value.y);
-              } else {
-                Rank1Terms::store_alone(terms, in_step, value.y);
-              }
-            }
-          } else {
-            score = bias1.value(next.of_key[x], column + in_step) * args.unit;
-            if (r == 0 && in_step == 0) shared.first_key[pipe.index] = column;
-          }
-        }
+        store_streamed(shared, pipe.index, next, args, bias1, column, r, lane);
         if constexpr (Config::kHasDeltaTerms) {
           if (tiles.first) shared.delta_barriers.full[step - 1].wait(delta_phase);
         } else if constexpr (kKeys) {
