@@ -29,11 +29,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_installed(client: str) -> None:
-    package = next(iter(clients.find(client).functions)).partition(".")[0]
+    chosen = clients.find(client)
+    package = next(iter(chosen.functions)).partition(".")[0]
     if not is_installed(package):
         raise DropInError(
             f"{client}: expected it to be installed; {sys.executable} finds no package {package}. "
-            f"Install it (pip install {client}), or run this with the Python that has it."
+            f"Install it (pip install {clients.requirement(chosen)}), or run this with the Python "
+            "that has it."
         )
 
 

@@ -123,7 +123,7 @@ CLIENTS = {
         ),
         Client(
             "intellifold",
-            ("2.0", "2.1"),
+            ("2.0", "2.0.3"),  # whose command runs AlphaFold 3's JAX code
             command="intellifold",
             entry_point="runner.intellifold_inference:intellifold_cli",
             functions={
@@ -173,6 +173,12 @@ def version(client: Client) -> str | None:
         return None
 
 
+def requirement(client: Client) -> str:
+    """What pip installs: a version that this has been tried with."""
+    first, end = client.versions
+    return f'"{client.name}>={first},<{end}"'
+
+
 def functions(client: Client) -> list[tuple[str, str, str]]:
     """(module, name, replacement) of every function that is replaced on this machine."""
     kernels = ("cuequivariance_torch", "cuequivariance_ops_torch")
@@ -201,8 +207,7 @@ def _attributes(client: Client, module: ModuleType) -> Mapping[str, Any]:
             raise DropInError(
                 f"{module.__name__}: expected {name}, as in {client.name} "
                 f"{client.versions[0]}; {client.name} {version(client) or 'here'} does not have "
-                "it. Install "
-                f'"{client.name}>={client.versions[0]},<{client.versions[1]}".'
+                f"it. Install {requirement(client)}."
             )
     return found | dict.fromkeys(client.flags.get(module.__name__, ()), True)
 
@@ -218,8 +223,7 @@ def _check_version(client: Client, any_version: bool) -> None:
         return
     raise DropInError(
         f"{client.name}: expected version {first} or later, before {end}; got {installed}. Install "
-        f'"{client.name}>={first},<{end}", or try it: any_version=True, on the command line '
-        "--any-version."
+        f"{requirement(client)}, or try it: any_version=True, on the command line --any-version."
     )
 
 

@@ -311,6 +311,13 @@ def test_versions(site):
         drop_in.switch("openfold")
 
 
+def test_intellifold_on_jax_is_refused(site):
+    """Its command has nothing to switch, though the package still contains those functions."""
+    write(site, {"intellifold-2.0.3.dist-info/METADATA": "Name: intellifold\nVersion: 2.0.3\n"})
+    with pytest.raises(DropInError, match=r'got 2\.0\.3. Install "intellifold>=2\.0,<2\.0\.3"'):
+        drop_in.switch("intellifold")
+
+
 def run(site, *arguments, check=True, cwd=None):
     environment = {"PYTHONPATH": f"{site}:{ROOT}", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, *arguments]
@@ -426,6 +433,7 @@ def test_a_model_that_is_not_installed_is_told(tmp_path):
     done = run(tmp_path, "-m", "deepspeed4science", "run", "boltz", "predict", check=False)
     assert done.returncode == 1
     assert "boltz: expected it to be installed" in done.stderr and "Traceback" not in done.stderr
+    assert 'pip install "boltz>=2.2,<2.3"' in done.stderr
 
 
 def test_a_folder_of_a_models_or_librarys_name_is_none(tmp_path):
