@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_installed(client: str) -> None:
     chosen = clients.find(client)
-    package = next(iter(chosen.functions)).partition(".")[0]
+    package = clients.package(chosen)
     if not is_installed(package):
         raise DropInError(
             f"{client}: expected it to be installed; {sys.executable} finds no package {package}. "

@@ -165,12 +165,19 @@ def find(name: str) -> Client:
     )
 
 
-def version(client: Client) -> str | None:
-    """The version; None where there is no installed distribution, as for a clone on sys.path."""
+def installed(client: Client) -> tuple[str, str] | None:
+    """Name and version of the installed distribution that contains the model; that of a fork has
+    another name. None where there is none, as for a clone on sys.path.
+    """
     try:
-        return importlib.metadata.version(client.name)
+        return client.name, importlib.metadata.version(client.name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        forks = importlib.metadata.packages_distributions().get(package(client), ())
+        return next(((name, importlib.metadata.version(name)) for name in forks), None)
+
+
+def package(client: Client) -> str:
+    return next(iter(client.functions)).partition(".")[0]
 
 
 def requirement(client: Client) -> str:
@@ -206,8 +213,8 @@ def _attributes(client: Client, module: ModuleType) -> Mapping[str, Any]:
         if not hasattr(module, name):
             raise DropInError(
                 f"{module.__name__}: expected {name}, as in {client.name} "
-                f"{client.versions[0]}; {client.name} {version(client) or 'here'} does not have "
-                f"it. Install {requirement(client)}."
+                f"{client.versions[0]}; {' '.join(installed(client) or (client.name, 'here'))} "
+                f"does not have it. Install {requirement(client)}."
             )
     return found | dict.fromkeys(client.flags.get(module.__name__, ()), True)
 
@@ -218,12 +225,16 @@ def _replacement(where: str) -> Any:
 
 
 def _check_version(client: Client, any_version: bool) -> None:
-    installed, (first, end) = version(client), client.versions
-    if any_version or installed is None or _key(first) <= _key(installed) < _key(end):
+    found, (first, end) = installed(client), client.versions
+    if any_version or found is None:
+        return
+    name, version = found
+    if name == client.name and _key(first) <= _key(version) < _key(end):
         return
     raise DropInError(
-        f"{client.name}: expected version {first} or later, before {end}; got {installed}. Install "
-        f"{requirement(client)}, or try it: any_version=True, on the command line --any-version."
+        f"{client.name}: expected version {first} or later, before {end}; got {name} {version}. "
+        f"Install {requirement(client)}, or try it: any_version=True, on the command line "
+        "--any-version."
     )
 
 

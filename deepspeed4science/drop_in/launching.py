@@ -42,7 +42,8 @@ def line(client: str) -> str:
     chosen = clients.find(client)
     names = [f"{module}.{name}" for module, name, _ in clients.functions(chosen)]
     return (
-        f"deepspeed4science {__version__} in {client} {clients.version(chosen) or '(a clone)'}: "
+        f"deepspeed4science {__version__} in "
+        f"{' '.join(clients.installed(chosen) or (client, '(a clone)'))}: "
         f"{', '.join(names)} ({chosen.hint})"
     )
 

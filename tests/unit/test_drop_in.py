@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 import deepspeed4science
 from deepspeed4science import drop_in
-from deepspeed4science.drop_in import clients
+from deepspeed4science.drop_in import clients, launching
 from deepspeed4science.drop_in.import_hook import Switch, is_installed
 from deepspeed4science.errors import DropInError
 
@@ -303,7 +303,7 @@ def test_versions(site):
     files = {"boltz-2.3.0rc1.dist-info/METADATA": "Name: boltz\nVersion: 2.3.0rc1\n"}
     write(site, files)
     with pytest.raises(
-        DropInError, match=r"expected version 2\.2 or later, before 2\.3; got 2\.3\.0rc1"
+        DropInError, match=r"expected version 2\.2 or later, before 2\.3; got boltz 2\.3\.0rc1"
     ):
         drop_in.switch("boltz")
     drop_in.switch("boltz", any_version=True).back()
@@ -311,10 +311,25 @@ def test_versions(site):
         drop_in.switch("openfold")
 
 
+def test_a_fork_is_refused(site):
+    """Its distribution has another name, and versions of its own, such as boltz-community's."""
+    fork = {name: text for name, text in BOLTZ.items() if "dist-info" not in name}
+    about = "fork-2.2.5.dist-info"
+    files = {f"{about}/METADATA": "Metadata-Version: 2.1\nName: fork\nVersion: 2.2.5\n"}
+    write(site, {**fork, **files, f"{about}/top_level.txt": "boltz\n"})
+    with pytest.raises(DropInError, match=r"before 2\.3; got fork 2\.2\.5"):
+        drop_in.switch("boltz")
+    with drop_in.switch("boltz", any_version=True):
+        assert launching.line("boltz").startswith("deepspeed4science ")
+        assert " in fork 2.2.5: " in launching.line("boltz")
+
+
 def test_intellifold_on_jax_is_refused(site):
     """Its command has nothing to switch, though the package still contains those functions."""
     write(site, {"intellifold-2.0.3.dist-info/METADATA": "Name: intellifold\nVersion: 2.0.3\n"})
-    with pytest.raises(DropInError, match=r'got 2\.0\.3. Install "intellifold>=2\.0,<2\.0\.3"'):
+    with pytest.raises(
+        DropInError, match=r'got intellifold 2\.0\.3. Install "intellifold>=2\.0,<2\.0\.3"'
+    ):
         drop_in.switch("intellifold")
 
 
