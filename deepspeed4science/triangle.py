@@ -4,6 +4,7 @@ boolean masks, weights as arguments.
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any, Literal, overload
 
@@ -16,6 +17,16 @@ from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.mixed_precision import layer_norm, linear
 from deepspeed4science.problem import shape_of
+
+
+class TriMulPrecision(enum.IntEnum):
+    """Values of `precision`, which is ignored in these; for code that names them."""
+
+    NONE = -1
+    DEFAULT = 0
+    TF32 = 1
+    TF32x3 = 2
+    IEEE = 3
 
 
 @overload
@@ -90,6 +101,29 @@ def triangle_attention(
         return DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale).transpose(2, 3)
     o, lse = DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale, return_lse=True)
     return o.transpose(2, 3), lse, _largest_scores(q, k, bias, visible, scale)
+
+
+def mask_to_kv_lengths(mask: Tensor) -> Tensor:
+    """`kv_lengths` of `triangle_attention` for a mask in which the first keys of a row are seen.
+
+    Args:
+        mask: `[B, N, 1, 1, K]`, or of fewer dimensions; True (or not 0) is a key that is seen.
+
+    Returns:
+        `[B, N, 1, 1, 1]`, int32.
+
+    Raises:
+        InvalidInputError: the mask has another shape, or hides a key before one that is seen.
+    """
+    seen = _five("mask", mask) != 0
+    if seen.shape[2:4] != (1, 1):
+        raise InvalidInputError(f"mask: expected [B, N, 1, 1, K]; got {shape_of(mask)}.")
+    if (seen[..., 1:] & ~seen[..., :-1]).any():
+        raise InvalidInputError(
+            "mask: expected the seen keys of each row first; got a hidden key before a seen one. "
+            "Pass it to triangle_attention as mask."
+        )
+    return seen.sum(dim=-1, keepdim=True, dtype=torch.int32)
 
 
 def triangle_multiplicative_update(

@@ -52,6 +52,10 @@ def use_as_cuequivariance() -> Switch:
     function. So do the same name in `cuequivariance_torch.primitives.triangle` and, unless
     cuEquivariance's kernels are installed, `triangle_multiplicative_update`.
 
+    Without cuEquivariance, the names that models use around them are there too:
+    `mask_to_kv_lengths`, `TriMulPrecision`, `cuequivariance_ops_torch.init_triton_cache`. Its other
+    functions, such as `attention_pair_bias`, are not: models that check find them not installed.
+
     Call it before the model is imported.
 
     Returns:
@@ -65,9 +69,12 @@ def use_as_cuequivariance() -> Switch:
     return Switch(
         changed={},
         served={
-            **dict.fromkeys(names, _triangle),
+            **dict.fromkeys(names, _all_of_triangle),
             "cuequivariance_torch.primitives": lambda _: {},
-            "cuequivariance_ops_torch": _triangle,
+            "cuequivariance_ops_torch": lambda module: {
+                **_all_of_triangle(module),
+                "init_triton_cache": lambda: None,
+            },
             # Read by OpenFold 3: the length up to which cuEquivariance itself runs PyTorch.
             "cuequivariance_ops_torch.triangle_attention": lambda _: {
                 "CUEQ_TRIATTN_FALLBACK_THRESHOLD": 0
@@ -122,6 +129,13 @@ def _triangle_attention(_: ModuleType) -> Mapping[str, Any]:
     from deepspeed4science import triangle
 
     return {"triangle_attention": triangle.triangle_attention}
+
+
+def _all_of_triangle(module: ModuleType) -> Mapping[str, Any]:
+    from deepspeed4science import triangle
+
+    names = ("mask_to_kv_lengths", "TriMulPrecision")
+    return {**_triangle(module), **{name: getattr(triangle, name) for name in names}}
 
 
 def _triangle(module: ModuleType) -> Mapping[str, Any]:

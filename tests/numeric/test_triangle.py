@@ -11,7 +11,11 @@ import torch
 import deepspeed4science
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.reference import evoformer_attention
-from deepspeed4science.triangle import triangle_attention, triangle_multiplicative_update
+from deepspeed4science.triangle import (
+    mask_to_kv_lengths,
+    triangle_attention,
+    triangle_multiplicative_update,
+)
 from tests.numeric import law
 from tests.numeric.cases import DEVICES
 
@@ -66,6 +70,7 @@ def test_masks_of_numbers_and_lengths_and_four_dimensions():
     q, k, v, bias, mask = inputs()
     lengths = torch.randint(0, K + 3, (B, N, 1, 1, 1), dtype=torch.int32)
     prefix = torch.arange(K) < lengths
+    assert mask_to_kv_lengths(prefix).equal(lengths.clamp(max=K))
     expected = triangle_attention(q, k, v, bias, prefix, 0.5)
     torch.testing.assert_close(
         triangle_attention(q, k, v, bias, scale=0.5, kv_lengths=lengths), expected
@@ -115,6 +120,18 @@ def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     torch.testing.assert_close(tuple(part[0] for part in only_mask(seen)), one)
     results = triangle_attention(q[:, :0], k[:, :0], v[:, :0], bias, return_aux=True)
     assert [one.shape for one in results] == [(B, 0, H, Q, D), (B, 0, H, Q), (B, 0, H, Q)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.tensor([[[[True, False, True]]]]), "mask: expected the seen keys of each row first"),
+        (torch.ones(B, N, 1, 2, K), r"mask: expected \[B, N, 1, 1, K\]; got"),
+    ],
+)
+def test_masks_that_are_no_lengths_are_told(mask, message):
+    with pytest.raises(InvalidInputError, match=message):
+        mask_to_kv_lengths(mask)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 import deepspeed4science
 from deepspeed4science import drop_in
 from deepspeed4science.drop_in import clients, launching
@@ -181,6 +183,17 @@ def test_cuequivariance(site, installed):
     assert (importlib.util.find_spec("cuequivariance_torch") is not None) == installed
     if installed:
         assert triangle.triangle_attention is not deepspeed4science.triangle_attention
+
+
+def test_what_models_import_beside_cuequivariances_functions():
+    with drop_in.use_as_cuequivariance():
+        from cuequivariance_ops_torch import init_triton_cache
+        from cuequivariance_torch import TriMulPrecision, mask_to_kv_lengths
+
+        assert init_triton_cache() is None and TriMulPrecision.IEEE == 3
+        assert mask_to_kv_lengths(torch.ones(2, 1, 1, 4)).tolist() == [[[[[4]]], [[[4]]]]]
+        with pytest.raises(ImportError):  # which models take for "not installed"
+            from cuequivariance_torch import attention_pair_bias  # noqa: F401
 
 
 @pytest.mark.parametrize("imported_before", [False, True])
