@@ -167,13 +167,14 @@ def find(name: str) -> Client:
 
 def installed(client: Client) -> tuple[str, str] | None:
     """Name and version of the installed distribution that contains the model; that of a fork has
-    another name. None where there is none, as for a clone on sys.path.
+    another name. None where there is none, as for a clone on sys.path, or its metadata are damaged.
     """
     try:
-        return client.name, importlib.metadata.version(client.name)
+        name, version = client.name, importlib.metadata.version(client.name)
     except importlib.metadata.PackageNotFoundError:
-        forks = importlib.metadata.packages_distributions().get(package(client), ())
-        return next(((name, importlib.metadata.version(name)) for name in forks), None)
+        names = importlib.metadata.packages_distributions().get(package(client), [""])
+        name, version = names[0], importlib.metadata.version(names[0]) if names[0] else ""
+    return (name, version) if version else None
 
 
 def package(client: Client) -> str:

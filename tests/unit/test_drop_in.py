@@ -337,6 +337,13 @@ def test_a_fork_is_refused(site):
         assert " in fork 2.2.5: " in launching.line("boltz")
 
 
+def test_damaged_metadata_are_none(site):
+    """As an interrupted pip leaves them."""
+    write(site, {**BOLTZ, "boltz-2.2.1.dist-info/METADATA": "", "boltz/main.py": ""})
+    with drop_in.switch("boltz"):
+        assert " in boltz (a clone): " in launching.line("boltz")
+
+
 def test_intellifold_on_jax_is_refused(site):
     """Its command has nothing to switch, though the package still contains those functions."""
     write(site, {"intellifold-2.0.3.dist-info/METADATA": "Name: intellifold\nVersion: 2.0.3\n"})
