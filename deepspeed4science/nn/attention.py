@@ -106,8 +106,10 @@ class EvoformerAttention(nn.Module):
         gates: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        """The layer's result from its projections, `[*, L, H * D]` each."""
-        q, k, v = (tensor.unflatten(-1, (self.no_heads, -1)) for tensor in (q, k, v))
+        """The layer's result from its projections, `[*, L, H * D]` each. Where heads are divided
+        among processes (ColwiseParallel), they are of this process's heads alone.
+        """
+        q, k, v = (tensor.unflatten(-1, (-1, self.c_hidden)) for tensor in (q, k, v))
         return self.gated(DS4Sci_EvoformerAttention(q, k, v, biases), gates)
 
     def gated(self, o: Tensor, gates: Sequence[Tensor]) -> Tensor:

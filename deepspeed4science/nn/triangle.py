@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deepspeed4science.dtensor import is_sharded
+from deepspeed4science.dtensor import is_dtensor, is_sharded
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
@@ -78,7 +78,10 @@ class TriangleAttentionStartingNode(nn.Module):
             seen = ((mask.mT if self.is_ending else mask) != 0)[..., None, None, :]
         if fused.serves(self, x):
             return fused.triangle_attention(self, x, seen, residual)
-        o = self._by_parts(x, seen) if self.is_one_product() else self._by_modules(x, seen)
+        # ColwiseParallel divides heads among processes; the columns of one product are all heads.
+        divided = any(map(is_dtensor, self.mha.parameters()))
+        one_product = self.is_one_product() and not divided
+        o = self._by_parts(x, seen) if one_product else self._by_modules(x, seen)
         return x + o if residual else o
 
     def is_one_product(self) -> bool:

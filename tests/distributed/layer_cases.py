@@ -258,6 +258,39 @@ def compiled(world):
     run_case(Layer("", START, ROWS), world, wrap, beside_itself=True)
 
 
+def divided_heads(world):
+    """Tensor parallelism: the maps to q, k, v, the gate and the pair bias give each process its
+    heads.
+    """
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    x, pairs = torch.randn(2, 9, C, device=world.device), (torch.randn(9, 9, C), torch.rand(9, 9))
+    pairs, mask = (one.to(world.device) for one in pairs)
+    calls = [
+        (partial(START, C, WIDTH, HEADS), pairs, mask < 0.8),
+        (partial(END, C, WIDTH, HEADS), pairs, mask < 0.8),
+        (partial(AttentionPairBias, C, C, WIDTH, HEADS, norm_z=False), x, pairs.expand(2, 9, 9, C)),
+    ]
+    plan = {f"mha.linear_{name}": ColwiseParallel() for name in "qkvg"}
+    plan |= {"linear_z": ColwiseParallel(), "mha.linear_o": RowwiseParallel()}
+    for kind, first, second in calls:
+        results = []
+        for divided in (False, True):
+            torch.manual_seed(world.seed)
+            layer = kind().to(world.device)
+            for parameter in layer.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+            if divided:
+                parallelize_module(layer, world.mesh(), plan)
+            results.append(gradients(layer, first, second, torch.cos(first)))
+        for one, other in zip(*results, strict=True):
+            assert relative_error(whole(other), one) < 1e-5
+
+
 def msa(world):
     """Row attention with sequences sharded and a pair bias, column attention with columns."""
     layer = Layer("", EvoformerAttention, ROWS).layer(world)
@@ -496,7 +529,7 @@ ONE |= {
     for function in (
         *(block, reshaped, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
         *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
-        *(freed_by_the_backward, batches_of_two_dimensions),
+        *(freed_by_the_backward, batches_of_two_dimensions, divided_heads),
     )
 }
 
