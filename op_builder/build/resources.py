@@ -27,7 +27,10 @@ def parallel_jobs(memory_bytes_per_job: int) -> int:
 
 def cores() -> int:
     """Whole cores: the affinity mask, cut by the control groups' quota."""
-    count = len(os.sched_getaffinity(0))
+    try:
+        count = len(os.sched_getaffinity(0))
+    except OSError:  # a sandbox refuses the question
+        count = os.cpu_count() or 1
     for folder in _groups("cpu"):
         quota = _cpu_quota(folder)
         if quota is not None:

@@ -37,6 +37,15 @@ def test_bare_machine(system):
     assert resources.parallel_jobs(8 * GIB) == 32
 
 
+def test_sandbox_that_refuses_the_affinity_mask(system, monkeypatch):
+    def refuse(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.sched_getaffinity", refuse)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert resources.cores() == 8
+
+
 def test_version_2_group_and_its_parents(system):
     """A limit of the pod binds its containers."""
     base = "/sys/fs/cgroup"
