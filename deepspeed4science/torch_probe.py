@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 OLDEST = (2, 10)
 TIMEOUT_S = 60.0  # a first import from a network file system may take most of it
@@ -83,7 +84,7 @@ class TorchProbe:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             # A file, not a pipe: writing to it never blocks.
-            self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in answer)
+            self._output = _unnamed_file()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), _MARK],
                 stdin=subprocess.DEVNULL,
@@ -110,6 +111,14 @@ class TorchProbe:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     return _understood(json.loads(line[len(_MARK) :]))
         return _broken(f"importing it ended the process{_how(self._process.returncode)}")
+
+
+def _unnamed_file() -> IO[bytes]:
+    """In memory where no temporary folder can be written, as in read-only containers."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return open(os.memfd_create("torch"), "w+b")
 
 
 def _understood(said: dict[str, Any]) -> TorchAnswer:

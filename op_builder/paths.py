@@ -91,9 +91,12 @@ def cache_note() -> str:
         return f"compiled kernels in {asked} are passed over, {own}: {doubt}" if doubt else ""
     home = _home_cache()
     lacks = "there is no home folder" if home is None else f"{home} cannot be written"
+    root, remedy = cache_root(), "set DS4S_CACHE_DIR to a folder that can be written and lasts"
+    if root == _NOWHERE:
+        return f"{lacks}; compiled kernels cannot be kept: {remedy}"
     return (
-        f"{lacks}; compiled kernels are kept in {cache_root()} for as long as this machine keeps "
-        "it: set DS4S_CACHE_DIR to a folder that can be written and lasts"
+        f"{lacks}; compiled kernels are kept in {root} for as long as this machine keeps it: "
+        f"{remedy}"
     )
 
 

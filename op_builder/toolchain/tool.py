@@ -152,6 +152,13 @@ def run(command: list[str], *, stdin: str = "", cwd: str | None = None) -> Ran:
     return Ran(output, answer=answer)
 
 
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:  # none can be written, which most questions to a program do not need
+        return "."
+
+
 def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, str, int]:
     """Its stdout, stderr and exit code. If waiting for it ends early, all processes that it started
     are killed.
@@ -164,7 +171,7 @@ def _run(command: list[str], stdin: str, cwd: str | None) -> tuple[str, str, int
         text=True,
         errors="replace",
         # Where TMPDIR names no folder that can be written, Python and gcc take another, nvcc fails.
-        env=env.for_compiler() | {"TMPDIR": "." if cwd else tempfile.gettempdir()},
+        env=env.for_compiler() | {"TMPDIR": "." if cwd else _temporary_folder()},
         cwd=cwd,
         start_new_session=True,
     ) as process:

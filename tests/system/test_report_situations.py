@@ -123,6 +123,16 @@ def test_no_home_that_can_be_written(tmp_path: Path, home: str, words: str) -> N
     assert "set DS4S_CACHE_DIR" in seen.json["warnings"][0]
 
 
+def test_no_folder_that_can_be_written(tmp_path: Path) -> None:
+    """As in a read-only container: tools and PyTorch can be asked, and are not to be installed."""
+    nowhere = "import tempfile\ntempfile._candidate_tempdir_list = lambda: []\n"
+    variables = {"HOME": "/proc/self", "DS4S_CACHE_DIR": ""}
+    seen = report(Machine(tmp_path, variables=variables, prelude=nowhere))
+    assert seen.software("torch")["ok"] and seen.software("ninja")["ok"]
+    assert seen.op()["remedy"] == "set TMPDIR to a folder that can be written"
+    assert "compiled kernels cannot be kept" in seen.json["warnings"][0]
+
+
 def test_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
     fakes.file(tmp_path / "cache")
     assert report(Machine(tmp_path)).code == 0
