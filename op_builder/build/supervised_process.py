@@ -25,8 +25,9 @@ _LISTEN_S = 0.2
 _GRACE_S = 2.0  # from the request to end until remaining processes are killed
 
 # $0 is the program. The watching shell must not keep the program's output open, nor the program the
-# pipe.
+# pipe. Where memory runs out, the system ends a compiler and not this process, which has more.
 _WATCHED = """\
+{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null
 "$0" "$@" 3<&- & program=$!
 { read -r _ <&3; kill "$program"; } > /dev/null 2>&1 & watcher=$!
 exec 3<&-

@@ -1,8 +1,11 @@
 """How many compilers at once: control groups of both versions, as a container sees them."""
 
+import os
+
 import pytest
 
 from op_builder.build import resources
+from op_builder.build.supervised_process import SupervisedProcess
 
 GIB = 1 << 30
 
@@ -141,3 +144,9 @@ def test_system_that_says_nothing(system):
     system("/proc/self/cgroup", "")
     assert resources.free_memory_bytes() is None
     assert resources.parallel_jobs(GIB) == 64
+
+
+def test_where_memory_runs_out_the_compiler_ends_first():
+    """The process that waits for it has more memory; the system would end that one."""
+    program = SupervisedProcess(["cat", "/proc/self/oom_score_adj"], os.environ)
+    assert list(program.lines()) == ["1000"]
