@@ -41,6 +41,12 @@ def csrc_root() -> Path:
     for candidate in candidates:
         if os.path.isfile(candidate / "params.h"):
             return candidate
+    archive = next((one for one in _HERE.parents if os.path.isfile(one)), None)
+    if archive is not None:  # a zipapp, or a wheel on PYTHONPATH
+        raise BuildError(
+            f"the C++ sources are in the archive {archive}, where no compiler can read them; "
+            "unpack it, or install it with pip"
+        )
     looked = " and ".join(str(candidate) for candidate in candidates)
     raise BuildError(
         f"the C++ sources are missing: expected params.h in {looked}, found it in neither; "

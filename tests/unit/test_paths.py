@@ -41,6 +41,15 @@ def test_somebody_elses_csrc_is_not_ours(installed):
         paths.csrc_root()
 
 
+def test_sources_in_an_archive(tmp_path, monkeypatch):
+    """A wheel on PYTHONPATH, a zipapp: Python imports from it, but a compiler reads no header."""
+    archive = tmp_path / "deepspeed4science-0.1.0-py3-none-any.whl"
+    archive.touch()
+    monkeypatch.setattr(paths, "_HERE", archive / "op_builder")
+    with pytest.raises(BuildError, match=rf"in the archive {archive}, .* unpack it, or install it"):
+        paths.csrc_root()
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
