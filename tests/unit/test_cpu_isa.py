@@ -164,7 +164,8 @@ def test_another_assembler_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_isa, "_assembler", cpu_isa._assembler.__wrapped__)
     if cpu_isa._compile_problem("amx", compiler):
         pytest.skip("needs a toolchain for AMX")
-    old = tmp_path / "as"
+    named = cpu_isa.run([path, "-print-prog-name=as"]).answer.strip()
+    old = tmp_path / Path(named).name  # gcc 16 looks for x86_64-linux-gnu-as first
     old.write_text("#!/bin/sh\ncat > /dev/null\necho 'Error: no such instruction' >&2\nexit 1\n")
     old.chmod(0o755)
     with monkeypatch.context() as elsewhere:
