@@ -8,7 +8,7 @@ import sys
 
 from deepspeed4science.drop_in import clients
 from tests.clients import conftest
-from tests.unit.test_drop_in import ROOT, write
+from tests.unit.imitated_models import ROOT, write
 
 RANKS = 2
 DRIVER = """

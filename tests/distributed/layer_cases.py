@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from deepspeed4science import DS4Sci_EvoformerAttention
-from deepspeed4science.distributed import apply_locally, ring_attention, sum_gradients
+from deepspeed4science.distributed import apply_locally, ring_attention
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.nn import (
     AttentionPairBias,
@@ -198,97 +198,6 @@ def reshaped(world):
         for call in calls:
             expected = call(x).flatten(0, 1)
             torch.testing.assert_close(call(z).flatten(0, 1).full_tensor(), expected)
-
-
-def ddp(world):
-    from torch.nn.parallel import DistributedDataParallel
-
-    def wrap(layer):
-        layer = DistributedDataParallel(layer)
-        layer.register_comm_hook(None, sum_gradients)
-        return layer
-
-    run_case(Layer("", START, ROWS), world, wrap, reduces=True)
-
-
-def ddp_of_a_group(world):
-    """Every process of the first dimension has all rows of the second one's processes."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    mesh = world.mesh(2, world.size // 2, names=("copies", "rows"))
-
-    def wrap(layer):
-        layer = DistributedDataParallel(layer)
-        layer.register_comm_hook(mesh.get_group("rows"), sum_gradients)
-        return layer
-
-    run_case(Layer("", START, (Replicate(), Shard(1))), world, wrap, reduces=True)
-
-
-def fsdp(world):
-    from torch.distributed.fsdp import fully_shard
-
-    def wrap(layer):
-        layer = fully_shard(layer, mesh=world.mesh())
-        layer.set_gradient_divide_factor(1.0)
-        layer.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        return layer
-
-    run_case(Layer("", START, ROWS), world, wrap, reduces=True)
-
-
-def checkpointed(world):
-    run_case(Layer("", END, COLUMNS), world, Checkpointed)
-
-
-class Checkpointed(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, mask):
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(self.layer, x, mask, use_reentrant=False)
-
-
-def compiled(world):
-    """Inductor's sums round more than eager's."""
-    wrap = partial(torch.compile, fullgraph=True)
-    run_case(Layer("", START, ROWS), world, wrap, beside_itself=True)
-
-
-def divided_heads(world):
-    """Tensor parallelism: the maps to q, k, v, the gate and the pair bias give each process its
-    heads.
-    """
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    x, pairs = torch.randn(2, 9, C, device=world.device), (torch.randn(9, 9, C), torch.rand(9, 9))
-    pairs, mask = (one.to(world.device) for one in pairs)
-    calls = [
-        (partial(START, C, WIDTH, HEADS), pairs, mask < 0.8),
-        (partial(END, C, WIDTH, HEADS), pairs, mask < 0.8),
-        (partial(AttentionPairBias, C, C, WIDTH, HEADS, norm_z=False), x, pairs.expand(2, 9, 9, C)),
-    ]
-    plan = {f"mha.linear_{name}": ColwiseParallel() for name in "qkvg"}
-    plan |= {"linear_z": ColwiseParallel(), "mha.linear_o": RowwiseParallel()}
-    for kind, first, second in calls:
-        results = []
-        for divided in (False, True):
-            torch.manual_seed(world.seed)
-            layer = kind().to(world.device)
-            for parameter in layer.parameters():
-                torch.nn.init.normal_(parameter, std=0.3)
-            if divided:
-                parallelize_module(layer, world.mesh(), plan)
-            results.append(gradients(layer, first, second, torch.cos(first)))
-        for one, other in zip(*results, strict=True):
-            assert relative_error(whole(other), one) < 1e-5
 
 
 def msa(world):
@@ -527,9 +436,9 @@ ONE |= {case.id: partial(run_fused, case) for case in FUSED}
 ONE |= {
     f"layer-{function.__name__}": function
     for function in (
-        *(block, reshaped, ddp, fsdp, checkpointed, compiled, msa, dtypes_on_their_way, refusals),
+        *(block, reshaped, msa, dtypes_on_their_way, refusals),
         *(biases_placed_otherwise, single_row, processes_outside_of_the_mesh),
-        *(freed_by_the_backward, batches_of_two_dimensions, divided_heads),
+        *(freed_by_the_backward, batches_of_two_dimensions),
     )
 }
 
@@ -539,5 +448,4 @@ def of(size):
         return ONE
     two = {case.id: partial(run_case, case) for case in TWO_DIMENSIONS}
     functions = biases_over_two_dimensions, shared_bias_compiled, mask_for_all_batches
-    two |= {f"layer-{function.__name__}": function for function in (*functions, ddp_of_a_group)}
-    return {name: case for name, case in ONE.items() if case is not compiled} | two
+    return ONE | two | {f"layer-{function.__name__}": function for function in functions}
