@@ -52,7 +52,7 @@ DIVIDED = [
     Case("whole-tiles", N=70, Lq=768, Lk=766, H=4),
     Case("columns", N=130, Lq=768, Lk=766, H=1),
     Case("two-batches", B=2, N=120, Lq=768, Lk=766, H=2),
-    Case("D64", N=90, Lq=768, H=3, D=64),
+    Case("D64", N=200, Lq=768, H=3, D=64),
     Case("no-bias1", N=100, Lq=768, Lk=766, H=4, bias1=False),
 ]
 MASKS = {
@@ -144,7 +144,7 @@ def test_one_row_in_a_cluster(Lq, Lk, D, deterministic, dtype, plans):
 
 
 # dq by additions to accumulators that few (b, n, h) have at a time.
-ACCUMULATORS = Case("accumulators", N=9, Lq=200, Lk=330, H=24, D=64)
+ACCUMULATORS = Case("accumulators", N=20, Lq=200, Lk=202, H=24, D=64)
 # The same, and dbias2 is added to in that pass: only its order in memory is mended afterwards.
 WITH_DBIAS2 = [
     Case("dbias2-ragged", N=9, Lq=203, Lk=332, H=60, D=128),

@@ -14,7 +14,7 @@ from tests.system.host_programs import built
 
 DEFAULTS = {"B": 1, "H": 4, "D": 32, "dq": 1, "dk": 1, "dv": 1, "bias2": 1, "dbias2": 1}
 OFFSETS = (
-    *("delta", "counters", "accumulators", "key_mask", "row_lists", "bias1"),
+    *("delta", "counters", "dq_range", "accumulators", "key_mask", "row_lists", "bias1"),
     *(
         "dbias1_parts",
         "bias2",
@@ -302,8 +302,9 @@ def test_pieces_of_the_workspace_are_apart(plan):
         has_bias1 = call.get("bias1", 0)
         least = {
             "delta": 4 * deltas * call["Lq"],
-            "counters": 8 * rows * sections + 8,
-            "accumulators": 4 * int(found.get("dq_accumulators", 0)) * in_section,
+            "counters": 8 * rows * sections + 12,
+            "dq_range": 4 * rows * (-(-call["Lk"] // 128) + 1),
+            "accumulators": 2 * int(found.get("dq_accumulators", 0)) * in_section,
             "key_mask": (12 + 4 * words + 4 * has_bias1) * call["B"] * call["N"] + 4,
             "row_lists": 4 * call["B"] * -(-call["Lk"] // 192) * (call["N"] + 1) + 4,
             "dbias1_parts": 4 * rows * call["Lk"],

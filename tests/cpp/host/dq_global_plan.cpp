@@ -1,6 +1,6 @@
 // sm90/backward/dq_global_plan.h: `dq_global_plan KIND B N Lq Lk H BLOCKS` prints accumulators, elements of one,
-// counters, whether dbias2 is added to by the same kernel, and sections of the queries; for D = 64 (KIND = 0), D = 128
-// (1), or D = 64 in pairs of rows n (2).
+// counters, whether dbias2 is added to by the same kernel, sections of the queries, and bytes for the range of dq; for
+// D = 64 (KIND = 0), D = 128 (1), or D = 64 in pairs of rows n (2).
 #include "sm90/backward/dq_global_plan.h"
 
 #include <cstdio>
@@ -10,12 +10,13 @@ int main(int, char** argv) {
   using namespace ds4s::sm90;
   ds4s::BwdParams p{};
   p.B = std::atoll(argv[2]), p.N = std::atoll(argv[3]), p.Lq = std::atoll(argv[4]), p.Lk = std::atoll(argv[5]);
-  p.H = std::atoll(argv[6]);
+  p.H = std::atoll(argv[6]), p.D = p.Dv = 64;
   const int64_t blocks = std::atoll(argv[7]);
   const int kind = std::atoi(argv[1]);
   const DqGlobalPlan plan = kind == 1   ? DqGlobalPlan::of<BackwardTiles<128>::DqGlobal, 128>(p, blocks)
                             : kind == 2 ? DqGlobalPlan::of<BackwardTiles<64>::DqGlobalPaired, 64>(p, blocks)
                                         : DqGlobalPlan::of<BackwardTiles<64>::DqGlobal, 64>(p, blocks);
-  std::printf("%lld %lld %lld %d %lld\n", (long long)plan.num_accumulators, (long long)plan.accumulator_size,
-              (long long)plan.num_counters, plan.adds_dbias2, (long long)plan.num_sections);
+  std::printf("%lld %lld %lld %d %lld %lld\n", (long long)plan.num_accumulators, (long long)plan.accumulator_size,
+              (long long)plan.num_counters, plan.adds_dbias2, (long long)plan.num_sections,
+              (long long)plan.range_bytes);
 }

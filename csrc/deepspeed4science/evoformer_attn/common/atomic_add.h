@@ -23,6 +23,15 @@ CUTLASS_DEVICE void atomic_add_vector(float* dst, const float* x) {
 #endif
 }
 
+// Adds eight neighbours in float16, which are given in pairs; dst is aligned to 16 bytes. From 9.0 up (PTX ISA 8.1).
+CUTLASS_DEVICE void atomic_add_halves(void* dst, const uint32_t (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && DS4S_KNOWS_VECTOR_ATOMICS
+  asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+#endif
+}
+
 // dst[0 .. kCount) += x.
 template <int kCount>
 CUTLASS_DEVICE void atomic_add(float* dst, const float* x) {

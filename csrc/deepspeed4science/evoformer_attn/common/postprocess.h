@@ -64,6 +64,29 @@ class Postprocess {
     }
   }
 
+  // Computes dq of a query again, by a warp. is_small: also if dq is finite. A dO that is not finite makes dq so, too.
+  CUTLASS_DEVICE void recompute_dq(int64_t bn, int64_t h, int64_t q, bool is_small) const {
+    const int64_t b = bn / p_.N, n = bn % p_.N;
+    if (is_hidden(bn, h, q) || (is_small && only_key(bn) >= 0)) return;
+    scalar_t* row = element<scalar_t>(p_.dq, p_.dq_stride, b, n, q, h);
+    if (!is_small && is_finite(load(row, p_.D))) return;
+    if (!is_finite(load(element<const scalar_t>(p_.do_, p_.do_stride, b, n, q, h), p_.Dv))) return;
+    Channels sum;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t key0 = 0; key0 < p_.Lk; key0 += kKeys) {
+      const int64_t key = key0 + of_group_;
+      const int64_t existing = key < p_.Lk ? key : p_.Lk - 1;
+      const float ds = score(b, n, h, q, existing).ds;
+      if (key < p_.Lk && ds != 0.f) sum.add(ds, load(element<const scalar_t>(p_.k, p_.k_stride, b, n, key, h), p_.D));
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kPerLane; ++c) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = kLanes; mask < 32; mask *= 2) sum.x[c] += ptx::shfl_xor(sum.x[c], mask);
+    }
+    if (of_group_ == 0) store(row, p_.D, sum, p_.scale);
+  }
+
   // Where there is nothing to repair: finishes all bias gradients.
   CUTLASS_DEVICE static void finish_all(const PostprocessArgs& args) {
     const BwdParams& p = args.p;
@@ -213,6 +236,12 @@ class Postprocess {
       if (p_.dv && exists) store(dv(h), p_.Dv, sum_dv, 1.f);
     }
     if (dbias1 && exists && sublane_ == 0) *dbias1 = float(sum);
+  }
+  CUTLASS_DEVICE bool is_finite(const Channels& channels) const {
+    bool all = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kPerLane; ++c) all &= fabsf(channels.x[c]) < infinity();
+    return !ptx::any(!all);
   }
   CUTLASS_DEVICE static bool has_nan(const Channels& channels) {
     bool found = false;

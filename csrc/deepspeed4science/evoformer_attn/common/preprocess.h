@@ -71,12 +71,17 @@ struct PrepareRows {
     }
   };
 
+  struct Ignore {
+    CUTLASS_DEVICE void operator()(const Share&, uint32_t) const {}
+  };
+
   // negative_delta: [B, N, H, Lq]; null: stored in dq. It is 0 where the row n sees nothing, whatever o and do_ hold.
   // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself. early: it may still run, and this
   // waits for its end once o and do_ are being loaded.
-  template <bool kLooks = false>
+  // visit: called with each share of do_ of a row n that sees a key, and its head.
+  template <bool kLooks = false, typename Visit = Ignore>
   CUTLASS_DEVICE static void run(const BackwardInputs& args, float* negative_delta, uint32_t block,
-                                 PostprocessFlag flag, bool early = false) {
+                                 PostprocessFlag flag, bool early = false, const Visit& visit = {}) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
@@ -104,6 +109,7 @@ struct PrepareRows {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
       float delta = reduce(dot_share<Config>(o[i], do_[i]));
+      if (!unseen) visit(do_[i], row.h);
       if ((kLooks || early) && unseen) delta = 0.f;
       if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
       looks |= !(fabsf(delta) > 0.f);

@@ -101,6 +101,14 @@ CUTLASS_DEVICE uint32_t scale_word(uint32_t x, float factor) {
   }
 }
 
+// The larger absolute values of two pairs of halves each, with any sign; NaN of NaN: max.NaN.xorsign.abs.f16x2
+// (9.7.4.10), from 8.6 up.
+CUTLASS_DEVICE uint32_t max_of_sizes(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 // Two neighbours as floats.
 template <typename T>
 CUTLASS_DEVICE float2 load_pair(const T* x) {

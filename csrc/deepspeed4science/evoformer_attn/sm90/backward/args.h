@@ -23,14 +23,16 @@ struct BackwardArgs {
   float* dbias1;            // math.md (15): [B, N, Lk] to add to, [B, N, H, Lk] to store (stores_dbias1), or null
   float* dbias2;            // [B, H, Lq, Lk]; [slices, B, H, Lq, Lk] where several slices store
 
-  float* dq_accumulators;     // [num_dq_accumulators] accumulators of dq_global.h, zeros while not in use; or null
-  int32_t* dq_progress;       // of each section of a (b, n, h): number of blocks that have added or written dq
-  int32_t* dq_released;       // released accumulators, numbered from 1, in the order of release
-  int32_t* dq_num_released;   // number of entries of dq_released
-  int32_t* next_tile;         // the first tile that no block has taken (tile_scheduler.h)
-  int32_t* next_dbias2_tile;  // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
-  int32_t dbias2_stride;      // in row_pairs.h: from one row of dbias2_global to the next
-  float* dbias2_global;       // kernel_dq_dkdv adds dS to it (dbias2_global.h, row_pairs.h); or null
+  uint4* dq_accumulators;       // [num_dq_accumulators] accumulators of dq_global.h, zeros while not in use; or null
+  int32_t* dq_progress;         // of each section of a (b, n, h): number of blocks that have added or written dq
+  int32_t* dq_released;         // released accumulators, numbered from 1, in the order of release
+  int32_t* dq_num_released;     // number of entries of dq_released
+  const int32_t* dq_exponents;  // of the factors of dq, and the largest sums of dq that have been written:
+  uint32_t* dq_largest;         // dq_range_args.h
+  int32_t* next_tile;           // the first tile that no block has taken (tile_scheduler.h)
+  int32_t* next_dbias2_tile;    // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
+  int32_t dbias2_stride;        // in row_pairs.h: from one row of dbias2_global to the next
+  float* dbias2_global;         // kernel_dq_dkdv adds dS to it (dbias2_global.h, row_pairs.h); or null
 
   int32_t B, N, H, Lq, Lk;
   int32_t num_dq_accumulators;

@@ -58,7 +58,8 @@ struct DqDkdvConfig {
   static constexpr int kDeltaWarps = kDeltaInMemory ? 1 : sm90::kDeltaWarps;
   static constexpr bool kDenseProducts = kComputesDelta || kPairsRows;
   // Writing dq from accumulators takes many.
-  static constexpr int kProducerRegisters = kDqInGlobal ? 56 : usual_producer_registers(kWarpgroups);
+  static constexpr int kProducerRegisters =
+      kDqInGlobal ? (kHeadDim <= 64 ? 64 : 56) : usual_producer_registers(kWarpgroups);
   static constexpr int kDqRegisters = 56, kDbias2Registers = 48;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters,
                                    kHasDqWarpgroup ? kDqRegisters : 0, kPairsRows ? kDbias2Registers : 0>;
@@ -143,9 +144,9 @@ struct DqDkdvConfig {
   };
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
-    static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = 4;
+    static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = 8;
     alignas(1024) uint8_t ds[kDsStages][kTiles][BiasTile::kBytes];
-    float4 sums[kSums][64 * 16 / 4];
+    uint4 sums[kSums][64 * 16 / 8];
   };
   struct DqGlobalBarriers {
     EmptyBarrier full[DqGlobalTiles::kDsStages];   // dS of all tiles is stored
@@ -153,6 +154,7 @@ struct DqDkdvConfig {
     // Of every second section of the queries. accumulators: what accumulator_free announces.
     EmptyBarrier accumulator_free[2], added[2];
     int accumulators[2];
+    float factor;  // of the tile (dq_range.h)
   };
   // Elsewhere a block's tiles are known beforehand (tile_scheduler.h).
   static constexpr bool kTakesTiles = kDqInGlobal && !kPairsRows;

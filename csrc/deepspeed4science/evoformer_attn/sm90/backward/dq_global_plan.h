@@ -4,14 +4,16 @@
 #include <algorithm>
 
 #include "common/workspace.h"
+#include "sm90/backward/dq_range_args.h"
 #include "sm90/backward/tile_sizes.h"
 
 namespace ds4s::sm90 {
 
 struct DqGlobalPlan {
-  int64_t num_accumulators = 0;  // 0: dq has a kernel of its own
-  int64_t accumulator_size = 0;  // elements
-  int64_t num_counters = 0;      // for each section two, and two more (BackwardArgs)
+  int64_t num_accumulators = 0;                        // 0: dq has a kernel of its own
+  int64_t accumulator_size = 0;                        // words of two elements
+  int64_t num_counted_sections = 0, num_counters = 0;  // for each section two, and three more (BackwardArgs)
+  int64_t key_blocks = 0, range_bytes = 0;             // of dq_range.h
   // An accumulator holds a section of a (b, n, h): so many steps of queries, all or, of pairs of rows n, a few.
   int64_t section_steps = 0, num_sections = 1;
   // True: the same kernel adds to dbias2, and accumulators have memory of their own. False: dbias2 is written
@@ -24,7 +26,7 @@ struct DqGlobalPlan {
   template <typename Tiles, int kHeadDim>
   static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
-    if (blocks == 0) return {};
+    if (blocks == 0 || p.H > DqRangeArgs::kMostHeads) return {};
     if (key_blocks > kTileQueueSize * blocks) return {};
     constexpr bool kPairs = Tiles::kPairsRows;
     constexpr int kRows = kPairs ? 2 : 1;
@@ -33,11 +35,14 @@ struct DqGlobalPlan {
     auto in_sections = [&](int64_t section_steps) {
       DqGlobalPlan plan;
       plan.section_steps = section_steps, plan.num_sections = ceil_div(steps, section_steps);
-      plan.accumulator_size = section_steps * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64);
-      plan.num_counters = 2 * pairs * plan.num_sections + 2;
+      plan.accumulator_size = section_steps * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64) / 2;
+      plan.num_counted_sections = pairs * plan.num_sections;
+      plan.num_counters = 2 * plan.num_counted_sections + 3;
+      plan.key_blocks = key_blocks, plan.range_bytes = DqRangeArgs::of(p, kHeadDim, key_blocks).bytes();
       // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
       // they do not raise peak memory. With sections, delta is in dq.
-      const int64_t available = elements * 2 - (plan.num_sections > 1 ? 4 : 8) * pairs * p.Lq - 4 * plan.num_counters;
+      const int64_t available =
+          elements * 2 - (plan.num_sections > 1 ? 4 : 8) * pairs * p.Lq - 4 * plan.num_counters - plan.range_bytes;
       // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an
       // earlier (b, n, h), or write its dq. Of sections 2.5 times: one is added to, the one before it written.
       const int64_t under_way =

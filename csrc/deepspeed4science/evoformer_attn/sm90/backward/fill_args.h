@@ -52,6 +52,13 @@ class BackwardFill {
     return args;
   }
 
+  // Where dq is added up in L2.
+  DqRangeArgs dq_range(int head_dim) const {
+    DqRangeArgs args = DqRangeArgs::of(p_, head_dim, plan_.dq_global.key_blocks);
+    args.lie_at(at<void>(plan_.dq_range), at<uint32_t>(plan_.counters) + plan_.dq_global.num_counters - 1);
+    return args;
+  }
+
   // Of kernel_dq_dkdv with Config's tiles.
   template <typename Config>
   BackwardArgs dq_dkdv(bool waits) const {
@@ -82,13 +89,15 @@ class BackwardFill {
       args.dbias2_global = plan_.dq_global.adds_dbias2 ? p_.dbias2 : nullptr;
     }
     if constexpr (Config::kDqInGlobal) {
-      const int64_t sections = (plan_.dq_global.num_counters - 2) / 2;
+      const int64_t sections = plan_.dq_global.num_counted_sections;
       args.section_steps = int32_t(plan_.dq_global.section_steps);
       args.num_sections = int32_t(plan_.dq_global.num_sections);
-      args.dq_accumulators = dq_accumulators();
+      args.dq_accumulators = reinterpret_cast<uint4*>(dq_accumulators());
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
       args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + sections;
       args.dq_num_released = args.dq_released + sections, args.next_tile = args.dq_num_released + 1;
+      const DqRangeArgs range = dq_range(Config::kHeadDim);
+      args.dq_exponents = range.exponents, args.dq_largest = range.largest;
     }
     return args;
   }

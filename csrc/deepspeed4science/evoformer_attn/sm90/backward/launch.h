@@ -68,6 +68,7 @@ class Sm90Backward {
     if (plan_.queries != Kernel::kNone) {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
     }
+    if (plan_.dq_global) repair_dq();
     if (needs_postprocess(p_)) {  // repairs gradients, makes rows of dbias2 add up to 0, math.md (16a), and rounds
       const int64_t blocks = num_postprocess_blocks(device_);
       launches_.start_overlapping(postprocess<scalar_t, kHeadDim>, blocks, kPostprocessThreads, 0, /*cluster=*/1,
@@ -88,13 +89,21 @@ class Sm90Backward {
   }
   template <bool kFindsVisibleKeys>
   void launch_preprocess() {
-    using Prepare = PrepareConfig<scalar_t, kHeadDim>;
-    const PreprocessArgs args = fill_.preprocess();
+    using Prepare = PrepareConfig<scalar_t, kHeadDim, Tiles::kHasDqGlobal && kHasBias2>;
+    PreprocessArgs args = fill_.preprocess();
+    if (Prepare::kFindsDqMaxima && plan_.dq_global) args.dq_range = fill_.dq_range(kHeadDim);
     const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
     const int64_t resident = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
     const int64_t of_others = plan_.delta_with_dq ? std::min(of_queries, resident) : of_queries;  // zeros alone
     launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
-                                args.num_lists + args.num_masked + of_others, kPrepareThreads, 0, /*cluster=*/1, args);
+                                args.num_lists + args.num_masked + args.dq_range.num_key_blocks + of_others,
+                                kPrepareThreads, 0, /*cluster=*/1, args);
+    if constexpr (Prepare::kFindsDqMaxima) {
+      static_assert(PrepareRows<Prepare>::kRowsPerBlock == preprocess_rows(kHeadDim), "DqRangeArgs");
+      if (!plan_.dq_global) return;
+      launches_.start_overlapping(find_dq_exponents, ceil_div(args.dq_range.num_heads(), kPrepareThreads / 32),
+                                  kPrepareThreads, 0, /*cluster=*/1, args.dq_range);
+    }
   }
 
   // dk and dv, together with dq (and dbias2) where the plan's kernel computes these too.
@@ -151,6 +160,17 @@ class Sm90Backward {
       using Config = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       const BackwardArgs args = fill_.template dq_dkdv<Config>(/*waits=*/false);
       if (blocks > 0) launches_.start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args);
+    }
+  }
+
+  // Computes dq again where its sums did not fit into float16.
+  void repair_dq() {
+    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
+      const DqRangeArgs range = fill_.dq_range(kHeadDim);
+      launches_.start_overlapping(find_wrong_dq, ceil_div(range.num_heads(), kPrepareThreads), kPrepareThreads, 0,
+                                  /*cluster=*/1, range);
+      launches_.start_overlapping(recompute_dq<scalar_t, kHeadDim>, num_postprocess_blocks(device_),
+                                  kPostprocessThreads, 0, /*cluster=*/1, fill_.postprocess(), range);
     }
   }
 

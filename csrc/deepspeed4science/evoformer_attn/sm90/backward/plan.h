@@ -95,6 +95,7 @@ struct Sm90BackwardPlan {
   int64_t row_lists = kNotReserved, bias1 = kNotReserved, dbias1_parts = kNotReserved, bias2 = kNotReserved;
   int64_t padded_dbias2 = kNotReserved;   // sums whose rows begin at multiples of 16 bytes
   int64_t part_exponents = kNotReserved;  // of dk and dv between two parts of the queries (partial_sums.h)
+  int64_t dq_range = kNotReserved;        // dq_range_args.h
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
@@ -143,6 +144,7 @@ class Sm90BackwardPlanner {
     const int64_t deltas = num_deltas();
     plan_.delta = layout_.reserve(deltas > 0, deltas * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
+    plan_.dq_range = layout_.reserve(bool(dq), dq.range_bytes);
     plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
     plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
@@ -365,6 +367,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
   if (dq_global.num_sections > 1) text.add("dq_sections", dq_global.num_sections);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
+  text.add_offset("dq_range", dq_range);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);
   text.add_offset("row_lists", row_lists), text.add_offset("bias1", bias1);
   text.add_offset("dbias1_parts", dbias1_parts), text.add_offset("bias2", bias2);

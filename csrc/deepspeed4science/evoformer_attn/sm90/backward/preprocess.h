@@ -3,16 +3,18 @@
 #pragma once
 
 #include "common/preprocess.h"
+#include "sm90/backward/dq_range.h"
 #include "sm90/backward/tile_sizes.h"
 
 namespace ds4s::sm90 {
 
 // Config of PrepareRows: rows of tensors that TMA reads begin at 16 bytes.
-template <typename scalar_t_, int kHeadDim_>
+template <typename scalar_t_, int kHeadDim_, bool kFindsDqMaxima_>
 struct PrepareConfig {
   using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kAligned = true, kTf32 = false;
+  static constexpr bool kFindsDqMaxima = kFindsDqMaxima_;  // where dq may be added up in L2 (dq_range.h)
 };
 
 // Floats or integers to be set to 0 before other kernels add to them.
@@ -44,6 +46,7 @@ struct PreprocessArgs {
   int32_t num_early;   // blocks of queries that begin beside find_visible_keys
   Zeros dbias1, dbias2;
   Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
+  DqRangeArgs dq_range;          // no rows and heads where dq has another kernel
   bool computes_delta;           // false: kernel_dq_dkdv does
 };
 
@@ -57,8 +60,8 @@ template <typename Config, bool kFindsVisibleKeys>
 __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
     preprocess(const __grid_constant__ PreprocessArgs args) {
   static_assert(kPrepareThreads == kKeyMaskThreads, "find_visible_keys_of");
-  const int num_first = kFindsVisibleKeys ? args.num_masked : args.num_lists;
-  if (int(blockIdx.x) < num_first) {
+  const uint32_t num_masks = uint32_t(kFindsVisibleKeys ? args.num_masked : args.num_lists);
+  if (blockIdx.x < num_masks) {
     ptx::wait_for_kernel_before();
     if constexpr (kFindsVisibleKeys) {
       find_visible_keys_of<typename Config::scalar_t>(args.key_mask, blockIdx.x);
@@ -67,19 +70,37 @@ __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
     }
     return;
   }
-  const uint32_t block = blockIdx.x - uint32_t(num_first);
+  uint32_t num_first = num_masks;
+  if constexpr (Config::kFindsDqMaxima) {
+    num_first += args.dq_range.num_key_blocks;
+    if (blockIdx.x < num_first) {
+      ptx::wait_for_kernel_before();
+      return KeyMaxima<Config>::run(args.rows.p, args.dq_range, blockIdx.x - num_masks);
+    }
+  }
+  const uint32_t block = blockIdx.x - num_first;
   const bool early = !kFindsVisibleKeys && block < uint32_t(args.num_early);
   if (!early) ptx::wait_for_kernel_before();
   const int64_t thread = int64_t(block) * kPrepareThreads + threadIdx.x;
-  const int64_t num_threads = int64_t(gridDim.x - uint32_t(num_first)) * kPrepareThreads;
+  const int64_t num_threads = int64_t(gridDim.x - num_first) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
   if (!args.computes_delta) {
     if (early) ptx::wait_for_kernel_before();
     return;
   }
-  PrepareRows<Config>::template run</*kLooks=*/kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag,
-                                                                  early);
+  using Rows = PrepareRows<Config>;
+  if constexpr (Config::kFindsDqMaxima) {
+    __shared__ HeadMaxima maxima;
+    maxima.clear();
+    DoMaxima<Config> of_do(maxima, args.rows.p.H);
+    Rows::template run<kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag, early,
+                                          [&](const auto& do_, uint32_t head) { of_do.add(do_, head); });
+    of_do.finish();
+    maxima.store(args.dq_range.do_maxima + int64_t(block) * args.dq_range.heads, args.dq_range.heads);
+  } else {
+    Rows::template run<kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag, early);
+  }
 }
 
 }  // namespace ds4s::sm90

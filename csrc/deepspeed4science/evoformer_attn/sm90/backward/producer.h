@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/config.h"
+#include "sm90/backward/dq_range.h"
 #include "sm90/backward/maps.h"
 #include "sm90/backward/row_delta.h"
 
@@ -213,8 +214,13 @@ struct DqDkdvProducer {
       load(column);
       OwnedStatistics owned;
       load_owned(owned, bias1, queries, at, lane);
+      float factor;
+      if constexpr (Config::kDqInGlobal) {
+        factor = args.scale * DqRange::factor(args.dq_exponents[args.row_index(at.batch, n) * args.H + at.head]);
+      }
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       store_owned(shared, owned_pipe.index, owned, bias1, args, at, r, lane);
+      if constexpr (Config::kDqInGlobal) shared.dq_global_barriers.factor = factor;
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
