@@ -170,7 +170,10 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         scale: float | None,
     ) -> Tensor:
-        shift = None if bias1 is None else _largest_of_all(bias1, group)
+        shift = None
+        if bias1 is not None:
+            shift = _largest_of_all(bias1, group)
+            bias1 = _hide(bias1, shift)
         ring = Ring(group, num_keys)
         o = torch.zeros((*q.shape[:4], v.shape[4]), dtype=torch.float32, device=q.device)
         lse = o.new_full((*q.shape[:2], q.shape[3], q.shape[2]), -math.inf)
@@ -214,6 +217,16 @@ def _largest_of_all(bias1: Tensor, group: dist.ProcessGroup) -> Tensor:
     largest = finite.amax(-1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return largest.masked_fill(largest == -math.inf, 0.0)
+
+
+def _hide(bias1: Tensor, shift: Tensor) -> Tensor:
+    """bias1 with -inf for the keys that are hidden, math.md (6a), beside those of all processes. An
+    operator that gets a part of the keys, all of them hidden, would take them for visible. Hopper's
+    backward would then find that dq is 0 everywhere, and compute it again (dq_range.h).
+    """
+    threshold = 1e4 if bias1.dtype == torch.float16 else 1e8
+    hidden = (bias1 <= shift - threshold) & (bias1 != shift)
+    return bias1.masked_fill(hidden, -math.inf)
 
 
 def _offset(bias1: Tensor | None, shift: Tensor | None) -> Tensor | float:
