@@ -167,7 +167,8 @@ class Sm90Backward {
   void repair_dq() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       const DqRangeArgs range = fill_.dq_range(kHeadDim);
-      launches_.start_overlapping(find_wrong_dq, ceil_div(range.num_heads(), kPrepareThreads), kPrepareThreads, 0,
+      launches_.start_overlapping(find_wrong_dq<scalar_t>, ceil_div(range.num_heads(), kPrepareThreads),
+                                  kPrepareThreads, 0,
                                   /*cluster=*/1, range);
       launches_.start_overlapping(recompute_dq<scalar_t, kHeadDim>, num_postprocess_blocks(device_),
                                   kPostprocessThreads, 0, /*cluster=*/1, fill_.postprocess(), range);
