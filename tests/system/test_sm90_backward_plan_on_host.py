@@ -372,6 +372,13 @@ def test_what_adds_dbias2_needs_16_bytes_and_all_gradients(plan):
         assert not plan(**wide, **{name: 0})["dkdv"].startswith("dq_global")
 
 
+def test_float16_adds_dq_up_over_few_keys(plan):
+    call = {"N": 64, "H": 8, "Lq": 1024, "D": 128}
+    assert plan(**call, Lk=1024, float16=1)["dkdv"] == "dq_global"
+    assert plan(**call, Lk=1025, float16=1)["dq"] == "queries"
+    assert plan(**call, Lk=1028)["dkdv"] == "dq_global"
+
+
 def test_padded_rows_of_dbias2(plan):
     """Kernels for pairs of rows n take them; those that run otherwise refuse them."""
     seed = random.randrange(2**31)

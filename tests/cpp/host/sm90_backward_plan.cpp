@@ -1,7 +1,7 @@
 // sm90/backward/plan.h: `sm90_backward_plan NAME=VALUE...` prints the plan of a call. Names: D B N Lq Lk H, bias1,
 // bias2, row_mask, bias1_gap (elements between two of bias1), odd_bias2 (rows that have to be copied), deterministic;
 // dq dk dv dbias1 dbias2 (which are wanted), odd_dbias2 (not on 16 bytes), rounded_dbias2; blocks (multiprocessors),
-// clusters (of two blocks), no_fused (no room for kernels that keep dq in shared memory).
+// clusters (of two blocks), no_fused (no room for kernels that keep dq in shared memory); float16 (not bfloat16).
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -12,8 +12,8 @@
 using namespace ds4s::sm90;
 
 template <int kHeadDim>
-Sm90BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device) {
-  return p.bias2 ? make_plan<kHeadDim, true>(p, device) : make_plan<kHeadDim, false>(p, device);
+Sm90BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device, bool is_float16) {
+  return p.bias2 ? make_plan<kHeadDim, true>(p, device, is_float16) : make_plan<kHeadDim, false>(p, device, is_float16);
 }
 
 int main(int argc, char** argv) {
@@ -55,10 +55,11 @@ int main(int argc, char** argv) {
         Kernel::kPartsPaired, Kernel::kSplitFused, Kernel::kTripleFused, Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
-  const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device)
-                                : p.D <= 48 ? plan_of<48>(p, device)
-                                : p.D <= 64 ? plan_of<64>(p, device)
-                                            : plan_of<128>(p, device);
+  const bool is_float16 = given["float16"] != 0;
+  const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device, is_float16)
+                                : p.D <= 48 ? plan_of<48>(p, device, is_float16)
+                                : p.D <= 64 ? plan_of<64>(p, device, is_float16)
+                                            : plan_of<128>(p, device, is_float16);
   char text[1024];
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out);

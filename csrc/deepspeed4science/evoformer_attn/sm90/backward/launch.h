@@ -16,28 +16,29 @@ class Sm90Backward {
     BackwardFacts device;
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
     if (!known) return 0;
-    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
+    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>);
     return plan.takes_dbias2_rows(p) ? plan.workspace_bytes : -1;
   }
   // Whether rounded_dbias2 needs no float32 sums besides what the plan reserves.
   static bool rounds_dbias2(const BwdParams& p) {
     BackwardFacts device;
     return fits(p) && Kernels::query(device) == cudaSuccess &&
-           make_plan<kHeadDim, kHasBias2>(p, device).has_own_dbias2();
+           make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>).has_own_dbias2();
   }
   static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if (!fits(p)) return cudaErrorInvalidValue;
     BackwardFacts device;
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
-    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device);
+    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>);
     if (!plan.takes_dbias2_rows(p)) return cudaErrorInvalidValue;
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     return Sm90Backward(p, plan, device, stream).launch_all();
   }
   static void print_plan(const BwdParams& p, PlanText& text) {
     BackwardFacts device;
-    if (fits(p) && Kernels::query(device) == cudaSuccess) make_plan<kHeadDim, kHasBias2>(p, device).print(text);
+    if (fits(p) && Kernels::query(device) == cudaSuccess)
+      make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>).print(text);
   }
 
  private:

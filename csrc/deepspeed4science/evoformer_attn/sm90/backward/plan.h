@@ -131,7 +131,8 @@ constexpr Dbias2ClusterTile dbias2_cluster_tile(Kernel kernel) {
 template <int kHeadDim, bool kHasBias2>
 class Sm90BackwardPlanner {
  public:
-  Sm90BackwardPlanner(const BwdParams& p, const BackwardFacts& device) : p_(p), device_(device) {}
+  Sm90BackwardPlanner(const BwdParams& p, const BackwardFacts& device, bool is_float16)
+      : p_(p), device_(device), is_float16_(is_float16) {}
 
   Sm90BackwardPlan plan() {
     choose_kernels();
@@ -271,7 +272,11 @@ class Sm90BackwardPlanner {
 
   void choose_dq_global() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
-      const bool wanted = p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
+      // Sums have no more bits than dq in float16. Where keys have a large vector in common, which cancels in the sum
+      // over all keys but not in those over 128, errors would exceed the law above so many keys.
+      constexpr int64_t kMostKeysInFloat16 = 1024;
+      const bool exact = !is_float16_ || p_.Lk <= kMostKeysInFloat16;
+      const bool wanted = exact && p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
       auto choose = [&](Kernel kernel, DqGlobalPlan plan) {
         if (wanted && !plan_.dq_global && plan) plan_.dq_global = plan, plan_.keys = kernel;
       };
@@ -341,13 +346,14 @@ class Sm90BackwardPlanner {
 
   const BwdParams& p_;
   const BackwardFacts& device_;
+  const bool is_float16_;  // Q, K, V and O
   Sm90BackwardPlan plan_;
   WorkspaceLayout layout_;
 };
 
 template <int kHeadDim, bool kHasBias2>
-Sm90BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device) {
-  return Sm90BackwardPlanner<kHeadDim, kHasBias2>(p, device).plan();
+Sm90BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device, bool is_float16) {
+  return Sm90BackwardPlanner<kHeadDim, kHasBias2>(p, device, is_float16).plan();
 }
 
 inline void Sm90BackwardPlan::print(PlanText& text) const {
