@@ -80,7 +80,7 @@ def synchronise(handle: int) -> None:
 def make_root(root: Path, *, private: bool) -> None:
     """Make a folder for compiled kernels: private, or readable by everybody.
 
-    An existing one is not changed. Below a setgid folder, the group may write it as well.
+    An existing one is not changed. A folder's group gets no rights from a setgid folder above it.
     """
     if os.path.isdir(root):
         return
@@ -89,12 +89,10 @@ def make_root(root: Path, *, private: bool) -> None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o755)
     mode = 0o700 if private else 0o755
-    if private and os.stat(root.parent).st_mode & stat.S_ISGID:
-        mode = 0o770
     with contextlib.suppress(FileExistsError):
         os.mkdir(root, mode)
         with contextlib.suppress(OSError):  # whatever the umask is
-            os.chmod(root, mode | stat.S_ISGID if mode == 0o770 else mode)
+            os.chmod(root, mode)
 
 
 def make_part(root: Path, part: str) -> Path:

@@ -114,9 +114,14 @@ def test_group_that_a_folder_was_made_for(his, nobody):
         assert his.run().origin == "cache"
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_own_folders_are_for_their_user_alone(his, umask):
-    """Whatever the umask: nobody else reads, waits for or changes anything there."""
+@pytest.mark.parametrize(
+    ("above", "umask"), [(0o755, 0o000), (0o755, 0o002), (0o755, 0o077), (0o2770, 0o002)]
+)
+def test_own_folders_are_for_their_user_alone(his, above, umask):
+    """Whatever the umask, and below a project's setgid folder, too: nobody else reads, waits for or
+    changes anything there.
+    """
+    os.chmod(his.cache.parent, above)
     his.run(f"os.umask({umask})\nreport(**load())")
     assert mode(his.cache) == 0o700
     for place in his.cache.rglob("*"):
