@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import env
+from .. import env, paths
 from ..build.loader import Loader
-from ..cache.key import CompileJob
+from ..cache import search, staging
+from ..cache.key import CompileJob, Hashes
 from ..cache.loaded_kernel import LoadedKernel
 from ..cache.search import Root
 from ..errors import BuildError
-from ..system import ownership
+from ..system import files, ownership
 from .all_ops import ALL_OPS
 from .builder import OpBuilder
 
@@ -60,7 +61,9 @@ def build_into(
     target = folder.absolute()
     if doubt := ownership.doubt_about(target):  # publishing would refuse it, after minutes
         raise BuildError(f"no kernel is put where others could change it: {doubt}")
-    loader = Loader(lambda: (Root(target, "prebuilt", shared=False),))
+    root = Root(target, "prebuilt", shared=False)
+    _require_writable(root, jobs)
+    loader = Loader(lambda: (root,))
     try:
         kernels = loader.load(jobs, verbose=verbose)
         require_kept(kernels, [target])
@@ -68,6 +71,23 @@ def build_into(
     finally:
         for passing in ("locks", "aside"):  # only a cache needs them
             shutil.rmtree(target / passing, ignore_errors=True)
+
+
+def _require_writable(root: Root, jobs: Sequence[CompileJob]) -> None:
+    """Raises BuildError, before anything is compiled, where a kernel is missing in a folder that
+    cannot be written.
+    """
+    hashes = Hashes()
+    if all(any(search.fitting(root, job, hashes)) for job in jobs):
+        return
+    try:
+        paths.make_root(root.path)
+        staging.new_folder(files.make_part(root.path, "units")).rmdir()
+    except OSError as error:
+        raise BuildError(
+            f"kernels cannot be written to {root.path} ({error.strerror}); name a folder that can "
+            "be written"
+        ) from error
 
 
 def require_kept(kernels: Sequence[LoadedKernel], folders: Sequence[Path]) -> None:

@@ -86,6 +86,10 @@ def test_several_readonly_folders_before_the_writable_one(run, tmp_path, make_re
         assert "1 kernels, " in done.stdout and "1 compiled now" in done.stdout
         assert f"DS4S_CACHE_PATH={folder}" in done.stdout
         make_readonly(folder)
+        again = run(
+            *(*BUILD, "--cpu", "--dtype", dtype, "--direction", "fwd", "--out", str(folder)),
+        )
+        assert (again.returncode, "0 compiled now" in again.stdout) == (0, True), again.stderr
     places = {
         "DS4S_CACHE_PATH": f"{tmp_path}/absent:{tmp_path}/one:{tmp_path}/two",
         "DS4S_CACHE_DIR": str(tmp_path / "own"),
