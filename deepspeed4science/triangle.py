@@ -155,7 +155,8 @@ def triangle_multiplicative_update(
     Args:
         x: `[*, L, L, C]`.
         direction: "outgoing" or "incoming".
-        mask: `[*, L, L]`, multiplied into a and b. Default: ones.
+        mask: `[*, L, L]`, multiplied into a and b; broadcast, and leading dimensions of size 1 are
+            ignored. Default: ones.
         norm_in_weight, norm_in_bias: `[C]`. Default: 1 and 0; biases throughout: 0.
         p_in_weight, g_in_weight: `[2 D, C]`; the first D rows are those of a.
         norm_out_weight, norm_out_bias: `[D]`.
@@ -169,7 +170,8 @@ def triangle_multiplicative_update(
         `[*, L, L, C]`.
 
     Raises:
-        InvalidInputError: the direction is neither, or one of the four projections has no weight.
+        InvalidInputError: the direction is neither, the mask has another shape, or one of the four
+            projections has no weight.
 
     Source: Jumper et al. 2021, supplementary algorithms 11 and 12.
     """
@@ -189,12 +191,26 @@ def triangle_multiplicative_update(
     x = layer_norm(x, norm_in_weight, norm_in_bias, eps)
     ab = linear(x, p_in_weight, p_in_bias) * linear(x, g_in_weight, g_in_bias).sigmoid()
     if mask is not None:
-        ab = ab * mask.unsqueeze(-1).to(ab.dtype)
+        ab = ab * _pair_mask(mask, x).unsqueeze(-1).to(ab.dtype)
     a, b = ab.chunk(2, dim=-1)
     equation = "...ikd,...jkd->...ijd" if direction == "outgoing" else "...kid,...kjd->...ijd"
     product = layer_norm(torch.einsum(equation, a, b), norm_out_weight, norm_out_bias, eps)
     gate = linear(x, g_out_weight, g_out_bias).sigmoid()
     return linear(product, p_out_weight, p_out_bias) * gate
+
+
+def _pair_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """With no more dimensions than x has before its channels: the result would have them, too."""
+    seen = mask
+    while seen.dim() >= x.dim() and seen.shape[0] == 1:
+        seen = seen[0]
+    sizes = zip(seen.shape[::-1], x.shape[-2::-1], strict=False)
+    if seen.dim() >= x.dim() or any(own not in (1, full) for own, full in sizes):
+        raise InvalidInputError(
+            f"mask: expected [*, L, L], the shape of x {shape_of(x)} without its channels; got "
+            f"{shape_of(mask)}."
+        )
+    return seen
 
 
 def _five(name: str, tensor: Tensor) -> Tensor:

@@ -245,6 +245,19 @@ def test_multiplication_tells_what_is_wrong():
         triangle_multiplicative_update(x, "up", **w)
     with pytest.raises(InvalidInputError, match="p_in_weight"):
         triangle_multiplicative_update(x)
+    pairs = x.expand(2, L, L, C)
+    for of, mask in ((x, (2, L, L)), (x, (L, L, 1)), (pairs, (2, L, L, 1)), (pairs, (3, L, L))):
+        with pytest.raises(InvalidInputError, match=r"mask: expected \[\*, L, L\]"):
+            triangle_multiplicative_update(of, mask=torch.ones(mask), **w)
+
+
+def test_multiplication_takes_a_mask_with_or_without_batches():
+    """x and the mask get their missing dimensions independently; the result has those of x."""
+    x, w, mask = torch.randn(2, L, L, C), weights(torch.float32), torch.rand(L, L) < 0.7
+    expected = triangle_multiplicative_update(x, mask=mask.expand(2, L, L), **w)
+    torch.testing.assert_close(triangle_multiplicative_update(x, mask=mask, **w), expected)
+    for one in (mask, mask[None], mask[None, None]):
+        torch.testing.assert_close(triangle_multiplicative_update(x[0], mask=one, **w), expected[0])
 
 
 def test_both_compile_whole():
