@@ -190,6 +190,18 @@ def test_nothing_is_shown_where_standard_output_is_closed(monkeypatch: pytest.Mo
     show("text")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
+    """A full disk: `ds_report > file` is then called to find out why nothing compiles."""
+    program = "from deepspeed4science.printing import show; show('text')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    wanted = "error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, wanted)
+
+
 @pytest.mark.parametrize("unreadable", ["", "units"])
 def test_a_shared_cache_that_cannot_be_read_is_told(
     unreadable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
