@@ -106,6 +106,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CUDA_HOME", "CUDA toolkit to use", "`CUDA_PATH`, then the usual places"),
     Variable("CUDA_PATH", "CUDA toolkit to use when `CUDA_HOME` is unset", "unset"),
     *(Variable(name, f"{what}; part of the cache key", "unset") for name, what in _OF_COMPILERS),
+    Variable(
+        "NVCC_CCBIN",
+        "nvcc's host compiler, as `-ccbin` in the flags above; taken when `CXX` and `CC` are unset",
+        "unset",
+    ),
     Variable("CC", "C compiler; names the host compiler when `CXX` is unset", "unset"),
     Variable(
         "CXX",

@@ -1,8 +1,8 @@
 """The host compiler: place and version, or why there is none.
 
-Places, in this order: `CXX`; the C++ sibling of `CC`; `c++`, `g++`, `clang++` on `PATH`; the conda
-environment. A `CXX` that does not work is an error and is not skipped, since naming a compiler is
-an instruction.
+Places, in this order: `CXX`; the C++ sibling of `CC`; the one that nvcc's flags or `NVCC_CCBIN`
+name; `c++`, `g++`, `clang++` on `PATH`; the conda environment. A `CXX` that does not work is an
+error and is not skipped, since naming a compiler is an instruction.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _INSTALL_COMPILER = (
     "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
     "conda install cxx-compiler) or set CXX to one"
 )
+_CCBIN = re.compile(r"(?:^|\s)--?(?:ccbin|compiler-bindir)(?:=|\s+)(\S+)")
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
 
 # The requirements of every CPU kernel: C++17 with its library, and shared libraries.
@@ -83,11 +84,26 @@ def _compiler_candidates() -> Iterable[Candidate]:
         found = [_sibling(candidate.path) for candidate in _named(cc)[:1]]
         for path in filter(None, found):
             yield Candidate("CC", path, named=True)
+    for variable, named in _named_for_nvcc():
+        for candidate in _named(named)[:1]:
+            path = candidate.path / "g++" if os.path.isdir(candidate.path) else candidate.path
+            yield Candidate(variable, _sibling(path) or path, named=True)
     yield from on_path("c++", "g++", "clang++")
     # cxx-compiler's, which is named in CXX only where the environment is activated
     for prefix in conda_prefixes():
         for path in paths.matching(prefix / "bin", "*-conda*-linux-gnu-c++"):
             yield Candidate("conda environment", path)
+
+
+def _named_for_nvcc() -> Iterable[tuple[str, str]]:
+    """The variable and the host compiler of nvcc that it names, often since the one on PATH is too
+    new for nvcc. nvcc takes the last flag.
+    """
+    for variable in ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"):
+        for named in reversed(_CCBIN.findall(env.text(variable) or "")):
+            yield variable, named
+    if named := env.text("NVCC_CCBIN"):
+        yield "NVCC_CCBIN", named
 
 
 def _no_compiler() -> str:

@@ -17,7 +17,7 @@ from tests import fakes
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No compiler anywhere: each test puts in what it is about."""
-    for name in ("CXX", "CC"):
+    for name in ("CXX", "CC", "NVCC_CCBIN", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -127,6 +127,35 @@ def test_cc_names_its_sibling(
     assert tool.ok
     assert tool.where_found == "CC"
     assert tool.path == bare_machine / "bin" / cxx
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NVCC_CCBIN", "gcc-12"),
+        ("NVCC_CCBIN", "{0}/folder"),
+        ("NVCC_PREPEND_FLAGS", "-ccbin=g++-12"),
+        ("NVCC_APPEND_FLAGS", "-w --compiler-bindir  {0}/g++-12 -O2"),
+    ],
+)
+def test_the_host_compiler_that_nvcc_is_told_to_use(
+    variable: str, value: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arch Linux sets NVCC_CCBIN, since its own g++ is too new for nvcc. CXX comes first."""
+    bin_ = bare_machine / "bin"
+    for path in (bin_ / "g++-12", bin_ / "folder" / "g++", bin_ / "g++-13"):
+        fakes.wrapper(path, Path(real_compiler()))
+    fakes.program(bin_ / "gcc-12", "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", f"{bin_}:{os.defpath}")
+    monkeypatch.setenv(variable, value.format(bin_))
+    tool = host_compiler.find_host_compiler()
+    wanted = bin_ / "folder" / "g++" if "folder" in value else bin_ / "g++-12"
+    assert (tool.ok, tool.where_found, tool.path) == (True, variable, wanted)
+    monkeypatch.setenv("CXX", "g++-13")
+    assert host_compiler.find_host_compiler().path == bin_ / "g++-13"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv(variable, "-ccbin /no/such/g++")
+    assert host_compiler.find_host_compiler().where_found == "PATH"
 
 
 LAME = {
