@@ -100,10 +100,11 @@ def local_flags(nvcc: Tool, host: Tool) -> tuple[str, ...]:
     searches lib64; and threads.
     """
     folder = cudart_folder(nvcc)
+    quote = '"' if "," in str(folder) else ""  # nvcc splits other values at commas
     threads = two(nvcc.version) >= FIRST_WITH_PTXAS_THREADS
     return (
         *("-ccbin", str(host.path)),
-        *([f"-L{folder}"] if folder else []),
+        *([f"-L{quote}{folder}{quote}"] if folder else []),
         *([f"-Xptxas=--split-compile={PTXAS_THREADS}"] if threads else []),
     )
 

@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,17 @@ def test_a_fault_of_the_machine_is_not_the_toolkits(script, real, tmp_path, monk
     assert chosen(path, monkeypatch).ok
     fakes.program(path.parents[1] / "nvvm" / "bin" / "cicc", f"#!/bin/sh\n{NEWER_PTX}\n")
     assert not chosen(path, monkeypatch).ok
+
+
+def test_the_runtimes_folder_may_have_a_comma(real, tmp_path):
+    """nvcc splits values there. Wheels of CUDA 13.0 and 13.1 cannot link without the flag."""
+    folder = fakes.toolkit(tmp_path / "smith,j").parents[1] / "lib"
+    (tmp_path / "x.o").touch()
+    tool = replace(real, root=folder.parent)
+    flags = nvcc_module.local_flags(tool, host_compiler.find_host_compiler())
+    command = [str(real.path), "--dryrun", "-shared", *flags, "x.o", "-o", "x.so"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert f"-L{folder} " in done.stderr.replace('"', "")
 
 
 def test_believed_until_something_is_compiled(real, tmp_path, monkeypatch):
