@@ -94,7 +94,8 @@ class UnitLock:
         ):
             raise PermissionError(doubt)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        mode = 0o660 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
+        of_group = stat.S_ISGID | stat.S_IWGRP
+        mode = 0o660 if os.stat(folder).st_mode & of_group == of_group else 0o600
         handle = os.open(self.path, flags, mode)
         status = os.fstat(handle)
         ours = status.st_uid == os.geteuid() or mode == 0o660

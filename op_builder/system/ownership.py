@@ -2,8 +2,8 @@
 able to create or change them.
 
 A folder or file is trusted when it belongs to this user or to root and nobody else can write it. A
-group is trusted in a setgid folder that this user or root made, and where it is the user's own
-group of one member.
+group is trusted in a setgid folder that root made, and where it is the user's own group of one
+member. Folders below a project's setgid folder have its bit and its group, whoever makes them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ _OTHER_FOLDER = "name a folder of your own in DS4S_CACHE_DIR; one for several us
 
 
 def _shared_group(root: Path) -> int | None:
-    """The group of a setgid folder that this user or root made."""
+    """The group of a setgid folder that root made."""
     try:
         status = os.stat(root)
     except OSError:
         return None
-    meant = status.st_mode & stat.S_ISGID and status.st_uid in (os.geteuid(), 0)
-    return status.st_gid if meant else None
+    return status.st_gid if status.st_mode & stat.S_ISGID and status.st_uid == 0 else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -53,9 +53,11 @@ def test_library_of_another_user_is_not_loaded(his, planted, what):
 
 
 @pytest.mark.parametrize("what", ["root", "units", "entry", "library"])
-@pytest.mark.parametrize("bits", [0o1777, 0o777, 0o775])
+@pytest.mark.parametrize("bits", [0o1777, 0o777, 0o775, 0o2775])
 def test_what_others_may_write_is_not_loaded(his, what, bits):
-    """777 and 1777 for everybody; 775 where the group is not the user's own."""
+    """777 and 1777 for everybody; 775 where the group is not the user's own; 2775 is what `mkdir`
+    makes in a project's folder.
+    """
     his.run()
     entry = his.entries[0]
     places = {
@@ -100,18 +102,18 @@ def test_shared_cache_of_root_is_loaded_and_anothers_is_not(his, planted, open_f
 
 
 def test_group_that_a_folder_was_made_for(his, nobody):
-    """A setgid folder is what somebody shares with a group: its members believe each other."""
+    """A setgid folder of root's is shared with its group: its members believe each other."""
+    if not nobody.is_somebody_else:
+        pytest.skip("needs root")
     his.cache.mkdir()
-    if nobody.is_somebody_else:
-        os.chown(his.cache, 0, NOBODY)
+    os.chown(his.cache, 0, NOBODY)
     os.chmod(his.cache, 0o2770)
     assert his.run().origin == "built"
     assert his.run().origin == "cache"
     assert mode(his.cache / "locks") == mode(his.cache / "units") == 0o2770
-    if nobody.is_somebody_else:
-        for place in his.cache.rglob("*"):
-            os.chown(place, OTHER, NOBODY)
-        assert his.run().origin == "cache"
+    for place in his.cache.rglob("*"):
+        os.chown(place, OTHER, NOBODY)
+    assert his.run().origin == "cache"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,16 @@ def test_own_folders_are_for_their_user_alone(his, above, umask):
         assert mode(place) & 0o022 == 0, place
     assert {mode(lock) for lock in (his.cache / "locks").iterdir()} == {0o600}
     assert his.run().origin == "cache"
+
+
+def test_a_folder_that_inherited_its_group_shares_nothing(his, nobody):
+    """As `mkdir` makes it in a project's folder: nobody else may hold its locks."""
+    his.cache.mkdir()
+    if nobody.is_somebody_else:
+        nobody.give(his.cache)
+    os.chmod(his.cache, 0o2755)
+    assert his.run().origin == "built"
+    assert [str(place) for place in his.cache.rglob("*") if mode(place) & 0o022] == []
 
 
 def test_what_root_makes_for_all_can_be_read_by_all(tmp_path):
