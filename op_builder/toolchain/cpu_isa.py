@@ -32,17 +32,17 @@ CPU_ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 PROC_CPUINFO = Path("/proc/cpuinfo")
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What the processor must have, in Linux's names without underscores.
+# What the processor must have, in Linux's names.
 _NEEDS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512bf16", "amxtile", "amxbf16", "fma", "f16c"),
-    "avx512bf16": (*_AVX512, "avx512bf16", "fma", "f16c"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "fma", "f16c"),
+    "avx512bf16": (*_AVX512, "avx512_bf16", "fma", "f16c"),
     "avx512": (*_AVX512, "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
-# The compiler's names differ only in AMX's dashes.
+# The compiler's names have no underscores, and AMX's have dashes.
 _FLAGS: dict[str, tuple[str, ...]] = {
-    level: tuple(f"-m{name.replace('amx', 'amx-')}" for name in names)
+    level: tuple(f"-m{name.replace('amx_', 'amx-').replace('_', '')}" for name in names)
     for level, names in _NEEDS.items()
 }
 
@@ -138,7 +138,8 @@ def _detect(forced: str | None, compiler: Tool) -> CpuIsa:
 
 def why_not_here(level: str) -> str:
     """Why kernels of an instruction set, from any compiler, cannot run here; empty: they can."""
-    lacking = [name for name in _NEEDS[level] if name not in processor().features]
+    here = processor().features
+    lacking = [name for name in _NEEDS[level] if name.replace("_", "") not in here]
     if lacking:
         return f"this processor or system lacks {', '.join(lacking)}"
     return _amx_refusal() if level == "amx" else ""

@@ -86,6 +86,11 @@ def test_best_by_processor(features: str, bf16: str, fp32: str, here: Here) -> N
     assert cpu_isa.best("fp32") == cpu_isa.best("fp16") == fp32
 
 
+def test_lacking_features_have_the_names_of_proc_cpuinfo(here: Here) -> None:
+    here(AVX512)
+    assert cpu_isa.why_not_here("amx").endswith("lacks avx512_bf16, amx_tile, amx_bf16")
+
+
 def test_flags(here: Here) -> None:
     core = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
     here(AVX512)
