@@ -57,6 +57,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         r"internal compiler error",
         "the compiler itself failed: name another one, or another version, in CXX",
     ),
+    (
+        r"/evoformer_attn/[\w/.]+[(:].*static(_assert| assertion) failed",
+        "the assertion's sentence says what this source does not support (docs/adding-a-kernel.md)",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from op_builder.build.compile_error import explain, is_lasting
 from op_builder.build.ninja_run import Failed
 from op_builder.cache.key import CompileJob
 
+OURS = "/csrc/deepspeed4science/evoformer_attn/sm90/mma/wgmma_atoms.h"
 JOB = CompileJob("unit", "", ".cpp", Path("c++"), (), (), (), ())
 
 
@@ -69,6 +70,9 @@ def test_log_goes_elsewhere_when_the_cache_is_readonly(tmp_path):
         ("/usr/bin/ld: cannot find -lcudart_static: No such file or directory", "library to link"),
         ("sh: 1: /opt/c++: not found\nexit status 127", "program is missing"),
         ("unit.cpp:1:1: internal compiler error: Segmentation fault", "another version, in CXX"),
+        (f'{OURS}(15): error: static assertion failed with "no N"', "adding-a-kernel.md"),
+        (f"{OURS}:15:3: error: static assertion failed: no N", "adding-a-kernel.md"),
+        ("vector:15:3: error: static assertion failed: no N", "report it with the log"),
         ("unit.cpp:1:1: error: expected ';'", "report it with the log"),
         ("", "report it with the log"),
     ],
