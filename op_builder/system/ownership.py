@@ -45,7 +45,9 @@ def _doubt(place: Path, group: int | None) -> str:
     if status.st_mode & stat.S_IWOTH or (
         status.st_mode & stat.S_IWGRP and not of_group and not _is_own_group(status.st_gid)
     ):
-        return f"{place} can be written by others (chmod go-w {place}, or {_OTHER_FOLDER})"
+        meant = status.st_mode & stat.S_ISVTX  # for everybody, as /tmp, which needs these rights
+        mend = _OTHER_FOLDER if meant else f"chmod go-w {place}, or {_OTHER_FOLDER}"
+        return f"{place} can be written by others ({mend})"
     return ""
 
 
