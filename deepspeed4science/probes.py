@@ -170,8 +170,9 @@ def _can_write(folder: Path) -> bool:
 
 
 def _check_settings(probes: Probes) -> None:
-    """Reads flags and numbers now, so that the report tells what a later build would refuse."""
+    """Reads the settings now, so that the report tells what a later call would refuse."""
     from op_builder import ALL_OPS, env
+    from op_builder.ops.instantiations import CUDA_FAMILIES
     from op_builder.toolchain import arch
 
     flags = (
@@ -182,6 +183,7 @@ def _check_settings(probes: Probes) -> None:
         lambda: arch.parse(env.text("TORCH_CUDA_ARCH_LIST")),
         lambda: env.positive_int("MAX_JOBS"),
         lambda: env.whole_number("DS4S_CACHE_MAX_MB"),
+        lambda: env.choice("DS4S_CUDA_FAMILY", CUDA_FAMILIES),
         *(partial(env.flag, name) for name in flags),
     )
     for check in checks:

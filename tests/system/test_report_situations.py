@@ -273,7 +273,9 @@ def test_an_architecture_list_that_nobody_can_read(tmp_path: Path) -> None:
     assert "'sm_90'; write 9.0" in warning
 
 
-@pytest.mark.parametrize("variable", ["MAX_JOBS", "DS4S_VERBOSE", "DS_BUILD_EVOFORMER_ATTN_CPU"])
+@pytest.mark.parametrize(
+    "variable", ["MAX_JOBS", "DS4S_VERBOSE", "DS_BUILD_EVOFORMER_ATTN_CPU", "DS4S_CUDA_FAMILY"]
+)
 def test_a_setting_that_a_build_would_refuse(variable: str, tmp_path: Path) -> None:
     seen = report(Machine(tmp_path, variables={variable: "many"}))
     assert seen.code == 0
