@@ -81,7 +81,8 @@ def _compiler_candidates() -> Iterable[Candidate]:
             yield Candidate("CXX", candidate.path, named=True)
         return
     if cc := env.text("CC"):
-        found = [_sibling(candidate.path) for candidate in _named(cc)[:1]]
+        missing = _sibling(Path(cc)) or Path(cc)
+        found = [_sibling(one.path) for one in _named(cc)[:1]] or [missing]
         for path in filter(None, found):
             yield Candidate("CC", path, named=True)
     for variable, named in _named_for_nvcc():

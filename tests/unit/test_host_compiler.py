@@ -141,7 +141,7 @@ def test_cc_names_its_sibling(
 def test_the_host_compiler_that_nvcc_is_told_to_use(
     variable: str, value: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arch Linux sets NVCC_CCBIN, since its own g++ is too new for nvcc. CXX comes first."""
+    """Often since the g++ on PATH is too new for nvcc. CXX comes first."""
     bin_ = bare_machine / "bin"
     for path in (bin_ / "g++-12", bin_ / "folder" / "g++", bin_ / "g++-13"):
         fakes.wrapper(path, Path(real_compiler()))
@@ -156,6 +156,18 @@ def test_the_host_compiler_that_nvcc_is_told_to_use(
     monkeypatch.delenv("CXX")
     monkeypatch.setenv(variable, "-ccbin /no/such/g++")
     assert host_compiler.find_host_compiler().where_found == "PATH"
+
+
+@pytest.mark.parametrize(("cc", "told"), [("gcc-99", "g++-99"), ("icc", "icc")])
+def test_a_cc_that_is_not_there_is_told(
+    cc: str, told: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.wrapper(bare_machine / "bin" / "c++", Path(real_compiler()))
+    monkeypatch.setenv("PATH", f"{bare_machine}/bin:{os.defpath}")
+    monkeypatch.setenv("CC", cc)
+    tool = host_compiler.find_host_compiler()
+    assert tool.ok and tool.where_found == "PATH"
+    assert tool.passed_over == (f"CC: there is no {told}",)
 
 
 LAME = {
