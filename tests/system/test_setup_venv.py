@@ -197,3 +197,15 @@ def test_what_the_package_imports_is_what_the_demo_gets(clone):
     lines = (clone / "requirements-demo.txt").read_text().splitlines()
     names = {line.partition("==")[0] for line in lines if not line.startswith("#")}
     assert names - {"numpy"} == set(IMPORTED.values())
+
+
+def test_scripts_in_python_run_in_the_environment(clone):
+    """What they need, such as CUTLASS, is there, and mostly not beside the python3 of PATH."""
+    programs = ("same_code", "instructions", "forward_tiles")
+    fakes.program(clone / ".venv" / "bin" / "python", '#!/bin/sh\necho "in .venv: $*"\n')
+    for name in (*programs, "in_venv.py"):
+        shutil.copy2(REPOSITORY / "scripts" / name, clone / "scripts" / name)
+    for name in programs:
+        script = str(clone / "scripts" / name)
+        done = subprocess.run([sys.executable, script, "HEAD"], capture_output=True, text=True)
+        assert done.stdout == f"in .venv: {script} HEAD\n", done.stderr
