@@ -11,14 +11,14 @@ namespace ds4s {
 
 // Iterates over the rows that a thread of an OutputTileThreadMap visits, one tile after another.
 template <typename ThreadMap>
-class OutputTileWalk {
+class OutputTilePosition {
   using Shape = typename ThreadMap::Shape;
   using Count = typename ThreadMap::Count;
 
  public:
   int row, column;
 
-  CUTLASS_DEVICE OutputTileWalk(int thread, const cutlass::MatrixCoord& block_offset) {
+  CUTLASS_DEVICE OutputTilePosition(int thread, const cutlass::MatrixCoord& block_offset) {
     cutlass::MatrixCoord start = ThreadMap::initial_offset(thread) + block_offset;
     row = start.row(), column = start.column();
   }
@@ -54,7 +54,7 @@ class PredicatedTileIteratorAtomic
       cutlass::epilogue::threadblock::PredicatedTileIteratorParams const& params, Element* pointer, TensorCoord extent,
       int thread, TensorCoord block_offset = TensorCoord(), int const* indices = nullptr)
       : Base(params, pointer, extent, thread, block_offset, indices),
-        walk_(thread, block_offset),
+        position_(thread, block_offset),
         pointer_(pointer),
         stride_(params.stride / LongIndex(sizeof(Element))),
         extent_(extent),
@@ -75,13 +75,13 @@ class PredicatedTileIteratorAtomic
       if (Base::PermuteD) return LongIndex(permute_(cutlass::PitchLinearCoord(column, row)));
       return LongIndex(ScatterD ? indices_[row] : row) * stride_ + column;
     };
-    atomic_add_tile<ThreadMap>(matrix, extent_, walk_.row, walk_.column, reinterpret_cast<Element const*>(&fragment),
-                               offset_of);
+    atomic_add_tile<ThreadMap>(matrix, extent_, position_.row, position_.column,
+                               reinterpret_cast<Element const*>(&fragment), offset_of);
   }
 
   CUTLASS_DEVICE PredicatedTileIteratorAtomic& operator++() {
     Base::operator++();
-    walk_.advance();
+    position_.advance();
     return *this;
   }
   // To the fragment that a block of a stream-K product reduces.
@@ -91,7 +91,7 @@ class PredicatedTileIteratorAtomic
   }
 
  private:
-  OutputTileWalk<ThreadMap> walk_;
+  OutputTilePosition<ThreadMap> position_;
   Element* pointer_;
   LongIndex stride_;  // elements
   TensorCoord extent_;
@@ -114,7 +114,7 @@ class PredicatedTileIteratorAffineRankNAtomic
                                                          cutlass::MatrixCoord block_offset = cutlass::MatrixCoord(),
                                                          int const* indices = nullptr)
       : Base(params, pointer, extent, thread, block_offset, indices),
-        walk_(thread, block_offset),
+        position_(thread, block_offset),
         params_(params),
         pointer_(reinterpret_cast<char*>(pointer)),
         extent_(extent) {}
@@ -129,7 +129,7 @@ class PredicatedTileIteratorAffineRankNAtomic
   CUTLASS_DEVICE void store_with_byte_offset(Fragment const& fragment, int64_t byte_offset) {
     constexpr int kCount = ThreadMap::kElementsPerAccess;
     if (!pointer_) return;
-    for_each_access<ThreadMap>(walk_.row, walk_.column, [&](int row, int column, int index) {
+    for_each_access<ThreadMap>(position_.row, position_.column, [&](int row, int column, int index) {
       if (row >= extent_.row()) return;
       char* row_pointer = pointer_ + byte_offset + offset_of(row, params_.stride_m, params_.divmod_m);
       CUTLASS_PRAGMA_UNROLL
@@ -144,7 +144,7 @@ class PredicatedTileIteratorAffineRankNAtomic
 
   CUTLASS_DEVICE PredicatedTileIteratorAffineRankNAtomic& operator++() {
     Base::operator++();
-    walk_.advance();
+    position_.advance();
     return *this;
   }
 
@@ -163,7 +163,7 @@ class PredicatedTileIteratorAffineRankNAtomic
     return offset + index * strides[Rank / 2 - 1];
   }
 
-  OutputTileWalk<ThreadMap> walk_;
+  OutputTilePosition<ThreadMap> position_;
   Params params_;
   char* pointer_;
   cutlass::MatrixCoord extent_;

@@ -28,7 +28,7 @@ class Bias1Vectors {
     if (key < keys_left_) *reinterpret_cast<Vector*>(pairs_) = __ldg(reinterpret_cast<const Vector*>(bias1_ + key));
   }
   CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
-    float* values = &stage[row_][Config::bias1_place(key_)];
+    float* values = &stage[row_][Config::bias1_index(key_)];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       const float2 pair = ptx::unpack<scalar_t>(pairs_[i]);
@@ -72,7 +72,7 @@ class Bias1Elements {
   CUTLASS_DEVICE void store(typename Config::Bias1Stage& stage, float f) const {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kRows * kPerLane; ++x) {
-      stage[x / kPerLane][x % kPerLane * 32 + Config::bias1_place(lane_)] = (value_[x] - shift_[x / kPerLane]) * f;
+      stage[x / kPerLane][x % kPerLane * 32 + Config::bias1_index(lane_)] = (value_[x] - shift_[x / kPerLane]) * f;
     }
   }
 

@@ -57,7 +57,7 @@ struct ForwardConfig {
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kHasBias1 ? kRows : 1][kHasBias1 ? kKeys : 4];
   // The index of a key's value: the four values of a lane among 16 keys are neighbours.
-  CUTLASS_DEVICE static int bias1_place(int key) {
+  CUTLASS_DEVICE static int bias1_index(int key) {
     return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);
   }
   using Mask = TileMask<kRows>;
@@ -67,8 +67,8 @@ struct ForwardConfig {
   static constexpr int kFirstWarps = 4 * kQueryTiles * kSplits;
   // What the producer publishes to the consumers about a tile, together with its Q.
   struct Visible {
-    int num_steps;   // loaded steps: those with a visible key, and num_unseen
-    int num_unseen;  // 1: the first loaded step was loaded ahead and has no visible key
+    int num_steps;   // loaded steps: those with a visible key, and num_hidden
+    int num_hidden;  // 1: the first loaded step was loaded ahead, and all of its keys are hidden
     int tail_units;  // 1 or 2: only the first 16 tail_units keys of the last step are visible
     uint32_t rows;   // a bit for each row n that sees a key
   };

@@ -305,11 +305,11 @@ struct ForwardMainloop {
       uint8_t* q = shared.q[q_pipe.index][at.warpgroup / kSplits];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);
       const Visible& seen = shared.visible[q_pipe.index];
-      const int num_unseen = uniform(seen.num_unseen);
-      const int num_steps = uniform(seen.num_steps) - num_unseen;
+      const int num_hidden = uniform(seen.num_hidden);
+      const int num_steps = uniform(seen.num_steps) - num_hidden;
       const Keys keys = Split::keys(num_steps, uniform(seen.tail_units), at);
       const uint32_t rows = seen.rows;
-      release(shared, pipe, num_unseen, at);
+      release(shared, pipe, num_hidden, at);
       const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
       if (exists && (rows >> at.row & 1) != 0) {
         if (Config::kScalesQ && Split::is_first(at)) scale_q(q, args.q_factor, at);

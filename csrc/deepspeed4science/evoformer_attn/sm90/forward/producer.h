@@ -162,9 +162,9 @@ struct ForwardProducer {
       x.rows |= uint32_t(at.row + r < args.N && (mask == nullptr || mask->sees_any[r])) << r;
       if (mask != nullptr) end = max(end, mask->end[r]), sees_first |= mask->sees_first[r];
     }
-    if (num_ahead > 0 && !sees_first) x.num_unseen = 1;
+    if (num_ahead > 0 && !sees_first) x.num_hidden = 1;
     const int width = end - (end - 1) / kKeys * kKeys;
-    if (num_steps - x.num_unseen > 1 && width <= 32) x.tail_units = (width + 15) / 16;
+    if (num_steps - x.num_hidden > 1 && width <= 32) x.tail_units = (width + 15) / 16;
     return x;
   }
 };
