@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed4science import elsewhere_probe, load_probe
+from deepspeed4science import load_probe, no_gpu_probe
 from deepspeed4science.report import OpRow, Why
 from deepspeed4science.torch_probe import TorchAnswer
 
@@ -56,7 +56,7 @@ def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
                 "run it on a machine with an NVIDIA GPU and a PyTorch built for CUDA and that GPU"
             )
             whys = (Why(f"no GPU: {no_gpu}", remedy), *whys)
-        return OpRow(name, device, "not", elsewhere_probe.note(builder), whys)
+        return OpRow(name, device, "not", no_gpu_probe.note(builder), whys)
     broken = load_probe.problems(status.ready)
     ready = status.num_ready - len(broken)
     detail = f"{ready} of {status.num_kernels} kernels compiled"

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspeed4science import below_autograd, flops, registration
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
-from deepspeed4science.once import once
+from deepspeed4science.non_differentiable import non_differentiable
 
 
 def columns(
@@ -82,7 +82,7 @@ def _fake_backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         schema("evoformer_attn_backward_packed", PackedBackwardCall, num_results=2),
         kernels={
             "CompositeExplicitAutograd": _backward,
-            "Autograd": once("evoformer_attn_backward_packed", PackedBackwardCall),
+            "Autograd": non_differentiable("evoformer_attn_backward_packed", PackedBackwardCall),
         },
         fake=_fake_backward,
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed4science import flops, registration
 from deepspeed4science.call import TriangleBackward, TriangleForward, schema
 from deepspeed4science.nn.fused import steps
-from deepspeed4science.once import once
+from deepspeed4science.non_differentiable import non_differentiable
 
 
 def _forward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ def _operator(
 ) -> registration.Operator:
     return registration.Operator(
         schema(name, call, num_results=num_results),
-        kernels={"CompositeExplicitAutograd": function, "Autograd": once(name, call)},
+        kernels={"CompositeExplicitAutograd": function, "Autograd": non_differentiable(name, call)},
         fake=fake,
     )
 

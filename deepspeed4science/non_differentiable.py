@@ -13,7 +13,7 @@ from deepspeed4science.errors import DoubleBackwardError
 from deepspeed4science.operators import recorded
 
 
-def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def non_differentiable(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """The registered operator `name`, with `call`'s arguments; differentiating it is an error."""
 
     def record(*arguments: Any, **named: Any) -> Any:
@@ -21,12 +21,14 @@ def once(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*arguments, **named)
-        return recorded(partial(_Once.apply, operator), operator, call(*arguments, **named))
+        return recorded(
+            partial(_NonDifferentiable.apply, operator), operator, call(*arguments, **named)
+        )
 
     return record
 
 
-class _Once(torch.autograd.Function):
+class _NonDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Any, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
