@@ -139,7 +139,9 @@ def _meant(token: str) -> str:
 
 
 def _illegal(token: str, source: str, hint: str) -> ToolchainError:
-    names = ", ".join(name.title() for name in NAMES if "+" not in name)
+    oldest = parse(DEFAULT)[0]  # older names are read, but refused later: they are no advice
+    served = [name for name, of in NAMES.items() if "+" not in name and parse(of)[0] >= oldest]
+    names = ", ".join(name.title() for name in served)
     return ToolchainError(
         f"{source}: expected architectures such as 8.0, 9.0a, 12.0f or {names}, each with or "
         f"without +PTX, separated by ';' or blanks; got {token!r}" + (f"; {hint}" if hint else "")

@@ -86,7 +86,7 @@ WRONG = [
     Wrong("all", "'all'", "unset it"),
     Wrong("8.6a", "'8.6a'", "write 8.6"),
     Wrong("9.0f", "'9.0f'", "write 9.0"),
-    Wrong("Amper", "'Amper'", "expected architectures such as"),
+    Wrong("Amper", "'Amper'", "expected architectures such as 8.0, 9.0a, 12.0f or Volta, Turing"),
     Wrong("8", "'8'", "expected architectures such as"),
     Wrong("8.0+", "'8.0+'", "expected architectures such as"),
     Wrong("8.0 + PTX", "'+'", "expected architectures such as"),
