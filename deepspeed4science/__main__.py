@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         usage = "\n".join(
             ["usage: python -m deepspeed4science COMMAND [OPTIONS] | --version", "", *lines]
         )
+        if name and not wanted:
+            usage += f"\n\nerror: expected one of these commands, got {name!r}"
         print(usage, file=sys.stdout if wanted else sys.stderr)
         return 0 if wanted else 2
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed4science import probes, report, software_probe, torch_probe
+from deepspeed4science.__main__ import main
 from deepspeed4science.printing import show
 from deepspeed4science.report import CacheRow, CpuRow, GpuRow, OpRow, Report, SoftwareRow, Why
 
@@ -214,3 +215,9 @@ def test_a_shared_cache_that_cannot_be_read_is_told(
         found = probes.Probes()
         probes._cache(found)
         assert any("cannot be read by this user" in one for one in found.warnings) == told
+
+
+def test_a_command_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["biuld"]) == 2
+    usage, _, told = capsys.readouterr().err.rpartition("\n\n")
+    assert "build" in usage and told == "error: expected one of these commands, got 'biuld'\n"
