@@ -44,7 +44,7 @@ def line(client: str) -> str:
     return (
         f"deepspeed4science {__version__} in "
         f"{' '.join(clients.installed(chosen) or (client, '(a clone)'))}: "
-        f"{', '.join(names)} ({chosen.hint})"
+        f"{', '.join(names)}{f' ({chosen.hint})' if chosen.hint else ''}"
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,12 @@ def test_damaged_metadata_are_none(site):
     write(site, {**BOLTZ, "boltz-2.2.1.dist-info/METADATA": "", "boltz/main.py": ""})
     with drop_in.switch("boltz"):
         assert " in boltz (a clone): " in launching.line("boltz")
+
+
+def test_a_model_without_a_hint_has_no_empty_one(monkeypatch):
+    boltz = replace(clients.CLIENTS["boltz"], hint="")
+    monkeypatch.setitem(clients.CLIENTS, "boltz", boltz)
+    assert "()" not in launching.line("boltz")
 
 
 def test_intellifold_on_jax_is_refused(site):
