@@ -14,12 +14,7 @@ from torch import Tensor
 
 from deepspeed4science.bias_advice import BIAS_HELP
 from deepspeed4science.errors import InvalidInputError
-from deepspeed4science.problem import (
-    FLOAT32,
-    ROW_MASK_HELP,
-    SUPPORTED_DTYPES,
-    shape_of,
-)
+from deepspeed4science.problem import ROW_MASK_HELP, SUPPORTED_DTYPES, shape_of
 
 _PROMOTED = (*SUPPORTED_DTYPES, torch.float64)  # others have no common dtype, or an integer
 
@@ -103,11 +98,13 @@ def canonicalise_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
             f"scale: expected a number or None; got {type(scale).__name__}. A tensor, which may "
             "need a gradient, multiplies Q: pass Q * scale * D ** 0.5."
         )
-    if not -FLOAT32.max <= scale <= FLOAT32.max:
+    # Numbers of a module, its finfo's included (PyTorch 2.14), would be symbols to torch.compile.
+    float32 = torch.finfo(torch.float32)
+    if not -float32.max <= scale <= float32.max:
         raise InvalidInputError(
             f"scale: expected a finite number of float32; got {scale}. Check its source."
         )
-    if -FLOAT32.tiny < scale < FLOAT32.tiny:
+    if -float32.tiny < scale < float32.tiny:
         return q * 0.0, 1.0
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 
