@@ -218,6 +218,6 @@ def test_a_shared_cache_that_cannot_be_read_is_told(
 
 
 def test_a_command_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["biuld"]) == 2
+    assert main(["builds"]) == 2
     usage, _, told = capsys.readouterr().err.rpartition("\n\n")
-    assert "build" in usage and told == "error: expected one of these commands, got 'biuld'\n"
+    assert "build" in usage and told == "error: expected one of these commands, got 'builds'\n"
