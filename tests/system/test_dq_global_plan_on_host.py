@@ -12,8 +12,8 @@ H200 = 132
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """plan(kind, B, N, Lq, Lk, H, blocks) -> accumulators, size of one in words of 4 bytes,
-    counters, adds_dbias2, sections of the queries, bytes for the range of dq
+    """plan(kind, B, N, Lq, Lk, H, blocks[, stride of dq]) -> accumulators, size of one in words of
+    4 bytes, counters, adds_dbias2, sections of the queries, bytes for the range of dq
     """
     path = built(tmp_path_factory.mktemp("host"), "dq_global_plan")
 
@@ -52,6 +52,25 @@ NARROW, WIDE, PAIRED = range(3)  # D = 64; D = 128; D = 64 in pairs of rows n
 )
 def test_plan_of(kind, shape, expected, plan):
     assert plan(kind, *shape, H200)[:5] == [int(x) for x in expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "too_many"),
+    [
+        # Heads, of which a block of preprocess has a number each
+        (WIDE, (1, 64, 1024, 1024, 64, H200), (1, 64, 1024, 1024, 65, H200)),
+        # Blocks of keys, of which a block may have a queue of 32
+        (NARROW, (1, 64, 256, 4096, 4, 1), (1, 64, 256, 4097, 4, 1)),
+        # Of sections, a couple of (b, n, h) in a wave of clusters
+        (PAIRED, (1, 256, 1024, 1024, 4, 16), (1, 256, 1024, 1024, 4, 15)),
+        # Delta lies in dq, whose stride is an int there
+        (PAIRED, (1, 48, 768, 768, 16, H200, 2**31 - 1), (1, 48, 768, 768, 16, H200, 2**31)),
+    ],
+    ids=["heads", "blocks-of-keys", "wave", "stride"],
+)
+def test_limits(kind, fits, too_many, plan):
+    assert plan(kind, *fits)[0] > 0
+    assert plan(kind, *too_many)[0] == 0
 
 
 def test_accumulators_fit_where_they_are_and_suffice(plan):

@@ -1,17 +1,18 @@
 // sm90/backward/dq_global_plan.h: `dq_global_plan KIND B N Lq Lk H BLOCKS` prints accumulators, elements of one,
 // counters, whether dbias2 is added to by the same kernel, sections of the queries, and bytes for the range of dq; for
-// D = 64 (KIND = 0), D = 128 (1), or D = 64 in pairs of rows n (2).
+// D = 64 (KIND = 0), D = 128 (1), or D = 64 in pairs of rows n (2). A last number is the stride of dq over Lq.
 #include "sm90/backward/dq_global_plan.h"
 
 #include <cstdio>
 #include <cstdlib>
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   using namespace ds4s::sm90;
   ds4s::BwdParams p{};
   p.B = std::atoll(argv[2]), p.N = std::atoll(argv[3]), p.Lq = std::atoll(argv[4]), p.Lk = std::atoll(argv[5]);
   p.H = std::atoll(argv[6]), p.D = p.Dv = 64;
   const int64_t blocks = std::atoll(argv[7]);
+  p.dq_stride[2] = argc > 8 ? std::atoll(argv[8]) : p.H * p.D;
   const int kind = std::atoi(argv[1]);
   const DqGlobalPlan plan = kind == 1   ? DqGlobalPlan::of<BackwardTiles<128>::DqGlobal, 128>(p, blocks)
                             : kind == 2 ? DqGlobalPlan::of<BackwardTiles<64>::DqGlobalPaired, 64>(p, blocks)
