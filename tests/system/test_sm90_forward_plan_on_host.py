@@ -41,6 +41,10 @@ def plan(tmp_path_factory):
             "kernel=many_rows groups_of_band=12 parts_begun@0 workspace_bytes=256",
         ),
         ((32, 47, 2048, 4, False, 132), "kernel=many_rows workspace_bytes=0"),
+        (
+            (32, 48, 2048, 4, False, 132),
+            "kernel=many_rows groups_of_band=12 workspace_bytes=0",
+        ),
     ],
 )
 def test_plan_of(call, expected, plan):
