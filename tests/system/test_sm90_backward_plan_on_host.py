@@ -290,6 +290,8 @@ def test_pieces_of_the_workspace_are_apart(plan):
             call = {"B": 1, "H": 4, "D": 32, **square(1028)}
         if step == 4:
             call = {"B": 1, "N": 1, "Lq": 70, "Lk": 70, "H": 1, "D": 128}
+        if step == 5:  # 63 rows n and their number fill 256 bytes
+            call = {"B": 1, "H": 4, "D": 32, "N": 63, "Lq": 70, "Lk": 70, "bias1": 1}
         found = plan(**call)
         rows, size = call["B"] * call["N"] * call["H"], int(found["workspace_bytes"])
         matrix_rows = call["B"] * call["H"] * call["Lq"]
@@ -300,10 +302,12 @@ def test_pieces_of_the_workspace_are_apart(plan):
         in_section = -(-call["Lq"] // sections) * -(-call["D"] // 64) * 64
         words = -(-call["Lk"] // 512)
         has_bias1 = call.get("bias1", 0)
+        of_do = -(-call["Lq"] * call["H"] // (64 if call["D"] <= 64 else 32))
+        of_keys = -(-(-(-call["Lk"] // 16) * call["H"]) // 128)
         least = {
             "delta": 4 * deltas * call["Lq"],
             "counters": 8 * rows * sections + 12,
-            "dq_range": 4 * rows * (-(-call["Lk"] // 128) + 1),
+            "dq_range": 4 * rows * (of_do + 2 * of_keys + -(-call["Lk"] // 128) + 2),
             "accumulators": 2 * int(found.get("dq_accumulators", 0)) * in_section,
             "key_mask": (12 + 4 * words + 4 * has_bias1) * call["B"] * call["N"] + 4,
             "row_lists": 4 * call["B"] * -(-call["Lk"] // 192) * (call["N"] + 1) + 4,
