@@ -241,6 +241,26 @@ def test_parts_of_the_queries(plan):
         assert "query_parts" not in found and "part_exponents" not in found
 
 
+def test_order_of_tiles(plan):
+    """Heads are outside in large clusters, and in parts whose bias2 and its sums fill the L2 cache:
+    24 MiB, at 6 bytes a score.
+    """
+    for large in (square(2305), {**LONE_ROW, "dbias2": 0}, {"N": 64, "Lq": 1028, "Lk": 1024}):
+        assert plan(**large)["heads"] == "outside", large
+    for other in (square(1534), square(768, H=12), {"N": 64, "Lq": 1024, "Lk": 1024}):
+        assert "heads" not in plan(**other), other
+
+
+def test_when_dbias2_has_its_turn(plan):
+    """After a kernel that computes its delta, or that adds dq up in its memory; else it begins."""
+    wide = {"N": 64, "Lq": 1024, "Lk": 1022, "H": 8, "D": 128}
+    for last in (square(384, deterministic=1), square(2305), wide):
+        assert plan(**last)["dbias2_runs"] == "last", last
+    for first in (square(766), square(1534), square(384, dq=0)):
+        found = plan(**first)
+        assert found["dbias2"].endswith("_dbias2") and "dbias2_runs" not in found, first
+
+
 def test_slices(plan):
     """The device chooses them where it knows more than the host: what masks leave visible."""
     assert plan(**square(384, dq=0))["slices"] == "8"

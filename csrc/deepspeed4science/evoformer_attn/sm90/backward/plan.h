@@ -365,8 +365,12 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (delta_with_dq) text.add("computes_delta", "with_dq");
   if (rounds_dbias2) text.add("dbias2", "rounded_with_dkdv");
   if (query_parts > 1) text.add("query_parts", query_parts);
+  if (heads_outside) text.add("heads", "outside");
   if (dq_global.adds_dbias2 || pairs_rows) text.add("dbias2", "added_with_dkdv");
-  if (dbias2 != Kernel::kNone) text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
+  if (dbias2 != Kernel::kNone) {
+    if (dbias2_is_last) text.add("dbias2_runs", "last");
+    text.add(device_chooses_slices ? "most_slices" : "slices", num_slices);
+  }
   if (partitions_rows) text.add("equal_tiles", "partitioned");
   if (preprocess_finds_keys) text.add("visible_keys", "found_in_preprocess");
   if (early_blocks > 0) text.add("early_preprocess_blocks", early_blocks);
