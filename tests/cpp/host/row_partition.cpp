@@ -54,4 +54,10 @@ int main(int, char** argv) {
     const RowPartition partition(tiles, rows, 66);
     std::printf("%d %d %d\n", tiles, rows, most_work(partition, tiles, rows, 66));
   }
+  // On both sides of each limit of suits(): rows n of a column, rounds, rows n.
+  for (const auto& [tiles, rows] : {std::pair{1, 66 * 15 + 1}, std::pair{1, 66 * 15}, std::pair{4 * 66 - 1, 384},
+                                    std::pair{4 * 66, 384}, std::pair{24, 1 << 16}, std::pair{24, (1 << 16) + 1}}) {
+    std::printf("%d", RowPartition(tiles, rows, 66).suits());
+  }
+  std::printf("\n");
 }
