@@ -134,6 +134,10 @@ def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
     assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "2")
     values, _ = plan(**shape(1, 256, 1024, 4, 64), **ada)
     assert (values["dkdv_stages"], values["dbias2_stages"]) == ("2", "1")
+    two_blocks = 2 * (96392 + 1024)  # with what the system keeps of each
+    for num_bytes in (two_blocks, two_blocks - 1):
+        values, _ = plan(**shape(1, 384, 384, 4), multiprocessor_bytes=num_bytes)
+        assert ("fused" in values) == (num_bytes == two_blocks)
 
 
 def test_the_transpose_of_bias2_lies_in_dbias2_only_where_it_fits(plan):
@@ -159,6 +163,31 @@ def test_bias2_with_odd_or_distant_rows_is_copied(plan):
     call = shape(1, 2, 16, 1)
     for row, is_copied in ((16, False), (20, True), (2**31 - 8, False), (2**31, True)):
         assert ("bias2" in plan(**call, bias2_row=row)[1]) == is_copied, row
+    assert "bias2" in plan(**shape(1, 2, 16, 1, Lk=12), bias2_row=16)[1]  # a row's last 8 bytes
+    of_keys = {"dq": 0, "dbias2": 0, "bias2_row": 18}  # only float's statistics read bias2 itself
+    for D in (32, 128):
+        assert ("bias2" in plan(**shape(1, 2, 16, 1, D), **of_keys)[1]) == (D == 128), D
+
+
+def test_dbias1_alone_reads_the_transpose_of_bias2(plan):
+    call = shape(1, 2, 16, 1) | {"dq": 0, "dk": 0, "dv": 0, "dbias2": 0}
+    for dbias1 in (0, 1):
+        assert ("bias2_t" in plan(**call, dbias1=dbias1)[1]) == bool(dbias1)
+
+
+def test_tiles_of_all_batches_and_heads_count_for_slices(plan):
+    of_one, of_four, of_batches = (
+        plan(**shape(B, 384, 384, H), deterministic=1)[0]["slices"]
+        for B, H in ((1, 1), (1, 4), (4, 1))
+    )
+    assert of_one != of_four == of_batches
+
+
+def test_keys_that_are_only_a_part_of_all_may_be_one(plan):
+    """Gradients of a row n that sees one key are 0 in all; there is no list of such rows n."""
+    call = shape(1, 64, 128, 4)
+    whole, part = (plan(**call, partial_keys=partial)[1] for partial in (0, 1))
+    assert whole["progress"] - part["progress"] == 4 * 64
 
 
 def test_bias2_is_copied_once_for_all_heads_and_batches(plan):

@@ -46,7 +46,7 @@ ds4s::BwdParams call() {
   p.bias2_stride[3] = 1, p.bias2_stride[2] = number("bias2_row", p.Lk), p.bias2_stride[1] = p.Lq * p.Lk;
   p.bias2_stride[0] = p.H * p.bias2_stride[1];
   if (number("one_bias2", 0)) p.bias2_stride[0] = p.bias2_stride[1] = 0;
-  p.deterministic = int32_t(number("deterministic", 0));
+  p.deterministic = int32_t(number("deterministic", 0)), p.partial_keys = int32_t(number("partial_keys", 0));
   return p;
 }
 
