@@ -127,6 +127,10 @@ BAD = {
         {"biases": lambda b: [None, b[1].expand(2, 4, 2, 9, 9)]},
         "bias2: expected",
     ),
+    "bias2-of-no-rows": (
+        {"biases": lambda b: [None, b[1].expand(2, 1, 2, 9, 9)[:, :0]]},
+        "bias2: expected",
+    ),
     "bias2-wrong-heads": (
         {"biases": lambda b: [None, b[1].repeat(1, 1, 2, 1, 1)]},
         "bias2: expected",
