@@ -95,6 +95,7 @@ def test_lightning_does_not_believe_in_it(site):
         {
             "lightning/fabric/strategies/deepspeed.py": asks,
             "lightning/pytorch/strategies/deepspeed.py": passes_on,
+            "lightning/pytorch/utilities/deepspeed.py": "",  # a release without the variable
         },
     )
     before = importlib.import_module("lightning.fabric.strategies.deepspeed")
@@ -102,6 +103,8 @@ def test_lightning_does_not_believe_in_it(site):
         assert importlib.util.find_spec("deepspeed")
         later = importlib.import_module("lightning.pytorch.strategies.deepspeed")
         assert not before._DEEPSPEED_AVAILABLE and not later._DEEPSPEED_AVAILABLE
+        other = importlib.import_module("lightning.pytorch.utilities.deepspeed")
+        assert not hasattr(other, "_DEEPSPEED_AVAILABLE")
     assert type(before._DEEPSPEED_AVAILABLE).__name__ == "Asked"
     assert type(later._DEEPSPEED_AVAILABLE).__name__ == "Asked"
 
@@ -148,12 +151,24 @@ def test_cuequivariance(site, installed):
         assert triangle.triangle_attention is not deepspeed4science.triangle_attention
 
 
+def test_of_cuequivariance_with_kernels_attention_alone_is_replaced(site):
+    own = "def triangle_attention(): ...\ndef triangle_multiplicative_update(): ...\n"
+    files = {"cuequivariance_torch/primitives/triangle.py": own}
+    write(site, {**files, "cuequivariance_ops_torch/x.py": ""})
+    with drop_in.use_as_cuequivariance():
+        triangle = importlib.import_module("cuequivariance_torch.primitives.triangle")
+        assert triangle.triangle_attention is deepspeed4science.triangle_attention
+        assert triangle.triangle_multiplicative_update.__module__ == triangle.__name__
+
+
 def test_what_models_import_beside_cuequivariances_functions():
     with drop_in.use_as_cuequivariance():
         from cuequivariance_ops_torch import init_triton_cache
+        from cuequivariance_ops_torch.triangle_attention import CUEQ_TRIATTN_FALLBACK_THRESHOLD
         from cuequivariance_torch import TriMulPrecision, mask_to_kv_lengths
 
         assert init_triton_cache() is None and TriMulPrecision.IEEE == 3
+        assert CUEQ_TRIATTN_FALLBACK_THRESHOLD == 0  # this op serves every length
         assert mask_to_kv_lengths(torch.ones(2, 1, 1, 4)).tolist() == [[[[[4]]], [[[4]]]]]
         with pytest.raises(ImportError):  # which models take for "not installed"
             from cuequivariance_torch import attention_pair_bias  # noqa: F401
@@ -266,6 +281,39 @@ def test_cuequivariances_multiplication_is_left_where_its_kernels_are(site):
     with drop_in.switch("boltz"):
         module = importlib.import_module("boltz.model.layers.triangular_mult")
         assert module.kernel_triangular_mult(1, 2, 3) == "its own"
+
+
+def test_cuequivariance_without_kernels_has_no_multiplication(site):
+    write(site, {**BOLTZ, "cuequivariance_torch/x.py": ""})
+    with drop_in.switch("boltz"):
+        module = importlib.import_module("boltz.model.layers.triangular_mult")
+        ours = deepspeed4science.triangle_multiplicative_update
+        assert module.kernel_triangular_mult is ours
+
+
+def test_flags_of_a_model_say_that_its_kernels_are_installed(site):
+    where = "openfold3.core.model.primitives.attention"
+    names = clients.CLIENTS["openfold3"].functions[where]
+    own = "".join(f"def {name}(): ...\n" for name in names) + "TRITON_AVAILABLE = False\n"
+    place = f"{where.replace('.', '/')}.py"
+    write(site, {place: f"{own}TritonEvoformer = None\n"})
+    with drop_in.switch("openfold3"):
+        module = importlib.import_module(where)
+        assert module.TRITON_AVAILABLE is module.TritonEvoformer is True
+    assert module.TRITON_AVAILABLE is False and module.TritonEvoformer is None
+    del sys.modules[where]
+    write(site, {place: f"{own}# another\n"})
+    with drop_in.switch("openfold3"), pytest.raises(DropInError, match="expected TritonEvoformer"):
+        importlib.import_module(where)
+
+
+def test_the_installed_console_script_decides_what_runs(site):
+    scripts = "[console_scripts]\nboltz = boltz.elsewhere:command\n"
+    about = "boltz-2.2.1.dist-info/entry_points.txt"
+    write(site, {**BOLTZ, about: scripts, "boltz/elsewhere.py": "def command(): return 7\n"})
+    with pytest.raises(SystemExit) as ended:
+        launching.run("boltz")
+    assert ended.value.code == 7
 
 
 def test_a_function_that_is_gone_is_told(site):
