@@ -33,7 +33,7 @@ def advice(name: str, shape: Sequence[int], B: int, N: int, H: int, Lq: int, Lk:
     if name == "bias1":
         if last[2] == H != Lk:
             return _HEADS_FIRST
-        if last == [B, N, Lk] or (B == 1 and last == [1, N, Lk]):
+        if last == [B, N, Lk]:
             return "A mask [B, N, L] is passed as mask[:, :, None, None, :]"
         if lead == [1, 1] and last == [1, B, Lk]:
             return "A mask [B, L] is passed as mask[:, None, None, None, :]"
