@@ -45,8 +45,9 @@ def test_sandbox_that_refuses_the_affinity_mask(system, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.sched_getaffinity", refuse)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert resources.cores() == 8
+    for count, cores in ((8, 8), (None, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda count=count: count)
+        assert resources.cores() == cores
 
 
 def test_version_2_group_and_its_parents(system):
