@@ -69,6 +69,17 @@ def test_cache_root(monkeypatch, variables, expected):
     assert paths.cache_root() == Path(expected)
 
 
+def test_a_cache_that_is_written_is_no_readonly_one(monkeypatch, tmp_path):
+    """In these, kernels of other compilers count as well."""
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "DS4S_CACHE_DIR", "DS4S_CACHE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths.cache_root().mkdir(parents=True)
+    assert paths.readonly_roots() == ()
+    monkeypatch.setattr(paths, "_may_write", lambda folder: False)
+    assert paths.readonly_roots() == (tmp_path / ".cache" / "deepspeed4science",)
+
+
 def test_relative_cache_does_not_follow_the_working_directory_later(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS4S_CACHE_DIR", "kernels")
