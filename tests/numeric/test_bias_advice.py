@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed4science import DS4Sci_EvoformerAttention
+from deepspeed4science.bias_advice import advice
 from deepspeed4science.errors import InvalidInputError
 
 LOOKS = {
@@ -41,3 +42,15 @@ def test_heads_before_lengths_are_told(name):
     biases = [of_keys, None] if name == "bias1" else [None, of_pairs]
     with pytest.raises(InvalidInputError, match=rf"{name}: .* heads before lengths: pass q\.tr"):
         DS4Sci_EvoformerAttention(q, q, q, biases)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sizes", "told"),
+    [
+        ("bias1", (5, 1, 1, 1, 9), (2, 3, 9, 9, 9), "bias1 (first) is the key mask"),
+        ("bias2", (1, 3, 4, 9, 9), (3, 3, 4, 9, 9), "make each n a batch"),
+    ],
+    ids=["as many heads as keys", "as many batches as rows n"],
+)
+def test_a_size_that_may_be_either_is_no_sign(name, shape, sizes, told):
+    assert told in advice(name, shape, *sizes)
