@@ -200,6 +200,23 @@ def test_one_unfit_tensor_makes_it_sm80s_with_a_reason(hopper):
     assert row.name == "sm80_fwd_bf16_d32_both_unaligned"
 
 
+def test_what_sm80_reads_in_pieces_of_16_bytes(hopper, monkeypatch):
+    """Strides count over each dimension; of channels that are copied, those of the copy."""
+    monkeypatch.setenv("DS4S_CUDA_FAMILY", "sm80")
+    odd_heads = torch.empty(1, 3, 40, 2, 36, dtype=torch.bfloat16)[..., :32]  # rows of 144 bytes
+    channels_first = torch.empty(1, 3, 32, 2, 41, dtype=torch.bfloat16)[..., 1:].transpose(2, 4)
+    for k, ending in ((tensor(), ""), (odd_heads, "un"), (channels_first, "")):
+        name = kernel("fwd", tensor(), k, tensor()).name
+        assert name == f"sm80_fwd_bf16_d32_both_{ending}aligned"
+
+
+def test_the_wider_of_both_head_dimensions_counts(hopper):
+    """Also after a call that is like it but for the values' channels."""
+    for Dv, tier in ((32, 32), (64, 64), (16, 32)):
+        row = kernel("fwd", *[tensor()] * 3, problem=PROBLEM._replace(Dv=Dv))
+        assert row.head_dim == tier
+
+
 def test_to_choose_says_nothing_and_loads_nothing(hopper, caplog, monkeypatch):
     """A query is no call; what is done with its answer tells the reason."""
     monkeypatch.setenv("DS4S_VERBOSE", "1")
