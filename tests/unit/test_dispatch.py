@@ -401,6 +401,15 @@ def test_a_gradient_that_tma_cannot_read_is_copied(make, launched):
     assert given.stride(-1) == 1 and tma_obstacle(given) == ""
 
 
+def test_a_result_that_tma_cannot_read_is_copied(launched):
+    """O as a caller of the operator may have it, such as vmap, which expands it."""
+    o = tensor()[:, :1].normal_().expand(1, 3, 40, 2, 32)
+    q, backend = tensor(), choose(PROBLEM, "bwd", [tensor() for _ in range(5)]).backend
+    call = BackwardCall(q, q, q, q, o, torch.empty(1, 3, 2, 40), None, None, [True] * 5)
+    given = backend.prepare(PROBLEM, call)
+    assert tma_obstacle(given.o) == "" and torch.equal(given.o, o) and given.do_ is q
+
+
 def test_other_gradients_are_not_copied(launched):
     heads_first = torch.randn(1, 3, 2, 40, 32).bfloat16().transpose(2, 3)
     for do_ in (tensor(), heads_first):
