@@ -410,6 +410,17 @@ def test_command_exists(bare_machine: Path) -> None:
     assert not command_exists("not-executable")
 
 
+def test_an_empty_part_of_path_is_not_the_current_folder(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that lies beside a user's data is not run because PATH ends with a colon."""
+    fakes.program(bare_machine / "elsewhere" / "something", "#!/bin/sh\n")
+    monkeypatch.chdir(bare_machine / "elsewhere")
+    for path in (f"{bare_machine}/bin:", f":{bare_machine}/bin", "::"):
+        monkeypatch.setenv("PATH", path)
+        assert not command_exists("something"), path
+
+
 def test_a_relative_folder_on_path_gives_an_absolute_program(
     bare_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
