@@ -216,7 +216,10 @@ def test_mha_without_a_gate(kind):
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", ["wrapped", "forward", "hook", "pre-hook", "backward hook"])
+CHANGES = ["wrapped", "forward", "hook", "pre-hook", "backward hook", "backward pre-hook"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_kernels_that_know_weights_only_leave_it_to_the_modules(change):
     layer, _, _ = layer_and_input(nn.TriangleAttentionStartingNode)
     names = [f"mha.{name}" for name in MAPS] + ["linear_z", "layer_norm"]
@@ -232,8 +235,10 @@ def test_kernels_that_know_weights_only_leave_it_to_the_modules(change):
             part.register_forward_hook(print)
         elif change == "pre-hook":
             part.register_forward_pre_hook(print)
-        else:
+        elif change == "backward hook":
             part.register_full_backward_hook(print)
+        else:
+            part.register_full_backward_pre_hook(print)
         assert [is_plain(one) for one in _parts(layer)].count(False) == 1
 
 
