@@ -85,14 +85,14 @@ def test_masks_of_numbers_and_lengths_and_four_dimensions():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["not", "each row n", "all rows n alike"])
 def test_auxiliary_results(device, masked):
     q, k, v, bias, mask = inputs(device=device)
-    mask = mask if masked else None
+    mask = {"not": None, "each row n": mask, "all rows n alike": mask[:, 2:3]}[masked]
     q.requires_grad_()
     o, lse, largest = triangle_attention(q, k, v, bias, mask, return_aux=True)
     scores = torch.einsum("bnhqd,bnhkd->bnhqk", q.double(), k.double()) / math.sqrt(D) + bias
-    if masked:
+    if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     for result, expected in ((lse, scores.logsumexp(-1)), (largest, scores.amax(-1))):
         assert result.dtype == torch.float32 and not result.requires_grad
