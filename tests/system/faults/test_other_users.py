@@ -4,10 +4,11 @@ import os
 import shutil
 import socket
 import stat
+from types import SimpleNamespace
 
 import pytest
 
-from op_builder.system import files
+from op_builder.system import files, ownership
 
 from .people import NOBODY
 
@@ -115,6 +116,28 @@ def test_group_that_a_folder_was_made_for(his, nobody):
     for place in his.cache.rglob("*"):
         os.chown(place, OTHER, NOBODY)
     assert his.run().origin == "cache"
+
+
+def test_group_that_somebody_else_made_a_folder_for(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs the right to give files away")
+    (tmp_path / "units").mkdir(mode=0o770)
+    for place in (tmp_path / "units", tmp_path):
+        os.chown(place, OTHER, NOBODY)
+        os.chmod(place, 0o2770)
+    assert f"{tmp_path} belongs to user {OTHER}" in ownership.doubt_about(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("members", "is_own"), [([], True), (["me"], True), (["me", "you"], False)]
+)
+def test_own_group_has_one_member(members, is_own, monkeypatch):
+    user = SimpleNamespace(pw_gid=77, pw_name="me")
+    group = SimpleNamespace(gr_name="me", gr_mem=members)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: user)
+    monkeypatch.setattr("grp.getgrgid", lambda gid: group)
+    assert ownership._is_own_group.__wrapped__(77) == is_own
+    assert not ownership._is_own_group.__wrapped__(78)
 
 
 @pytest.mark.parametrize(
