@@ -1,6 +1,7 @@
 """Answers on disk: whole or absent, never in the way."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_answers_of_a_readonly_cache_are_used(cache, tmp_path, monkeypatch):
     assert memo.remember("kind", "other", lambda: 2) == 2
 
 
+def test_answers_that_others_may_write_are_not_read(cache, tmp_path, monkeypatch):
+    """They name programs that are then run."""
+    memo.remember("kind", "key", lambda: 1)
+    memo.export(tmp_path / "image")
+    (tmp_path / "image").chmod(0o777)
+    monkeypatch.setenv("DS4S_CACHE_PATH", str(tmp_path / "image"))
+    monkeypatch.setenv("DS4S_CACHE_DIR", "/dev/null/nowhere")
+    new_process(monkeypatch)
+    assert memo.known("kind", "key") is None
+
+
 def test_failure_is_not_remembered():
     with pytest.raises(ZeroDivisionError):
         memo.remember("kind", "key", lambda: 1 // 0)
@@ -101,3 +113,6 @@ def test_stamp_changes_with_the_file(tmp_path):
     program.write_text("three")
     assert len({missing, first, memo.file_stamp(program)}) == 3
     assert through != memo.file_stamp(link), "behind a link, too"
+    same_size = memo.file_stamp(program)
+    os.utime(program, (0, 0))  # written in place
+    assert memo.file_stamp(program) != same_size
