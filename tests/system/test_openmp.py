@@ -1,5 +1,6 @@
 """One OpenMP runtime in the process: torch's where torch is, the system's elsewhere."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from op_builder.toolchain import openmp
 
 from .toys import REPOSITORY, Workshop
 
@@ -96,3 +99,12 @@ def test_one_thread_in_a_forked_child(workshop):
     """libgomp's threads do not survive a fork; a parallel region in the child would hang."""
     answers = run(workshop)
     assert (answers["threads"], answers["threads_in_child"]) == (8, 1)
+
+
+def test_torchs_runtime_comes_before_another_librarys(monkeypatch):
+    """scikit-learn, for one, brings a libgomp that no thread of torch uses."""
+    others = "/site/scikit_learn.libs/libgomp-a34b3233.so.1.0.0"
+    torchs = "/site/torch/lib/libgomp.so.1"
+    maps = "".join(f"7f00-7f01 r-xp 0 08:01 1 {path}\n" for path in (others, torchs, "/x/libc.so"))
+    monkeypatch.setattr(openmp, "open", lambda *_: io.BytesIO(maps.encode()), raising=False)
+    assert openmp.present() == [torchs, others]
