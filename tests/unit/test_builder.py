@@ -1,13 +1,16 @@
 """The builders' contract, with nothing compiled."""
 
+import contextlib
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import op_builder
 from op_builder import ALL_OPS, CPUOpBuilder, EvoformerAttnCPUBuilder, OpBuilder, offered
-from op_builder.errors import BuildError
+from op_builder.build import jit
+from op_builder.errors import BuildError, UnfitToolkitError
 from op_builder.ops import prebuild
 from op_builder.ops.instantiations import CPU_KERNELS, CpuKernel
 from op_builder.toolchain import cpu_isa, host_compiler
@@ -137,6 +140,43 @@ def test_requested(monkeypatch, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert {builder.NAME for builder in prebuild.requested()} == expected
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What the builder asks of the loader: (names, skip_prebuilt); `unfit`: how often it fails."""
+    asked = SimpleNamespace(calls=[], unfit=0)
+
+    def load(jobs, *, verbose, skip_prebuilt):
+        asked.calls.append(([job.name for job in jobs], skip_prebuilt))
+        if len(asked.calls) <= asked.unfit:
+            raise UnfitToolkitError("such a toolkit")
+        return [f"{job.name}, loaded" for job in jobs]
+
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(op_builder.ops.builder, "_ready", {})
+    return asked
+
+
+def test_jit_load_passes_over_what_was_compiled_at_install(loads):
+    """Unless it is loaded already."""
+    builder = EvoformerAttnCPUBuilder()
+    one, other = CpuKernel("fwd", "fp32", "portable"), CpuKernel("bwd", "fp32", "portable")
+    assert builder.load(kernels=[one]).kernel(one) == f"{one.name}, loaded"
+    both = builder.jit_load(kernels=[other, one])
+    assert [both.kernel(kernel) for kernel in (one, other)] == [
+        f"{kernel.name}, loaded" for kernel in (one, other)
+    ]
+    assert loads.calls == [([one.name], False), ([other.name], True)]
+
+
+@pytest.mark.parametrize("unfit", [4, 5])
+def test_four_toolkits_may_turn_out_to_be_unfit(unfit, loads):
+    loads.unfit = unfit
+    builder, kernel = EvoformerAttnCPUBuilder(), CpuKernel("fwd", "fp32", "portable")
+    with contextlib.nullcontext() if unfit == 4 else pytest.raises(UnfitToolkitError):
+        builder.load(kernels=[kernel])
+    assert len(loads.calls) == 5
 
 
 def test_functions_on_tensors_come_from_who_knows_tensors(monkeypatch):
