@@ -167,7 +167,10 @@ def test_what_models_import_beside_cuequivariances_functions():
         from cuequivariance_ops_torch.triangle_attention import CUEQ_TRIATTN_FALLBACK_THRESHOLD
         from cuequivariance_torch import TriMulPrecision, mask_to_kv_lengths
 
-        assert init_triton_cache() is None and TriMulPrecision.IEEE == 3
+        assert init_triton_cache() is None
+        names = ["NONE", "DEFAULT", "TF32", "TF32x3", "IEEE"]
+        assert list(TriMulPrecision.__members__) == names
+        assert list(TriMulPrecision) == [-1, 0, 1, 2, 3]
         assert CUEQ_TRIATTN_FALLBACK_THRESHOLD == 0  # this op serves every length
         assert mask_to_kv_lengths(torch.ones(2, 1, 1, 4)).tolist() == [[[[[4]]], [[[4]]]]]
         with pytest.raises(ImportError):  # which models take for "not installed"
