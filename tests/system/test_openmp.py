@@ -108,3 +108,20 @@ def test_torchs_runtime_comes_before_another_librarys(monkeypatch):
     maps = "".join(f"7f00-7f01 r-xp 0 08:01 1 {path}\n" for path in (others, torchs, "/x/libc.so"))
     monkeypatch.setattr(openmp, "open", lambda *_: io.BytesIO(maps.encode()), raising=False)
     assert openmp.present() == [torchs, others]
+
+
+def test_a_runtime_whose_file_was_replaced_leaves_the_next_one(monkeypatch):
+    """As by an upgrade below a running process: the file cannot be opened as what is mapped."""
+    opened = []
+
+    def open_library(path, mode):
+        if path == "/replaced":
+            raise OSError("not loaded")
+        opened.append(path)
+
+    monkeypatch.setattr(openmp, "_opened", [])
+    monkeypatch.setattr(openmp, "present", lambda: ["/replaced", "/mapped"])
+    monkeypatch.setattr("ctypes.CDLL", open_library)
+    openmp.provide()
+    openmp.provide()
+    assert opened == ["/mapped"]
