@@ -179,11 +179,7 @@ int backward(const BwdParams& p) {
   using E = typename EngineFor<scalar_t, Isa, kBackwardKeys>::type;
   if (const int status = E::prepare(); status != 0) return status;
 
-  if (p.B * p.N * p.H == 0) {  // nothing to sum
-    for (int64_t i = 0; p.dbias1 != nullptr && i < p.B * p.N * p.Lk; ++i) p.dbias1[i] = 0.0f;
-    for (int64_t i = 0; p.dbias2 != nullptr && i < p.B * p.H * p.Lq * p.Lk; ++i) p.dbias2[i] = 0.0f;
-    return 0;
-  }
+  if (p.B * p.N * p.H == 0) return 0;
   if (p.partial_keys == 0 && has_few_scores<scalar_t>(p)) return run_few_scores<FewScoresBackward>(p);
 
   CpuBackwardPlan plan(p, E::kQueries);
