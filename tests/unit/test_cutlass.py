@@ -76,6 +76,8 @@ def test_order_package_conda_system(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cutlass.find_cutlass().version == "4.2.3"
     fakes.cutlass(tmp_path / "local", "4.2.2")
     assert cutlass.find_cutlass().version == "4.2.2"
+    fakes.cutlass(tmp_path / "prefix" / "include", "4.3.0")
+    assert cutlass.find_cutlass().version == "4.3.0"  # of an environment that is not activated
     fakes.cutlass(tmp_path / "conda" / "include", "4.2.1")
     monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
     assert cutlass.find_cutlass().version == "4.2.1"
