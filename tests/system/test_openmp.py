@@ -125,3 +125,11 @@ def test_a_runtime_whose_file_was_replaced_leaves_the_next_one(monkeypatch):
     openmp.provide()
     openmp.provide()
     assert opened == ["/mapped"]
+
+
+def test_a_child_forked_before_any_library_may_use_threads(monkeypatch):
+    monkeypatch.setattr(openmp, "_forked", False)
+    for opened, threads in (([], 8), ([None], 1)):
+        monkeypatch.setattr(openmp, "_opened", opened)
+        openmp._after_fork()
+        assert openmp.threads(8) == threads
