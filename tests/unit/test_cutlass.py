@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -69,6 +70,14 @@ def test_an_unfit_cutlass_path_gives_way_to_the_package(
     else:
         assert found.reason.startswith(reason)
         assert found.remedy.startswith("pip install --no-deps nvidia-cutlass==")
+
+
+def test_a_module_without_a_spec_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cutlass_library", ModuleType("cutlass_library"))
+    fakes.cutlass(tmp_path / "usr", "4.2.3")
+    assert cutlass.find_cutlass().version == "4.2.3"
 
 
 def test_order_package_conda_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
