@@ -119,8 +119,10 @@ def test_a_row_that_nobody_reads_has_no_tiles(program):
         (3, 2, (1, 1), (1, 3, 1, 0, 1)),  # two groups for one of three threads
         (3, 2, (1, 0.45), (0, 3, 1, 0, 1)),  # which are half as long
         (1, 4, (0.4, 1), (0, 1, 0)),  # nobody to share with
+        (10, 3, (1, 1, 1), (0, 9, 1, 0, 1, 2)),  # a tenth thread would have no group
+        (2, 16, (1, 0.4), (0, 2, 0)),  # so many groups are even without a count
     ],
-    ids=["two", "ragged-16", "even-16", "even-3", "ragged-3", "one"],
+    ids=["two", "ragged-16", "even-16", "even-3", "ragged-3", "one", "nine-groups", "many-groups"],
 )
 def test_ragged_batches_are_shared_out(threads, heads, shares, expected, program):
     """Whether threads share groups, how many, whether rows were counted, the order of batches."""
