@@ -50,6 +50,7 @@ def test_merged_parts_are_the_whole(device, dtype):
     _, whole_lse = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], return_lse=True)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
     assert o.dtype == torch.float32 and (o[0, 1] == 0).all()
+    assert o.is_contiguous()  # the dimensions of lse have another order
     inputs.needs = (False,) * 5
     eager, reference = (run(evoformer_attention, inputs, one) for one in (dtype, torch.float64))
     ulp = torch.finfo(dtype).eps + LSE_ULPS
