@@ -22,7 +22,7 @@ from op_builder.ops.instantiations import (
     head_dim_tier,
 )
 from op_builder.ops.presets import Row
-from op_builder.toolchain import arch, cutlass, gpu, nvcc_targets, toolkits
+from op_builder.toolchain import arch, cutlass, gpu, host_compiler, nvcc_targets, toolkits
 from op_builder.toolchain.nvcc_targets import Targets
 from op_builder.toolchain.tool import Tool
 
@@ -153,7 +153,14 @@ def test_a_list_below_all_templates_is_refused(no_gpu, nvcc, monkeypatch):
 
 @pytest.mark.parametrize(
     ("requested", "target"),
-    [("", "8.0"), ("8.0", "8.0"), ("8.0;9.0", "8.0"), ("7.5+PTX", "7.5+PTX"), ("9.0", "")],
+    [
+        ("", "8.0"),
+        ("8.0", "8.0"),
+        ("8.0;9.0", "8.0"),
+        ("7.5+PTX", "7.5+PTX"),
+        ("7.0+PTX;7.5+PTX", "8.0"),  # the device's own where several would run
+        ("9.0", ""),
+    ],
 )
 def test_without_nvcc_a_list_that_a_device_cannot_run_is_refused(
     requested, target, nvcc, monkeypatch
@@ -165,6 +172,27 @@ def test_without_nvcc_a_list_that_a_device_cannot_run_is_refused(
     else:
         with pytest.raises(ToolchainError, match=r"add 8\.0 to TORCH_CUDA_ARCH_LIST, or unset it"):
             BUILDER.arch_for((8, 0))
+
+
+def test_what_decides_the_code_of_a_kernel_is_in_its_key(nvcc, monkeypatch):
+    """Both compilers, and the variables that they read by themselves."""
+    tools = [Tool(name, Path("/x"), ok=True, identity=f"{name} 1") for name in ("nvcc", "c++")]
+    monkeypatch.setattr(toolkits, "find_nvcc", lambda *_, **__: tools[0])
+    monkeypatch.setattr(host_compiler, "find_host_compiler", lambda: tools[1])
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "--use_fast_math")
+    (job,) = BUILDER.jobs([CudaKernel("sm80", "fwd", "bf16", 32, "both", True, "8.0")])
+    assert {
+        ("compiler", "nvcc 1"),
+        ("host compiler", "c++ 1"),
+        ("NVCC_APPEND_FLAGS", "--use_fast_math"),
+    } <= set(job.identity)
+
+
+def test_a_gpu_that_no_kernel_serves_leaves_the_others_theirs(nvcc):
+    gpus = gpu.Gpus((gpu.Gpu("old", (6, 1)), gpu.Gpu("new", (8, 0)), gpu.Gpu("same", (8, 0))))
+    assert [str(one) for one in EvoformerAttnBuilder(gpus).archs_here()] == ["8.0"]
+    with pytest.raises(ToolchainError, match=r"6\.1"):
+        EvoformerAttnBuilder(gpu.Gpus(gpus.found[:1])).archs_here()
 
 
 def test_no_code_of_a_lower_family_stands_in(nvcc):
