@@ -1,5 +1,6 @@
 """Where Hopper's backward of wide heads sums dq up, compiled for the host: it needs no GPU."""
 
+import itertools
 import random
 import subprocess
 
@@ -13,7 +14,8 @@ H200 = 132
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """plan(kind, B, N, Lq, Lk, H, blocks[, stride of dq]) -> accumulators, size of one in words of
-    4 bytes, counters, adds_dbias2, sections of the queries, bytes for the range of dq
+    4 bytes, counters, adds_dbias2, sections of the queries, bytes for the range of dq, log2 of
+    twice the scale, ends of the pieces of that range
     """
     path = built(tmp_path_factory.mktemp("host"), "dq_global_plan")
 
@@ -83,7 +85,7 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
         H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
         blocks = pick.choice((14, 114, H200))
         shape = (kind, B, N, Lq, Lk, H, blocks)
-        accumulators, size, counters, adds, sections, in_range = plan(*shape)
+        accumulators, size, counters, adds, sections, in_range, bound, *ends = plan(*shape)
         rows = N + N % 2 if kind == PAIRED else N
         pairs, elements, under_way = B * rows * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
         seen.add((bool(accumulators), bool(adds), sections > 1))
@@ -97,8 +99,9 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
                 -(-(-(-Lk // 16) * H) // 128),
             )
             # Of a head: blocks' maxima, an exponent, each block's largest sum, and one number.
-            of_head = of_do + 2 * of_keys + 1 + -(-Lk // 128) + 1
-            assert in_range == 4 * B * N * H * of_head, (seed, shape)
+            of_head = (of_do, 2 * of_keys, 1, -(-Lk // 128), 1)
+            pieces = [4 * B * N * H * end for end in itertools.accumulate(of_head)]
+            assert [*ends, in_range] == pieces and bound == -1, (seed, shape)
             assert kind != PAIRED or accumulators >= 2, (seed, shape)
         if sections > 1:  # a couple of (b, n, h) in a wave of clusters
             assert kind == PAIRED and under_way >= 2, (seed, shape)

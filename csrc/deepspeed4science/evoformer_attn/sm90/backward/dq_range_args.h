@@ -32,8 +32,7 @@ struct DqRangeArgs {
     args.do_blocks = int32_t(ceil_div(p.Lq * p.H, preprocess_rows(head_dim)));
     args.key_blocks = int32_t(ceil_div(ceil_div(p.Lk, kKeysApart) * p.H, kKeyRows));
     args.num_key_blocks = args.rows * args.key_blocks;
-    const double bound = std::log2(2. * std::fabs(p.scale));
-    args.bound = int32_t(std::ceil(std::fmax(bound, -126.)));  // scale may be 0
+    args.bound = int32_t(std::ceil(std::log2(2. * p.scale)));
     return args;
   }
   int64_t bytes() const { return 4 * num_heads() * (do_blocks + 2 * key_blocks + 1 + writers + 1); }
