@@ -132,6 +132,9 @@ def test_depfile(tmp_path):
     hashes = Hashes()
     for header in headers:
         assert hashes.of(header.path((include,))) == header.sha256
+    (include / "a.h").unlink()  # since it was read
+    gone = headers_from_depfile(text, build, replace(JOB, include_dirs=(include,)))
+    assert [header.name for header in gone if not header.sha256] == ["a.h"]
 
 
 def test_hash_of_what_is_not_there():
