@@ -44,6 +44,19 @@ def test_log_goes_elsewhere_when_the_cache_is_readonly(tmp_path):
     log.unlink()
 
 
+def test_log_goes_elsewhere_when_others_may_write_the_cache(tmp_path):
+    tmp_path.chmod(0o777)
+    text = message("x: error: y", tmp_path)
+    log = Path(text.partition("log: ")[2].splitlines()[0])
+    assert not log.is_relative_to(tmp_path) and list(tmp_path.iterdir()) == []
+    log.unlink()
+
+
+def test_a_long_line_is_cut(tmp_path):
+    text = message(f"unit.cpp:7:3: error: {'x' * 100_000}", tmp_path)
+    assert max(map(len, text.splitlines())) < 600
+
+
 @pytest.mark.parametrize(
     ("log", "hint"),
     [
