@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from op_builder.cache.lock import Failure, Holder, UnitLock
+from op_builder.cache.lock import Failure, Holder, UnitLock, _held
 
 FAILURE = Failure("compiling toy failed", ("/usr/bin/c++", "/src/csrc"), 17.5)
 
@@ -22,6 +22,14 @@ def test_a_holder_is_told(lock):
     assert isinstance(holder, Holder)
     assert str(holder) == f"process {holder.pid} on {holder.host}"
     assert lock.previous is None
+
+
+def test_a_forked_child_closes_what_is_held_and_no_more(lock):
+    """Of a released lock, the descriptor's number may be another file's by now."""
+    handle = lock._handle
+    assert handle in _held
+    lock.release()
+    assert handle not in _held
 
 
 def test_a_failure_is_left_for_the_next(lock, tmp_path):
