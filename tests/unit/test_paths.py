@@ -129,6 +129,7 @@ def _somebody_elses(folder):
 def test_a_temporary_folder_that_somebody_else_prepared_is_not_used(no_home, prepare):
     """What is loaded from it would be his code: then there is no folder, and nothing is kept."""
     prepare(no_home)
+    assert "compiled kernels cannot be kept: set DS4S_CACHE_DIR" in paths.cache_note()
     with pytest.raises(NotADirectoryError):
         paths.cache_root().mkdir(parents=True)
 
