@@ -228,6 +228,22 @@ def test_the_backward_operator_takes_results_of_the_forward(name, change):
         )
 
 
+def test_the_backward_operator_takes_lse_of_any_strides():
+    """Kernels have no strides of it. With partial_keys, P follows from it alone."""
+    inputs = Case("backward", N=2, Lq=70, Lk=40, H=3, D=8).inputs(torch.float32, "cpu")
+    operators = torch.ops.deepspeed4science
+    o, lse = operators.evoformer_attn(*inputs.tensors(), True)
+    found = [
+        operators.evoformer_attn_backward(
+            *(torch.ones_like(o), *inputs.tensors()[:3], o, one),
+            *(inputs.bias1, inputs.bias2, [True] * 5),
+            partial_keys=True,
+        )
+        for one in (lse, lse.mT.contiguous().mT)
+    ]
+    assert all(map(torch.equal, *found))
+
+
 def test_inputs_are_not_written():
     inputs = CASE.inputs(torch.float32, "cpu")
     saved = [t.clone() for t in inputs.tensors()]
