@@ -1,9 +1,13 @@
 """The progress bar's line: what it says at any width, and what it expects."""
 
+import json
+
 import pytest
 
 from op_builder.build import progress, resources
 from op_builder.build.progress import Bar, ShownUnit
+from op_builder.cache.cache import last_seconds
+from op_builder.cache.key import LAYOUT
 from op_builder.ops.instantiations import HEAD_DIM_TIERS, CpuKernel, CudaKernel
 
 LONG = "sm80_bwd_bf16_d128_bias2_unaligned for 8.0"
@@ -75,3 +79,18 @@ def test_each_kernel_has_its_usual_time():
 def test_width_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress.sys, "stderr", None)
     assert progress._columns() == 80
+
+
+def test_the_last_compilation_says_how_long_the_next_one_takes(tmp_path):
+    """Of several entries of a name the newest one; a longer name is another kernel's."""
+    meta = {"layout": LAYOUT, "sha256": "", "machine": 62, "size": 1, "flags": [], "glibc": [2, 4]}
+    meta |= {"identity": [], "headers": []}
+    entries = (("toy", 5, 1.0), ("toy", 9, 2.0), ("toy", 7, 3.0), ("toy-2", 10, 4.0))
+    for name, when, seconds in entries:
+        folder = tmp_path / "units" / f"{name}-{when}"
+        folder.mkdir(parents=True)
+        created = {"time": when, "host": "", "compiler": ""}
+        own = {"name": name, "seconds": seconds, "created": created}
+        (folder / "meta.json").write_text(json.dumps(meta | own))
+    assert last_seconds(tmp_path, "toy") == 2.0
+    assert last_seconds(tmp_path, "toy-3") is None
