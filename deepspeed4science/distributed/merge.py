@@ -49,5 +49,5 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 def _part(o: Tensor, lse: Tensor, other: Tensor) -> Tensor:
     weight = torch.where(lse == -math.inf, 0.0, (lse - other).sigmoid())
     weight = weight.transpose(-1, -2)[..., None]
-    # 0 times NaN is NaN. The first factor decides the order of dimensions in memory.
+    # 0 times NaN is NaN. masked_fill's result is contiguous, whatever the order of the weights.
     return (o * weight).masked_fill(weight == 0, 0.0)
