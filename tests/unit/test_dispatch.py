@@ -324,6 +324,21 @@ def test_rows_of_dbias2_are_padded_unless_the_kernel_refuses(refuses, launched, 
     assert PreparedBackward(choice, problem)(call)[4].stride()[3:] == (39, 1)
 
 
+def test_gradients_of_broadcast_biases_are_summed_before_they_are_rounded(hopper, monkeypatch):
+    """A kernel that rounds writes to memory of the bias's own shape, which has less room."""
+    found = []
+    monkeypatch.setattr(implementation, "PreparedBackward", lambda *_, rounds: found.append(rounds))
+    monkeypatch.setattr(implementation, "describe", lambda call: PROBLEM)
+    bias1, bias2 = (
+        torch.empty(shape).bfloat16() for shape in ((1, 3, 1, 1, 40), (1, 1, 2, 40, 40))
+    )
+    for one, two in ((bias1, bias2), (bias1[:, :1], bias2), (bias1, bias2[:, :, :1])):
+        results = tensor(), torch.empty(1, 3, 2, 40)
+        call = BackwardCall(tensor(), *[tensor()] * 3, *results, one, two, [True] * 5)
+        implementation.prepare_backward(call, rounds=True)
+    assert found == [True, False, False]
+
+
 def test_threads_agree_on_the_rows_of_dbias2(launched, monkeypatch):
     """The kernel refuses padded rows to one thread, while another one has allocated some."""
     stride_at = params.BWD.offsets()["dbias2_stride"]
