@@ -1,11 +1,14 @@
 """Keys and headers, without a compiler (with one: tests/system/test_content_key.py)."""
 
 import os
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from op_builder.build.ninja_run import NinjaRun
 from op_builder.cache.key import (
     SYSTEM,
     CompileJob,
@@ -152,3 +155,15 @@ def test_a_header_changed_behind_its_time_has_a_new_hash(tmp_path):
         header.write_text("2")
         os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert Hashes().of(str(header)) != first
+
+
+def test_a_header_that_is_written_while_it_is_read(tmp_path, monkeypatch):
+    """Not one whose time is in the future: it is a file server's, whose clock is another."""
+    header = tmp_path / "a.h"
+    run = NinjaRun(tmp_path, [], Path("ninja"))
+    run._began_ns = time.time_ns() - 10**9
+    header.touch()
+    changed = partial(run._changed, JOB, [Header(SYSTEM, str(header), "its hash")])
+    assert changed() == str(header)
+    monkeypatch.setattr("time.time_ns", lambda: run._began_ns)
+    assert changed() == ""
