@@ -1,13 +1,17 @@
 """The progress bar's line: what it says at any width, and what it expects."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from op_builder.build import progress, resources
+from op_builder.build.build import Unit
 from op_builder.build.progress import Bar, ShownUnit
+from op_builder.build.wait import _Watched
 from op_builder.cache.cache import last_seconds
-from op_builder.cache.key import LAYOUT
+from op_builder.cache.key import LAYOUT, CompileJob
 from op_builder.ops.instantiations import HEAD_DIM_TIERS, CpuKernel, CudaKernel
 
 LONG = "sm80_bwd_bf16_d128_bias2_unaligned for 8.0"
@@ -94,3 +98,18 @@ def test_the_last_compilation_says_how_long_the_next_one_takes(tmp_path):
         (folder / "meta.json").write_text(json.dumps(meta | own))
     assert last_seconds(tmp_path, "toy") == 2.0
     assert last_seconds(tmp_path, "toy-3") is None
+
+
+def test_a_compiler_that_takes_long_is_told_of_ever_more_rarely(tmp_path, monkeypatch):
+    told = []
+    display = SimpleNamespace(note=told.append)
+    unit = Unit(CompileJob("toy", "", ".cpp", Path("c++"), (), (), (), ()))
+    unit.begun_file = tmp_path / "begun"
+    watched = _Watched(unit, display)
+    unit.begun_file.touch()
+    for now in (0, 179, 181, 182, 361, 363, 700, 727):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        watched.tell_delay()
+    assert [line.partition(" (")[0] for line in told] == [
+        f"still compiling toy after {seconds} s" for seconds in (181, 363, 727)
+    ]
