@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -239,3 +240,13 @@ def test_without_options_it_is_what_an_install_compiles(monkeypatch, capsys):
     kernels = chosen(monkeypatch)
     assert len(kernels) == 12
     assert {k.dtype for k in kernels} == set(presets.INSTALL_DTYPES)
+
+
+def test_kernels_that_could_not_be_kept_are_an_error(monkeypatch, tmp_path, capsys):
+    """They served this process alone, whose end is near."""
+    monkeypatch.setenv("DS4S_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = SimpleNamespace(name="one", path=tmp_path / "ds4s-build-x" / "one.so")
+    monkeypatch.setattr(build_command.jit, "load", lambda jobs, *, verbose: [kernel])
+    assert build_command.main(["--cpu", "--direction", "fwd"]) == 1
+    told = capsys.readouterr().err
+    assert f"1 of 1 kernels could not be kept in {tmp_path}/cache: one; name a folder" in told
