@@ -184,9 +184,7 @@ def _beside(
             f"{list(tensor.shape)} on {tensor.device_mesh}. Leading dimensions of size 1 may be "
             "missing in tensors, but not in DTensors: unsqueeze it."
         )
-    # A bias2 is broadcast along N, also where N is 1, of which some processes have no row.
-    num_axes = lead - 1 if name == "bias2" and tensor.shape[lead - 1] == 1 else lead
-    return beside(tensor, x, {dim: dim for dim in range(num_axes)}, kept)
+    return beside(tensor, x, {dim: dim for dim in range(lead)}, kept)
 
 
 def apply_locally(module: Callable[[Tensor], Tensor], x: Any) -> Any:
