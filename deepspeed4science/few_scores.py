@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed4science.call import BackwardCall, Call, ForwardCall, Gradients
-from deepspeed4science.problem import Problem
+from deepspeed4science.problem import Problem, mask_threshold
 
 MOST_SCORES = 4096
 
@@ -79,7 +79,7 @@ class _Mask:
             shifted = torch.zeros(shape, dtype=torch.float64, device=p.device)
             hidden = torch.zeros(shape, dtype=torch.bool, device=p.device)
         else:
-            threshold = 1e4 if bias1.dtype == torch.float16 else 1e8
+            threshold = mask_threshold(bias1)
             bias1 = bias1.double().expand(shape)
             below = torch.where(bias1 < math.inf, bias1, -math.inf)  # -inf in place of NaN, too
             largest = below.amax(-1, keepdim=True)

@@ -18,13 +18,17 @@ from deepspeed4science.errors import InvalidInputError
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SUPPORTED_DTYPES = tuple(DTYPE_NAMES)
 
-# torch.compile takes its attributes for constants; numbers of a module it takes for symbols.
-FLOAT32 = torch.finfo(torch.float32)
+_FLOAT32 = torch.finfo(torch.float32)
 
 ROW_MASK_HELP = (
     "row_mask says which rows n of Q are read, one boolean for each, broadcastable to [B, N]; "
     "a mask of keys is bias1"
 )
+
+
+def mask_threshold(bias1: Tensor) -> float:
+    """By how much less than the largest bias1 of its row n a number hides its key, math.md (6a)."""
+    return 1e4 if bias1.dtype == torch.float16 else 1e8
 
 
 class Problem(NamedTuple):
@@ -111,7 +115,7 @@ def describe(call: Call) -> Problem:
         _check_result("dO", call.do_, (B, N, Lq, H, Dv), dtype, device)
         _check_result("O", call.o, (B, N, Lq, H, Dv), dtype, device)
         _check_result("lse", call.lse, (B, N, H, Lq), torch.float32, device)
-    if scale is not None and not FLOAT32.tiny <= scale <= FLOAT32.max:
+    if scale is not None and not _FLOAT32.tiny <= scale <= _FLOAT32.max:
         raise InvalidInputError(
             f"scale: the operators take a positive normal number of float32; got {scale}. "
             "DS4Sci_EvoformerAttention takes zero and negative ones, too."

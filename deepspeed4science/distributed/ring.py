@@ -30,7 +30,7 @@ from deepspeed4science.distributed.placements import (
 from deepspeed4science.distributed.sharding import AXES
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.operators import backward_op, forward_op
-from deepspeed4science.problem import describe
+from deepspeed4science.problem import describe, mask_threshold
 
 # The axes that other dimensions of the mesh may shard.
 _OTHER_AXES = [axis for name, axis in AXES.items() if name != "Lq"]
@@ -224,8 +224,7 @@ def _hide(bias1: Tensor, shift: Tensor) -> Tensor:
     operator that gets a part of the keys, all of them hidden, would take them for visible. Hopper's
     backward would then find that dq is 0 everywhere, and compute it again (dq_range.h).
     """
-    threshold = 1e4 if bias1.dtype == torch.float16 else 1e8
-    hidden = (bias1 <= shift - threshold) & (bias1 != shift)
+    hidden = (bias1 <= shift - mask_threshold(bias1)) & (bias1 != shift)
     return bias1.masked_fill(hidden, -math.inf)
 
 

@@ -16,29 +16,27 @@ class Sm90Backward {
     BackwardFacts device;
     const bool known = fits(p) && Kernels::query(device) == cudaSuccess;
     if (!known) return 0;
-    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>);
+    const Sm90BackwardPlan plan = plan_of(p, device);
     return plan.takes_dbias2_rows(p) ? plan.workspace_bytes : -1;
   }
   // Whether rounded_dbias2 needs no float32 sums besides what the plan reserves.
   static bool rounds_dbias2(const BwdParams& p) {
     BackwardFacts device;
-    return fits(p) && Kernels::query(device) == cudaSuccess &&
-           make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>).has_own_dbias2();
+    return fits(p) && Kernels::query(device) == cudaSuccess && plan_of(p, device).has_own_dbias2();
   }
   static int run(const BwdParams& p, cudaStream_t stream) {
     if (p.B * p.N * p.H == 0) return cudaSuccess;
     if (!fits(p)) return cudaErrorInvalidValue;
     BackwardFacts device;
     if (cudaError_t error = Kernels::query(device); error != cudaSuccess) return error;
-    const Sm90BackwardPlan plan = make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>);
+    const Sm90BackwardPlan plan = plan_of(p, device);
     if (!plan.takes_dbias2_rows(p)) return cudaErrorInvalidValue;
     if (plan.workspace_bytes > 0 && p.workspace == nullptr) return cudaErrorInvalidValue;
     return Sm90Backward(p, plan, device, stream).launch_all();
   }
   static void print_plan(const BwdParams& p, PlanText& text) {
     BackwardFacts device;
-    if (fits(p) && Kernels::query(device) == cudaSuccess)
-      make_plan<kHeadDim, kHasBias2>(p, device, std::is_same_v<scalar_t, cutlass::half_t>).print(text);
+    if (fits(p) && Kernels::query(device) == cudaSuccess) plan_of(p, device).print(text);
   }
 
  private:
@@ -48,6 +46,9 @@ class Sm90Backward {
   Sm90Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
       : p_(p), plan_(plan), device_(device), fill_(p, plan), launches_(stream) {}
 
+  static Sm90BackwardPlan plan_of(const BwdParams& p, const BackwardFacts& device) {
+    return make_plan<kHeadDim, kHasBias2>(p, device, /*is_float16=*/std::is_same_v<scalar_t, cutlass::half_t>);
+  }
   static bool fits(const BwdParams& p) {
     constexpr int64_t kLimit = int64_t(1) << 31;
     const int64_t longest = p.Lq > p.Lk ? p.Lq : p.Lk;
@@ -169,8 +170,7 @@ class Sm90Backward {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       const DqRangeArgs range = fill_.dq_range(kHeadDim);
       launches_.start_overlapping(find_wrong_dq<scalar_t>, ceil_div(range.num_heads(), kPrepareThreads),
-                                  kPrepareThreads, 0,
-                                  /*cluster=*/1, range);
+                                  kPrepareThreads, 0, /*cluster=*/1, range);
       launches_.start_overlapping(recompute_dq<scalar_t, kHeadDim>, num_postprocess_blocks(device_),
                                   kPostprocessThreads, 0, /*cluster=*/1, fill_.postprocess(), range);
     }

@@ -1,5 +1,5 @@
 // The first kernel of the Hopper backward: delta of each query, math.md (9), unless kernel_dq_dkdv computes it; lists
-// of rows n; and zeros where the other kernels add.
+// of rows n; zeros where the other kernels add; and maxima of dO, K and V for the range of dq (dq_range.h).
 #pragma once
 
 #include "common/preprocess.h"
@@ -51,11 +51,12 @@ struct PreprocessArgs {
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
-// keys. The others set their part of the zeros and compute delta of their queries.
+// keys. Where dq is added up in L2, the next blocks find maxima of K and V. The others set their part of the zeros and
+// compute delta of their queries.
 //
-// The first num_early of these store zeros and, for delta, load O and dO before they wait for find_visible_keys. The
-// kernels before that one have ended: each of its blocks waits for them, and only then lets this kernel start. Every
-// block here waits before it ends, so that a kernel that waits for this one finds the mask complete.
+// The first num_early of these others store zeros and, for delta, load O and dO before they wait for find_visible_keys.
+// The kernels before that one have ended: each of its blocks waits for them, and only then lets this kernel start.
+// Every block here waits before it ends, so that a kernel that waits for this one finds the mask complete.
 template <typename Config, bool kFindsVisibleKeys>
 __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
     preprocess(const __grid_constant__ PreprocessArgs args) {
