@@ -64,12 +64,58 @@ struct PrepareRows {
   // Rows are pairs of a query and a head, heads innermost; the next row is found without a division.
   struct Row {
     uint32_t q, h;
+    CUTLASS_DEVICE Row() : q(0), h(0) {}
     CUTLASS_DEVICE Row(uint32_t index, uint32_t H) : q(index / H), h(index - q * H) {}
-    CUTLASS_DEVICE void advance(const Row& step, uint32_t H) {
+    // Returns whether the row is at the next query but step.q.
+    CUTLASS_DEVICE bool advance(const Row& step, uint32_t H) {
       q += step.q, h += step.h;
-      if (h >= H) h -= H, ++q;
+      if (h < H) return false;
+      h -= H, ++q;
+      return true;
     }
   };
+
+  // This lane's share of a row of a matrix, from row to row.
+  class RowShare {
+   public:
+    CUTLASS_DEVICE RowShare(const void* matrix, const int64_t (&stride)[4], int64_t b, int64_t n, const Row& row,
+                            const Row& step, uint32_t H)
+        : at_(element<const scalar_t>(matrix, stride, b, n, row.q, row.h) + first_element()),
+          step_(step.q * stride[2] + step.h * stride[3]),
+          next_query_(stride[2] - H * stride[3]) {}
+    // 0 unless the row exists.
+    CUTLASS_DEVICE Share load(int count) const { return load_share<Config>(at_, count - first_element(), 0); }
+    // next_query: what Row::advance has returned.
+    CUTLASS_DEVICE void advance(bool next_query) { at_ += step_ + (next_query ? next_query_ : 0); }
+
+   private:
+    CUTLASS_DEVICE static int first_element() { return int(threadIdx.x) % kGroup * Share::kElements; }
+    const scalar_t* at_;
+    const int64_t step_, next_query_;
+  };
+
+  // Sums over a group's lanes, of kRowsPerGroup rows at once: each lane ends with the sums of kRowsPerLane rows, from
+  // row first_of_lane() on. Groups of more than kRowsPerGroup lanes have each sum kCopies times.
+  static constexpr int kRowsPerLane = kGroup < kRowsPerGroup ? kRowsPerGroup / kGroup : 1;
+  static constexpr int kCopies = kGroup * kRowsPerLane / kRowsPerGroup;
+  CUTLASS_DEVICE static int first_of_lane() { return int(threadIdx.x) % kGroup / kCopies * kRowsPerLane; }
+  CUTLASS_DEVICE static void reduce_rows(float (&x)[kRowsPerGroup]) {
+    int rows = kRowsPerGroup;
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = kGroup / 2; mask > 0; mask /= 2) {
+      if (rows == 1) {
+        x[0] += ptx::shfl_xor(x[0], mask);
+        continue;
+      }
+      rows /= 2;
+      const bool upper = (threadIdx.x & mask) != 0;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < rows; ++i) {
+        const float kept = upper ? x[rows + i] : x[i], given = upper ? x[i] : x[rows + i];
+        x[i] = kept + ptx::shfl_xor(given, mask);
+      }
+    }
+  }
 
   struct Ignore {
     CUTLASS_DEVICE void operator()(const Share&, uint32_t) const {}
@@ -86,45 +132,49 @@ struct PrepareRows {
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
     int64_t bn = block / blocks, b = uint32_t(bn) / uint32_t(p.N), n = bn - b * p.N;
-    uint32_t first = (block - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup;
-    int lane = threadIdx.x % kGroup;
-    Row row(first, H);
-    const Row step(kRowsAtOnce, H);
+    const Row first((block - uint32_t(bn) * blocks) * kRowsPerBlock + threadIdx.x / kGroup, H), step(kRowsAtOnce, H);
     bool unseen = !kLooks && !early && args.mask.sees_nothing_now(bn);
 
     Share o[kRowsPerGroup], do_[kRowsPerGroup];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
-      int count = row.q < p.Lq && !unseen ? int(p.Dv) : 0;
-      o[i] = load_share<Config>(element<const scalar_t>(p.o, p.o_stride, b, n, row.q, row.h), count, lane);
-      do_[i] = load_share<Config>(element<const scalar_t>(p.do_, p.do_stride, b, n, row.q, row.h), count, lane);
+    Row of_lane[kRowsPerLane];
+    {
+      Row row = first;
+      RowShare of_o(p.o, p.o_stride, b, n, row, step, H), of_do(p.do_, p.do_stride, b, n, row, step, H);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsPerGroup; ++i) {
+        const int count = row.q < p.Lq && !unseen ? int(p.Dv) : 0;
+        o[i] = of_o.load(count), do_[i] = of_do.load(count);
+        if (i / kRowsPerLane == first_of_lane() / kRowsPerLane) of_lane[i % kRowsPerLane] = row;
+        const bool next_query = row.advance(step, H);
+        of_o.advance(next_query), of_do.advance(next_query);
+      }
     }
     if constexpr (kLooks) unseen = sees_nothing<scalar_t, kPrepareThreads>(p, b, n);  // while those loads are in flight
     if (early) {
       ptx::wait_for_kernel_before();
       unseen = args.mask.sees_nothing_now(bn);
     }
-    row = Row(first, H);
-    bool looks = false;  // whether a delta is 0: O of a query that sees nothing is 0, so its lse must be looked at
+    float delta[kRowsPerGroup];
+    Row row = first;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
-      float delta = reduce(dot_share<Config>(o[i], do_[i]));
+      delta[i] = dot_share<Config>(o[i], do_[i]);
       if (!unseen) visit(do_[i], row.h);
-      if ((kLooks || early) && unseen) delta = 0.f;
-      if (row.q < p.Lq && lane == 0) store(args, negative_delta, bn, b, n, row, delta);
-      looks |= !(fabsf(delta) > 0.f);
     }
-    if (looks && !unseen) raise_if_hidden(p, bn, Row(first, H), step, flag);
+    reduce_rows(delta);
+    if (threadIdx.x % kCopies != 0) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const Row& mine = of_lane[i];
+      if (mine.q >= p.Lq) continue;
+      store(args, negative_delta, bn, b, n, mine, unseen ? 0.f : delta[i]);
+      // O of a query that sees nothing is 0, so where delta is 0, its lse must be looked at.
+      if (unseen || fabsf(delta[i]) > 0.f) continue;
+      if (p.lse[(bn * p.H + mine.h) * p.Lq + mine.q] == -infinity()) flag.raise();
+    }
   }
 
  private:
-  CUTLASS_DEVICE static void raise_if_hidden(const BwdParams& p, int64_t bn, Row row, const Row& step,
-                                             PostprocessFlag flag) {
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, uint32_t(p.H))) {
-      if (row.q < p.Lq && p.lse[(bn * p.H + row.h) * p.Lq + row.q] == -infinity()) flag.raise();
-    }
-  }
   CUTLASS_DEVICE static void store(const BackwardInputs& args, float* negative_delta, int64_t bn, int64_t b, int64_t n,
                                    const Row& row, float delta) {
     if (negative_delta) {

@@ -24,9 +24,11 @@ struct Zeros {
 
   CUTLASS_DEVICE void store(int64_t thread, int64_t num_threads) const {
     if (reinterpret_cast<uintptr_t>(ptr) % 16 != 0) {
-      for (int64_t i = thread; i < count; i += num_threads) ptr[i] = 0.f;
+      CUTLASS_PRAGMA_NO_UNROLL  // most threads have one element, if any
+          for (int64_t i = thread; i < count; i += num_threads) ptr[i] = 0.f;
       return;
     }
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t i = thread; i < count / 4; i += num_threads) {
       reinterpret_cast<float4*>(ptr)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
