@@ -8,11 +8,18 @@
 
 namespace ds4s {
 
+// A row's sum as a share of its elements' size; 0 where an element is NaN or infinite, or all are 0.
+CUTLASS_DEVICE float excess_share(float sum, float size) {
+  const float share = sum / size;
+  return fabsf(share) <= 1.f ? share : 0.f;
+}
+
 template <typename scalar_t>
 class Dbias2Rows {
  public:
-  CUTLASS_DEVICE explicit Dbias2Rows(const BwdParams& p, int64_t stride)
-      : p_(p), stride_(stride), lane_(int(threadIdx.x) % 32) {}
+  // add_up: rows add up to 0 already.
+  CUTLASS_DEVICE Dbias2Rows(const BwdParams& p, int64_t stride, bool add_up = false)
+      : p_(p), stride_(stride), add_up_(add_up), lane_(int(threadIdx.x) % 32) {}
 
   // row: of [B, H, Lq].
   CUTLASS_DEVICE void finish(int64_t row) const {
@@ -42,7 +49,7 @@ class Dbias2Rows {
                               : nullptr;
     const int64_t count = p_.Lk / kWidth;
     // One row n: kernels store dbias2, and another pass over it would take a fifth of their time.
-    const bool corrects = p_.N > 1 && p_.partial_keys == 0;
+    const bool corrects = !add_up_ && p_.N > 1 && p_.partial_keys == 0;
     if (!corrects && rounded == nullptr) return;
 
     Sums held[kAtOnce];
@@ -94,16 +101,15 @@ class Dbias2Rows {
     return {{__int_as_float(of.x), __int_as_float(of.y)}};
   }
 
-  // The row's sum as a share of its elements' size; 0 where an element is NaN or infinite, or all are 0.
   CUTLASS_DEVICE static float share(float sum, float size) {
     CUTLASS_PRAGMA_UNROLL
     for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shfl_xor(sum, mask), size += ptx::shfl_xor(size, mask);
-    const float share = sum / size;
-    return fabsf(share) <= 1.f ? share : 0.f;
+    return excess_share(sum, size);
   }
 
   const BwdParams& p_;
   const int64_t stride_;
+  const bool add_up_;
   const int lane_;
 };
 

@@ -29,6 +29,7 @@ struct PostprocessArgs {
   const float2* negative_delta;
   PostprocessFlag flag;
   int64_t dbias2_stride;  // from one row of p.dbias2 to the next
+  bool dbias2_adds_up;    // each row to 0, before anything is repaired
 };
 
 // kPostprocessBlocks on each multiprocessor, resident at once, so that the loads of 12 warps are in flight. Above D =
@@ -92,7 +93,7 @@ class Postprocess {
     const BwdParams& p = args.p;
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
     const int64_t num_threads = int64_t(gridDim.x) * kPostprocessThreads;
-    const Dbias2Rows<scalar_t> rows(p, args.dbias2_stride);
+    const Dbias2Rows<scalar_t> rows(p, args.dbias2_stride, args.dbias2_adds_up);
     for (int64_t x = thread / 32; p.dbias2 && x < p.B * p.H * p.Lq; x += num_threads / 32) rows.finish(x);
     round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, num_threads);
   }

@@ -4,10 +4,11 @@
 // Four registers of a warpgroup's lanes hold a unit of dS^T, 8 queries by 64 keys: eight rows of 64 elements in dbias2.
 // Until the kernel ends, these rows hold the unit in the order of the accumulators, two rows for each warp, so that a
 // warp adds to 2 x 256 bytes without exchanging data. Afterwards `order_dbias2` moves the elements into row-major
-// order. Incomplete units, at the last queries and keys, are row-major from the beginning.
+// order and finishes the rows. Incomplete units, at the last queries and keys, are row-major from the beginning.
 #pragma once
 
 #include "common/atomic_add.h"
+#include "common/dbias2_rows.h"
 #include "sm90/backward/args.h"
 #include "sm90/mma/pipeline.h"
 
@@ -77,33 +78,132 @@ struct Dbias2Global {
   }
 };
 
-// Units of a block of 128 threads of order_dbias2, one after another along the queries.
-constexpr int kOrderUnits = 4;
-static __global__ void __launch_bounds__(128) order_dbias2(const BackwardArgs args) {
-  ptx::wait_for_kernel_before();
-  ptx::let_next_kernel_start();
-  constexpr int kQueries = Dbias2Unit::kQueries;
-  const uint32_t key_units = uint32_t(args.Lk) / Dbias2Unit::kKeys, query_units = uint32_t(args.Lq) / kQueries;
-  const uint32_t query_blocks = (query_units + kOrderUnits - 1) / kOrderUnits;
-  const uint32_t rest = blockIdx.x / key_units, matrix = rest / query_blocks;
-  const int first = int(rest - matrix * query_blocks) * kOrderUnits, count = min(int(query_units) - first, kOrderUnits);
-  const Dbias2Unit unit{args.Lk, int(threadIdx.x) / 32, int(threadIdx.x) % 32};
-  float* dst = args.dbias2_global + (int64_t(matrix) * args.Lq + first * kQueries) * args.Lk +
-               (blockIdx.x - rest * key_units) * Dbias2Unit::kKeys;
-  float4 four[kOrderUnits];
-  CUTLASS_PRAGMA_UNROLL
-  for (int u = 0; u < kOrderUnits; ++u) {
-    if (u < count) four[u] = *reinterpret_cast<const float4*>(dst + u * kQueries * unit.pitch + unit.offset());
+// Row-major order for rows of dbias2, which then add up to 0, math.md (16a). A block has eight queries of one matrix,
+// the queries of a row of units, or the last few. It keeps kHeld units in registers, or reads all units twice.
+constexpr int kOrderThreads = 128;
+class OrderedRows {
+  static constexpr int kQueries = Dbias2Unit::kQueries, kKeys = Dbias2Unit::kKeys, kWarps = kOrderThreads / 32;
+  static constexpr int kHeld = 16;
+  using Held = float4[kHeld];
+
+ public:
+  struct Shared {
+    float sum[kWarps][kQueries], size[kWarps][kQueries];
+  };
+
+  CUTLASS_DEVICE OrderedRows(const BackwardArgs& args, bool corrects, Shared& shared, uint32_t block)
+      : corrects_(corrects),
+        shared_(shared),
+        unit_{args.Lk, int(threadIdx.x) / 32, int(threadIdx.x) % 32},
+        Lk_(args.Lk) {
+    const uint32_t blocks = (uint32_t(args.Lq) + kQueries - 1) / kQueries, matrix = block / blocks;
+    const int first = int(block - matrix * blocks) * kQueries;
+    queries_ = min(kQueries, args.Lq - first);
+    units_ = queries_ == kQueries ? args.Lk / kKeys : 0;
+    rows_ = args.dbias2_global + (int64_t(matrix) * args.Lq + first) * args.Lk;
   }
-  __syncthreads();
-  CUTLASS_PRAGMA_UNROLL
-  for (int u = 0; u < kOrderUnits; ++u) {
-    const float x[4] = {four[u].x, four[u].y, four[u].z, four[u].w};
+  CUTLASS_DEVICE void finish() {
+    Held held;
+    const bool keeps = units_ <= kHeld;
+    add_units(held);
+    add_others();
+    __syncthreads();
+    float excess[2];  // of this lane's queries in a unit
     CUTLASS_PRAGMA_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      if (u < count) dst[u * kQueries * unit.pitch + unit.home(e)] = x[e];
+    for (int e = 0; e < 2; ++e) excess[e] = excess_of(unit_.query(e));
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < units_; first += kHeld) {
+      if (!keeps) load(held, first);
+      __syncthreads();  // all of these units have been read
+      store(held, first, excess);
+    }
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int q = 0; q < queries_ && units_ * kKeys < Lk_; ++q) {
+      const float of_query = excess_of(q);
+      float* row = rows_ + int64_t(q) * Lk_;
+      for (int key = units_ * kKeys + int(threadIdx.x); key < Lk_; key += kOrderThreads) {
+        row[key] = without(of_query, row[key]);
+      }
     }
   }
+
+ private:
+  CUTLASS_DEVICE void load(Held& held, int first) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      const bool exists = first + i < units_;
+      held[i] = exists ? *reinterpret_cast<const float4*>(rows_ + (first + i) * kKeys + unit_.offset())
+                       : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+  CUTLASS_DEVICE void store(const Held& held, int first, const float (&excess)[2]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      if (first + i >= units_) break;
+      const float x[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < 4; ++e) rows_[(first + i) * kKeys + unit_.home(e)] = without(excess[e % 2], x[e]);
+    }
+  }
+  // Sums of all units; of each warp.
+  CUTLASS_DEVICE void add_units(Held& held) const {
+    float sum[2] = {}, size[2] = {};
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < units_; first += kHeld) {
+      load(held, first);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kHeld; ++i) {
+        sum[0] += held[i].x + held[i].z, size[0] += fabsf(held[i].x) + fabsf(held[i].z);
+        sum[1] += held[i].y + held[i].w, size[1] += fabsf(held[i].y) + fabsf(held[i].w);
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 4; mask < 32; mask *= 2)
+        sum[e] += ptx::shfl_xor(sum[e], mask), size[e] += ptx::shfl_xor(size[e], mask);
+      if (unit_.lane >= 4) continue;
+      shared_.sum[unit_.warp][unit_.query(e)] = sum[e], shared_.size[unit_.warp][unit_.query(e)] = size[e];
+    }
+    __syncwarp();
+  }
+  // Sums of the keys without a unit, which each warp adds to its own.
+  CUTLASS_DEVICE void add_others() const {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int q = 0; q < queries_ && units_ * kKeys < Lk_; ++q) {
+      const float* row = rows_ + int64_t(q) * Lk_;
+      float sum = 0.f, size = 0.f;
+      for (int key = units_ * kKeys + int(threadIdx.x); key < Lk_; key += kOrderThreads) {
+        sum += row[key], size += fabsf(row[key]);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < 32; mask *= 2) sum += ptx::shfl_xor(sum, mask), size += ptx::shfl_xor(size, mask);
+      if (unit_.lane == 0) shared_.sum[unit_.warp][q] += sum, shared_.size[unit_.warp][q] += size;
+    }
+  }
+  CUTLASS_DEVICE float excess_of(int query) const {
+    float sum = 0.f, size = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int warp = 0; warp < kWarps; ++warp) sum += shared_.sum[warp][query], size += shared_.size[warp][query];
+    return corrects_ ? excess_share(sum, size) : 0.f;
+  }
+  CUTLASS_DEVICE static float without(float excess, float x) {
+    return excess != 0.f ? fmaf(-excess, fabsf(x), x) : x;  // 0 times infinity is NaN
+  }
+
+  const bool corrects_;
+  Shared& shared_;
+  const Dbias2Unit unit_;
+  const int Lk_;
+  float* rows_;
+  int queries_, units_;
+};
+
+static __global__ void __launch_bounds__(kOrderThreads) order_dbias2(const BackwardArgs args, bool corrects) {
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  __shared__ OrderedRows::Shared shared;
+  OrderedRows(args, corrects, shared, blockIdx.x).finish();
 }
 
 }  // namespace ds4s::sm90

@@ -24,6 +24,7 @@ class BackwardFill {
   PostprocessArgs postprocess() const {
     PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
     args.p.dbias2 = dbias2_sums(), args.dbias2_stride = plan_.dbias2_stride;
+    args.dbias2_adds_up = plan_.orders_dbias2();
     return args;
   }
   // To which kernels add or store dbias2, in float32; or null.

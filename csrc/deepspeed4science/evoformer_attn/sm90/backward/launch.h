@@ -116,7 +116,7 @@ class Sm90Backward {
     if (plan_.dbias1_parts >= 0) {
       launches_.sum(p_.dbias1, fill_.template at<const float>(plan_.dbias1_parts), p_.B * p_.N, p_.H, p_.Lk);
     }
-    if (plan_.dq_global.adds_dbias2 && !plan_.pairs_rows) launch_order_dbias2();
+    if (plan_.orders_dbias2()) launch_order_dbias2();
   }
   void launch_queries(bool waits) {
     Kernels::for_each_of_queries([&](Kernel kernel, auto grid) {
@@ -157,11 +157,10 @@ class Sm90Backward {
   }
   void launch_order_dbias2() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
-      const int64_t blocks =
-          ceil_div(p_.Lq / Dbias2Unit::kQueries, kOrderUnits) * (p_.Lk / Dbias2Unit::kKeys) * p_.B * p_.H;
+      const int64_t blocks = ceil_div(p_.Lq, Dbias2Unit::kQueries) * p_.B * p_.H;
       using Config = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       const BackwardArgs args = fill_.template dq_dkdv<Config>(/*waits=*/false);
-      if (blocks > 0) launches_.start_overlapping(order_dbias2, blocks, 128, 0, /*cluster=*/1, args);
+      launches_.start_overlapping(order_dbias2, blocks, kOrderThreads, 0, /*cluster=*/1, args, p_.partial_keys == 0);
     }
   }
 

@@ -99,6 +99,7 @@ struct Sm90BackwardPlan {
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
+  bool orders_dbias2() const { return dq_global.adds_dbias2 && !pairs_rows; }  // dbias2_global.h
   bool dbias2_waits_for_delta() const { return delta_with_dq && dbias2 != Kernel::kNone; }
   // Only kernels for pairs of rows n, and postprocess, take a distance of dbias2's rows other than Lk.
   bool takes_dbias2_rows(const BwdParams& p) const {
