@@ -27,6 +27,7 @@ def plan(tmp_path_factory):
 
 
 NARROW, WIDE, PAIRED = range(3)  # D = 64; D = 128; D = 64 in pairs of rows n
+FLOAT = 10  # more: float16 operands, whose sums are float32
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,9 @@ NARROW, WIDE, PAIRED = range(3)  # D = 64; D = 128; D = 64 in pairs of rows n
         (PAIRED, (1, 48, 768, 768, 16), (70, 768 * 32, 1539, True, 1)),
         (PAIRED, (1, 256, 1024, 1024, 4), (117, 256 * 32, 8195, True, 4)),
         (PAIRED, (1, 400, 1024, 1024, 4), (0, 0, 0, False, 1)),  # room for 40 of 43
+        (FLOAT + WIDE, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1027, True, 1)),
+        (FLOAT + WIDE, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1667, False, 1)),
+        (FLOAT + NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2051, False, 1)),
     ],
     ids=[
         "D128",
@@ -50,6 +54,9 @@ NARROW, WIDE, PAIRED = range(3)  # D = 64; D = 128; D = 64 in pairs of rows n
         "pairs",
         "sections",
         "pairs-of-many-rows",
+        "D128-float16",
+        "D128-many-rows-float16",
+        "D64-float16",
     ],
 )
 def test_plan_of(kind, shape, expected, plan):
@@ -84,13 +91,15 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
         B, N = pick.choice((1, 2)), pick.randint(2, 300)
         H, Lq, Lk = pick.randint(1, 64), pick.randint(1, 2000), pick.randint(1, 2000)
         blocks = pick.choice((14, 114, H200))
-        shape = (kind, B, N, Lq, Lk, H, blocks)
+        sums = pick.choice((0, FLOAT))
+        shape = (sums + kind, B, N, Lq, Lk, H, blocks)
         accumulators, size, counters, adds, sections, in_range, bound, *ends = plan(*shape)
         rows = N + N % 2 if kind == PAIRED else N
         pairs, elements, under_way = B * rows * H, B * H * Lq * Lk, blocks / -(-Lk // 128)
         seen.add((bool(accumulators), bool(adds), sections > 1))
         if accumulators:
-            assert size * sections >= Lq * (128 if kind == WIDE else 64) // 2, (seed, shape)
+            words = Lq * (128 if kind == WIDE else 64) // (1 if sums else 2)
+            assert size * sections >= words, (seed, shape)
             least = 2.5 if sections > 1 else 1.25 if adds else 1.5
             assert accumulators >= min(pairs * sections, least * under_way), (seed, shape)
             assert counters == 2 * pairs * sections + 3, (seed, shape)
@@ -101,7 +110,8 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
             # Of a head: blocks' maxima, an exponent, each block's largest sum, and one number.
             of_head = (of_do, 2 * of_keys, 1, -(-Lk // 128), 1)
             pieces = [4 * B * N * H * end for end in itertools.accumulate(of_head)]
-            assert [*ends, in_range] == pieces and bound == -1, (seed, shape)
+            assert [*ends, in_range] == [*pieces[:-1], 0 if sums else pieces[-1]], (seed, shape)
+            assert bound == -1, (seed, shape)
             assert kind != PAIRED or accumulators >= 2, (seed, shape)
         if sections > 1:  # a couple of (b, n, h) in a wave of clusters
             assert kind == PAIRED and under_way >= 2, (seed, shape)

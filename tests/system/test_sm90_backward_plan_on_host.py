@@ -396,11 +396,13 @@ def test_what_adds_dbias2_needs_16_bytes_and_all_gradients(plan):
         assert not plan(**wide, **{name: 0})["dkdv"].startswith("dq_global")
 
 
-def test_float16_adds_dq_up_over_few_keys(plan):
-    call = {"N": 64, "H": 8, "Lq": 1024, "D": 128}
-    assert plan(**call, Lk=1024, float16=1)["dkdv"] == "dq_global"
-    assert plan(**call, Lk=1025, float16=1)["dq"] == "queries"
-    assert plan(**call, Lk=1028)["dkdv"] == "dq_global"
+def test_float16_operands_have_no_range_of_dq(plan):
+    """Their dq is added up in float32, whose accumulators are twice as large."""
+    call = {"N": 64, "H": 8, "Lq": 1024, "Lk": 1024, "D": 128}
+    of_half, of_float = plan(**call), plan(**call, float16=1)
+    assert of_half["dkdv"] == of_float["dkdv"] == "dq_global"
+    assert "dq_range" in of_half and "dq_range" not in of_float
+    assert int(of_float["dq_accumulators"]) * 2 <= int(of_half["dq_accumulators"]) + 2
 
 
 def test_padded_rows_of_dbias2(plan):

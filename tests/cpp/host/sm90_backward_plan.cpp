@@ -12,8 +12,9 @@
 using namespace ds4s::sm90;
 
 template <int kHeadDim>
-Sm90BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device, bool is_float16) {
-  return p.bias2 ? make_plan<kHeadDim, true>(p, device, is_float16) : make_plan<kHeadDim, false>(p, device, is_float16);
+Sm90BackwardPlan plan_of(const ds4s::BwdParams& p, const BackwardFacts& device, bool half_dq_sums) {
+  return p.bias2 ? make_plan<kHeadDim, true>(p, device, half_dq_sums)
+                 : make_plan<kHeadDim, false>(p, device, half_dq_sums);
 }
 
 int main(int argc, char** argv) {
@@ -55,11 +56,11 @@ int main(int argc, char** argv) {
         Kernel::kPartsPaired, Kernel::kSplitFused, Kernel::kTripleFused, Kernel::kQuadFused, Kernel::kClusterFused}) {
     if (given["no_fused"]) device.resident_blocks[int(kernel)] = 0;
   }
-  const bool is_float16 = given["float16"] != 0;
-  const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device, is_float16)
-                                : p.D <= 48 ? plan_of<48>(p, device, is_float16)
-                                : p.D <= 64 ? plan_of<64>(p, device, is_float16)
-                                            : plan_of<128>(p, device, is_float16);
+  const bool half = !given["float16"];
+  const Sm90BackwardPlan plan = p.D <= 32   ? plan_of<32>(p, device, half)
+                                : p.D <= 48 ? plan_of<48>(p, device, half)
+                                : p.D <= 64 ? plan_of<64>(p, device, half)
+                                            : plan_of<128>(p, device, half);
   char text[1024];
   ds4s::PlanText out(text, sizeof(text));
   plan.print(out);

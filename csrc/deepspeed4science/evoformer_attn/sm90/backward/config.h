@@ -57,9 +57,10 @@ struct DqDkdvConfig {
   static constexpr bool kHasDeltaTerms = kComputesDelta && !kDeltaInMemory;
   static constexpr int kDeltaWarps = kDeltaInMemory ? 1 : sm90::kDeltaWarps;
   static constexpr bool kDenseProducts = kComputesDelta || kPairsRows;
+  static constexpr bool kHalfDqSums = std::is_same_v<scalar_t, cutlass::bfloat16_t>;  // dq_sums.h
   // Writing dq from accumulators takes many.
   static constexpr int kProducerRegisters =
-      kDqInGlobal ? (kHeadDim <= 64 ? 64 : 56) : usual_producer_registers(kWarpgroups);
+      kDqInGlobal ? (kHalfDqSums && kHeadDim <= 64 ? 64 : 56) : usual_producer_registers(kWarpgroups);
   static constexpr int kDqRegisters = 56, kDbias2Registers = 48;
   using Registers = RegisterShares<kWarpgroups, /*kBlocksPerSm=*/1, kProducerRegisters,
                                    kHasDqWarpgroup ? kDqRegisters : 0, kPairsRows ? kDbias2Registers : 0>;
@@ -144,9 +145,9 @@ struct DqDkdvConfig {
   };
   // kDqInGlobal: dS, which one warpgroup stores and all read; and parts of dq between an accumulator and the result.
   struct DqGlobalTiles {
-    static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = 8;
+    static constexpr int kDsStages = kPairsRows ? 3 : 4, kSums = kHalfDqSums ? 8 : 4;
     alignas(1024) uint8_t ds[kDsStages][kTiles][BiasTile::kBytes];
-    uint4 sums[kSums][64 * 16 / 8];
+    uint4 sums[kSums][64 * 16 / (kHalfDqSums ? 8 : 4)];
   };
   struct DqGlobalBarriers {
     EmptyBarrier full[DqGlobalTiles::kDsStages];   // dS of all tiles is stored

@@ -1,5 +1,5 @@
 // dq, math.md (13), in kernel_dq_dkdv where it does not fit into shared memory: every block adds its keys' share to an
-// accumulator, float16 rows that stay in L2, times a factor (dq_range.h). When all blocks of a (b, n, h) have added,
+// accumulator, rows that stay in L2 (dq_sums.h). When all blocks of a (b, n, h) have added,
 // they write dq. Only the (b, n, h) under way have an accumulator, or with kPairsRows the *sections* of their queries
 // under way, of args.section_steps steps each. Without sections, one section is all queries.
 //
@@ -23,9 +23,9 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
 
-#include "common/atomic_add.h"
 #include "sm90/backward/config.h"
 #include "sm90/backward/dq_range.h"
+#include "sm90/backward/dq_sums.h"
 #include "sm90/backward/section_order.h"
 
 namespace ds4s::sm90 {
@@ -42,8 +42,7 @@ struct DqGlobal {
   static constexpr int kBoxes = OwnedTile::kNumBoxes, kParts = kTiles / kBoxes, kQueries = kColumns / kParts;
   static_assert(OwnedTile::kBoxColumns == 64 && kTiles % kBoxes == 0, "a warpgroup multiplies with 64 columns of K");
   using Sum = float[kQueries / 2];
-  // D <= 48: a warp has 16 of 64 columns of dq, and the last warp's do not exist.
-  static constexpr bool kHasAllColumns = Config::kHeadDim == 64 * kBoxes;
+  using Sums = DqSums<Config>;
 
   CUTLASS_DEVICE static void init(typename Config::DqGlobalBarriers& barriers) {
     for (auto& barrier : barriers.full) barrier.init(128 * kTiles);
@@ -65,7 +64,7 @@ struct DqGlobal {
     return args.dq_accumulators + int64_t(accumulator) * args.section_steps * kTiles * kPartVectors;
   }
   // Elements that one warpgroup adds in one step.
-  static constexpr int kPart = 64 * kQueries, kPartVectors = kPart / 8;
+  static constexpr int kPart = 64 * kQueries, kPartVectors = kPart / Sums::kPerVector;
 
   // A consumer's state through the steps of all its tiles.
   struct ConsumerState {
@@ -74,7 +73,7 @@ struct DqGlobal {
     uint32_t section = 0;  // number of sections added
     int steps_left = 0;    // of this section
     uint4* next;           // this lane's first element of the next step
-    float factor;          // of the tile (dq_range.h)
+    float factor;          // of the tile, of float16 sums
     CUTLASS_DEVICE int slot() const { return section % 2; }
   };
 
@@ -142,16 +141,7 @@ struct DqGlobal {
       const int accumulator = begin_section(state, args, shared);
       state.next = address_of(args, accumulator) + at.tile * kPartVectors + 32 * at.warp + at.lane;
     }
-    if (kHasAllColumns || 16 * at.warp < Config::kHeadDim) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kQueries / 2; x += 8) {
-        uint32_t halves[4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int y = 0; y < 4; ++y)
-          halves[y] = ptx::pack<cutlass::half_t>(sum[x + 2 * y] * state.factor, sum[x + 2 * y + 1] * state.factor);
-        atomic_add_halves(state.next + 16 * x, halves);
-      }
-    }
+    if (DqColumns<Config>::has_warp(at.warp)) Sums::add(state.next, sum, state.factor);
     state.next += kTiles * kPartVectors;
     if (--state.steps_left == 0) end_section(state, shared);
   }
@@ -250,7 +240,7 @@ struct DqGlobal {
     }
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
-    uint32_t largest = 0;  // of this tile's sums, as bits of float16
+    typename Sums::Writer writer(args.scale);
     const int lane = threadIdx.x % 32;
     const int num_shares = Config::kPairsRows ? min(args.by_blocks.divisor, args.num_sections) : 1;
     for (Sections<TileReader::kWarp> sections(shared, args); sections.exists(args); sections.advance(shared, args)) {
@@ -262,21 +252,25 @@ struct DqGlobal {
       const int unit = sections.unit(args);
       typename Config::Coordinates at = Config::locate(args, tile);
       const bool exists = !Config::kPairsRows || at.row < args.N;
-      const uint32_t bnh = uint32_t(at.batch * args.N + (exists ? at.row : 0)) * args.H + at.head;
-      const int exponent = args.dq_exponents[bnh];
-      // This block's sections of a (b, n, h) come one after another.
-      const uint32_t slot = bnh * args.by_blocks.divisor + block;  // below 2^32: each has 128 rows of K
+      uint32_t slot = 0;  // of the largest sum that this block has written; below 2^32, since each has 128 rows of K
+      if constexpr (Config::kHalfDqSums) {
+        const uint32_t bnh = uint32_t(at.batch * args.N + (exists ? at.row : 0)) * args.H + at.head;
+        slot = bnh * args.by_blocks.divisor + block;
+        writer.set_scale(DqRange::inverse_factor(args.dq_exponents[bnh]));
+        if (sections.section == share) writer.begin_tile();  // this block's sections of it come one after another
+      }
       const int accumulator = accumulator_of(args, unit);
       if (lane == 0) wait_for(args.dq_progress + unit, args.by_blocks.divisor);
       __syncwarp();
-      if (sections.section == share) largest = 0;
       if (exists) {
-        write(largest, args, shared, address_of(args, accumulator), dq, at, sections.section, block / num_shares,
-              num_writers, exponent, lane);
+        write(writer, args, shared, address_of(args, accumulator), dq, at, sections.section, block / num_shares,
+              num_writers, lane);
       }
       __syncwarp();
       if (cute::elect_one_sync()) {  // from `lane == 0` behind __syncwarp, ptxas 12.4 branches too early
-        if (exists) args.dq_largest[slot] = largest;
+        if constexpr (Config::kHalfDqSums) {
+          if (exists) args.dq_largest[slot] = writer.largest();
+        }
         __threadfence();
         if (atomicAdd(args.dq_progress + unit, 1) == args.by_blocks.divisor + num_writers - 1) {
           __threadfence();
@@ -311,31 +305,28 @@ struct DqGlobal {
     while ((x = ptx::load_acquire(counter)) < at_least) __nanosleep(200);
     return x;
   }
-  // Writes every num_writers-th part of a section, from the writer-th on: 16 queries at a time, while the next ones are
-  // loaded to shared memory. largest: of it and the sums, as bits of float16.
-  CUTLASS_DEVICE static void write(uint32_t& largest, const BackwardArgs& args, Shared& shared, uint4* accumulator,
-                                   const TensorView<5>& dq, const typename Config::Coordinates& at, int section,
-                                   int writer, int num_writers, int exponent, int lane) {
-    constexpr int kVectors = 64 * 16 / 8, kOfPart = kPart / (64 * 16);  // 16 bytes each, of 16 queries
+  // Writes every num_writers-th part of a section, from the first_part-th on: 16 queries at a time, while the next ones
+  // are loaded to shared memory.
+  CUTLASS_DEVICE static void write(typename Sums::Writer& writer, const BackwardArgs& args, Shared& shared,
+                                   uint4* accumulator, const TensorView<5>& dq, const typename Config::Coordinates& at,
+                                   int section, int first_part, int num_writers, int lane) {
+    constexpr int kVectors = 64 * 16 / Sums::kPerVector, kOfPart = kPart / (64 * 16);  // of 16 queries
     constexpr int kStages = Config::DqGlobalTiles::kSums;
-    // Of a lane: two neighbouring queries of 16, eight columns of 32.
-    const int lane_query = lane / 4 * 2, lane_column = lane % 4 * 8;
+    const int lane_query = writer.query_of(lane), lane_column = writer.column_of(lane);
     scalar_t* out = static_cast<scalar_t*>(const_cast<void*>(dq.ptr)) + lane_query * dq.stride[1] + lane_column +
                     at.head * dq.stride[2] + at.row * dq.stride[3] + at.batch * dq.stride[4];
     uint4* in = accumulator + lane;
-    const float factor = DqRange::factor(exponent == DqRange::kNone ? exponent : -exponent);
     const int first_query = section * args.section_steps * kColumns;
     const int steps = min(args.section_steps, (args.Lq - first_query + kColumns - 1) / kColumns);
-    const int count = (steps * kTiles - writer + num_writers - 1) / num_writers * kOfPart;
-    auto has_columns = [](int x) { return kHasAllColumns || x / 32 * 16 < Config::kHeadDim; };
-    auto part_of = [&](int i) { return writer + i / kOfPart * num_writers; };
+    const int count = (steps * kTiles - first_part + num_writers - 1) / num_writers * kOfPart;
+    auto part_of = [&](int i) { return first_part + i / kOfPart * num_writers; };
     auto from = [&](int i) { return in + (part_of(i) * kOfPart + i % kOfPart) * kVectors; };
     auto load = [&](int i) {
       uint4* stage = shared.dq_global.sums[i % kStages];
       CUTLASS_PRAGMA_UNROLL
-      for (int x = 0; x < kVectors; x += 32) {  // eight_columns: every second warp's lanes are exchanged
-        uint4& to = stage[x + (x % 64 == 0 ? lane : lane ^ 4)];
-        if (i < count && has_columns(x)) cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(from(i)[x], to);
+      for (int x = 0; x < kVectors; x += 32) {
+        uint4& to = stage[writer.position(x, lane)];
+        if (i < count && writer.has(x)) cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(from(i)[x], to);
       }
       cute::cp_async_fence();
     };
@@ -348,54 +339,16 @@ struct DqGlobal {
       load(i + kStages - 1);
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kVectors; x += 32) {
-        if (has_columns(x)) from(i)[x] = make_uint4(0, 0, 0, 0);
+        if (writer.has(x)) from(i)[x] = make_uint4(0, 0, 0, 0);
       }
       const int tile = part_of(i) % kTiles, column = 64 * (tile % kBoxes);
       const int query = first_query + part_of(i) / kTiles * kColumns + tile / kBoxes * kQueries + i % kOfPart * 16;
-      scalar_t* rows = out + query * dq.stride[1] + column;
-      const int valid = int(dq.size[0]) - column - lane_column;
-      CUTLASS_PRAGMA_UNROLL
-      for (int y = 0; y < 2; ++y) {  // 32 columns each
-        uint4 eights[2];             // both are made before any store, which may be predicated off
-        const bool has = kHasAllColumns || 32 * y + lane_column < Config::kHeadDim;
-        eight_columns(eights, largest, shared.dq_global.sums[i % kStages] + 64 * y, has, factor, lane);
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          const bool exists = has && query + lane_query + e < dq.size[1];
-          store_eight(rows + e * dq.stride[1] + 32 * y, eights[e], exists ? valid - 32 * y : 0);
-        }
-      }
+      writer.write(out + query * dq.stride[1] + column, shared.dq_global.sums[i % kStages], dq, query,
+                   int(dq.size[0]) - column - lane_column, lane);
     }
     cute::cp_async_wait<0>();
     __syncwarp();
-    largest = __reduce_max_sync(0xffffffffu, max(largest >> 16 & 0x7fff, largest & 0x7fff));
-  }
-  // Each lane's eight neighbours of two rows, out of 16 queries by 32 columns of two warps' accumulators of dq^T; and
-  // the largest of them, as sums. A word has a column of two queries, and eight words of a lane lie 16 apart: those of
-  // the second warp in another order, which avoids bank conflicts.
-  CUTLASS_DEVICE static void eight_columns(uint4 (&eights)[2], uint32_t& largest, const uint4* sums, bool has,
-                                           float factor, int lane) {
-    const int second = lane / 2 % 2;
-    const uint32_t* x =
-        reinterpret_cast<const uint32_t*>(sums) + 128 * second + lane / 4 % 4 * 4 + lane / 16 * 2 + lane % 2;
-    uint32_t pairs[2][4];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t even = x[32 * i + 16 * second], odd = x[32 * i + 16 - 16 * second];
-      if (has) largest = ptx::max_of_sizes(ptx::max_of_sizes(largest, even), odd);
-      const float2 a = ptx::unpack<cutlass::half_t>(even), b = ptx::unpack<cutlass::half_t>(odd);
-      pairs[0][i] = scaled(a.x, b.x, factor), pairs[1][i] = scaled(a.y, b.y, factor);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int e = 0; e < 2; ++e) eights[e] = make_uint4(pairs[e][0], pairs[e][1], pairs[e][2], pairs[e][3]);
-  }
-  // Two sums times a power of two. bfloat16 has its range, so that rounding may come first.
-  CUTLASS_DEVICE static uint32_t scaled(float x, float y, float factor) {
-    if constexpr (std::is_same_v<scalar_t, cutlass::bfloat16_t>) {
-      return ptx::scale_word<scalar_t>(ptx::pack<scalar_t>(x, y), factor);
-    } else {
-      return ptx::pack<scalar_t>(x * factor, y * factor);
-    }
+    writer.end();
   }
 };
 

@@ -11,7 +11,7 @@ namespace ds4s::sm90 {
 
 struct DqGlobalPlan {
   int64_t num_accumulators = 0;                        // 0: dq has a kernel of its own
-  int64_t accumulator_size = 0;                        // words of two elements
+  int64_t accumulator_size = 0;                        // words of 4 bytes
   int64_t num_counted_sections = 0, num_counters = 0;  // for each section two, and three more (BackwardArgs)
   int64_t key_blocks = 0, range_bytes = 0;             // of dq_range.h
   // An accumulator holds a section of a (b, n, h): so many steps of queries, all or, of pairs of rows n, a few.
@@ -24,9 +24,9 @@ struct DqGlobalPlan {
 
   // blocks: the number of blocks of the grid. Where rows n are paired, the last one may be alone.
   template <typename Tiles, int kHeadDim>
-  static DqGlobalPlan of(const BwdParams& p, int64_t blocks) {
+  static DqGlobalPlan of(const BwdParams& p, int64_t blocks, bool half_sums) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
-    if (blocks == 0 || p.H > DqRangeArgs::kMostHeads) return {};
+    if (blocks == 0 || (half_sums && p.H > DqRangeArgs::kMostHeads)) return {};
     if (key_blocks > kTileQueueSize * blocks) return {};
     constexpr bool kPairs = Tiles::kPairsRows;
     constexpr int kRows = kPairs ? 2 : 1;
@@ -35,10 +35,11 @@ struct DqGlobalPlan {
     auto in_sections = [&](int64_t section_steps) {
       DqGlobalPlan plan;
       plan.section_steps = section_steps, plan.num_sections = ceil_div(steps, section_steps);
-      plan.accumulator_size = section_steps * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64) / 2;
+      plan.accumulator_size = section_steps * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64) / (half_sums ? 2 : 1);
       plan.num_counted_sections = pairs * plan.num_sections;
       plan.num_counters = 2 * plan.num_counted_sections + 3;
-      plan.key_blocks = key_blocks, plan.range_bytes = DqRangeArgs::of(p, kHeadDim, key_blocks).bytes();
+      plan.key_blocks = key_blocks;
+      plan.range_bytes = half_sums ? DqRangeArgs::of(p, kHeadDim, key_blocks).bytes() : 0;
       // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
       // they do not raise peak memory. With sections, delta is in dq.
       const int64_t available =

@@ -1,4 +1,4 @@
-// The range of dq's sums where dq_global.h adds them up in float16. A sum of shares of dq, math.md (13), is at most
+// The range of dq's sums where they are float16 (dq_sums.h). A sum of shares of dq, math.md (13), is at most
 //
 //   M = 2 scale max (sum over channels of |dO|) max|V| max|K|        of one (b, n, h)
 //
@@ -19,10 +19,11 @@ struct DqRange {
   static constexpr uint32_t kSmallest = 0x1400, kInfinity = 0x7c00;  // float16: 2^-10, infinity
   static constexpr int kNone = -1024;                                // the exponent where dO is 0
 
-  // 2^exponent.
+  // 2^exponent, and its inverse.
   CUTLASS_DEVICE static float factor(int exponent) {
     return exponent == kNone ? 1.f : __uint_as_float(uint32_t(127 + exponent) << 23);
   }
+  CUTLASS_DEVICE static float inverse_factor(int exponent) { return factor(exponent == kNone ? kNone : -exponent); }
   // The smallest power of two above x >= 0, as an exponent.
   CUTLASS_DEVICE static int above(float x) { return int(__float_as_uint(x) >> 23) - 126; }
   CUTLASS_DEVICE static float warp_max(float x) {  // x >= 0
@@ -171,11 +172,8 @@ static __global__ void __launch_bounds__(kPrepareThreads) find_dq_exponents(cons
   if (lane == 0) args.exponents[bnh] = exponent;
 }
 
-// A thread for each (b, n, h). Stores it, and in the uppermost bit whether its sums are small. Additions of numbers
-// below 2^-14 lose up to 2^-25 each. Divided by a large factor, all that is lost is less than float16 has below its
-// least number, 2^-24: dq in float16 is right then, as where all dS have been rounded to 0.
-template <typename scalar_t>
-__global__ void __launch_bounds__(kPrepareThreads) find_wrong_dq(const DqRangeArgs args) {
+// A thread for each (b, n, h). Stores it, and in the uppermost bit whether its sums are small.
+static __global__ void __launch_bounds__(kPrepareThreads) find_wrong_dq(const DqRangeArgs args) {
   ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
   const int64_t bnh = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
@@ -184,10 +182,8 @@ __global__ void __launch_bounds__(kPrepareThreads) find_wrong_dq(const DqRangeAr
   for (int i = 0; i < args.writers; ++i) {
     largest = max(largest, ptx::load_written(args.largest + bnh * args.writers + i));
   }
-  const int exponent = args.exponents[bnh];
-  const bool is_half = std::is_same_v<scalar_t, cutlass::half_t>;
-  const bool loses = !is_half || DqRange::factor(exponent) < 4.f * float(args.writers);
-  const bool is_small = loses && largest < DqRange::kSmallest && (largest != 0 || exponent != DqRange::kNone);
+  const bool has_factor = args.exponents[bnh] != DqRange::kNone;
+  const bool is_small = largest < DqRange::kSmallest && (largest != 0 || has_factor);
   if (!is_small && largest < DqRange::kInfinity) return;
   args.wrong[atomicAdd(args.num_wrong, 1u)] = uint32_t(bnh) | uint32_t(is_small) << 31;
 }

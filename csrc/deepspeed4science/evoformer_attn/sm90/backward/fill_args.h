@@ -97,8 +97,10 @@ class BackwardFill {
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
       args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + sections;
       args.dq_num_released = args.dq_released + sections, args.next_tile = args.dq_num_released + 1;
-      const DqRangeArgs range = dq_range(Config::kHeadDim);
-      args.dq_exponents = range.exponents, args.dq_largest = range.largest;
+      if (Config::kHalfDqSums) {
+        const DqRangeArgs range = dq_range(Config::kHeadDim);
+        args.dq_exponents = range.exponents, args.dq_largest = range.largest;
+      }
     }
     return args;
   }

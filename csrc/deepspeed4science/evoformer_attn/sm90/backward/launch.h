@@ -42,12 +42,14 @@ class Sm90Backward {
  private:
   using Kernels = BackwardKernels<scalar_t, kHeadDim, kHasBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
+  static constexpr bool kHalfDqSums = std::is_same_v<scalar_t, cutlass::bfloat16_t>;
+  static constexpr bool kMayRepairDq = Tiles::kHasDqGlobal && kHasBias2 && kHalfDqSums;  // dq_range.h
 
   Sm90Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
       : p_(p), plan_(plan), device_(device), fill_(p, plan), launches_(stream) {}
 
   static Sm90BackwardPlan plan_of(const BwdParams& p, const BackwardFacts& device) {
-    return make_plan<kHeadDim, kHasBias2>(p, device, /*is_float16=*/std::is_same_v<scalar_t, cutlass::half_t>);
+    return make_plan<kHeadDim, kHasBias2>(p, device, kHalfDqSums);
   }
   static bool fits(const BwdParams& p) {
     constexpr int64_t kLimit = int64_t(1) << 31;
@@ -91,7 +93,7 @@ class Sm90Backward {
   }
   template <bool kFindsVisibleKeys>
   void launch_preprocess() {
-    using Prepare = PrepareConfig<scalar_t, kHeadDim, Tiles::kHasDqGlobal && kHasBias2>;
+    using Prepare = PrepareConfig<scalar_t, kHeadDim, kMayRepairDq>;
     PreprocessArgs args = fill_.preprocess();
     if (Prepare::kFindsDqMaxima && plan_.dq_global) args.dq_range = fill_.dq_range(kHeadDim);
     const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
@@ -166,10 +168,10 @@ class Sm90Backward {
 
   // Computes dq again where its sums did not fit into float16.
   void repair_dq() {
-    if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
+    if constexpr (kMayRepairDq) {
       const DqRangeArgs range = fill_.dq_range(kHeadDim);
-      launches_.start_overlapping(find_wrong_dq<scalar_t>, ceil_div(range.num_heads(), kPrepareThreads),
-                                  kPrepareThreads, 0, /*cluster=*/1, range);
+      launches_.start_overlapping(find_wrong_dq, ceil_div(range.num_heads(), kPrepareThreads), kPrepareThreads, 0,
+                                  /*cluster=*/1, range);
       launches_.start_overlapping(recompute_dq<scalar_t, kHeadDim>, num_postprocess_blocks(device_),
                                   kPostprocessThreads, 0, /*cluster=*/1, fill_.postprocess(), range);
     }

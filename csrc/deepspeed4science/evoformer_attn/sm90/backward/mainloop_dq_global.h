@@ -101,7 +101,7 @@ struct DqGlobalMainloop {
                                  EmptyBarrier& owned_empty, const typename Config::Coordinates& block,
                                  const ConsumerCoord& at) {
     State state(typename Dbias2::TileIterator(args, block, at));
-    dq.factor = uniform(shared.dq_global_barriers.factor);
+    if constexpr (Config::kHalfDqSums) dq.factor = uniform(shared.dq_global_barriers.factor);
     const int num_steps = Config::columns(args, block.part).num_steps();
     shared.full[pipe.index].wait(pipe.phase);
     Products::begin(state.s, shared, pipe.index, args.unit, at);

@@ -132,8 +132,8 @@ constexpr Dbias2ClusterTile dbias2_cluster_tile(Kernel kernel) {
 template <int kHeadDim, bool kHasBias2>
 class Sm90BackwardPlanner {
  public:
-  Sm90BackwardPlanner(const BwdParams& p, const BackwardFacts& device, bool is_float16)
-      : p_(p), device_(device), is_float16_(is_float16) {}
+  Sm90BackwardPlanner(const BwdParams& p, const BackwardFacts& device, bool half_dq_sums)
+      : p_(p), device_(device), half_dq_sums_(half_dq_sums) {}
 
   Sm90BackwardPlan plan() {
     choose_kernels();
@@ -146,7 +146,7 @@ class Sm90BackwardPlanner {
     const int64_t deltas = num_deltas();
     plan_.delta = layout_.reserve(deltas > 0, deltas * p_.Lq * 4);
     plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
-    plan_.dq_range = layout_.reserve(bool(dq), dq.range_bytes);
+    plan_.dq_range = layout_.reserve(dq && half_dq_sums_, dq.range_bytes);
     plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
     plan_.key_mask = layout_.reserve(key_mask.needed(), key_mask.bytes());
@@ -273,19 +273,16 @@ class Sm90BackwardPlanner {
 
   void choose_dq_global() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
-      // Sums have no more bits than dq in float16. Where keys have a large vector in common, which cancels in the sum
-      // over all keys but not in those over 128, errors would exceed the law above so many keys.
-      constexpr int64_t kMostKeysInFloat16 = 1024;
-      const bool exact = !is_float16_ || p_.Lk <= kMostKeysInFloat16;
-      const bool wanted = exact && p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
+      const bool wanted = p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
       auto choose = [&](Kernel kernel, DqGlobalPlan plan) {
         if (wanted && !plan_.dq_global && plan) plan_.dq_global = plan, plan_.keys = kernel;
       };
       const int64_t paired =
           Tiles::kHasDqGlobalPaired && can_pair_rows() ? device_.blocks_of(Kernel::kDqGlobalPaired) : 0;
       const int64_t blocks = device_.blocks_of(Kernel::kDqGlobal);
-      choose(Kernel::kDqGlobalPaired, DqGlobalPlan::of<typename Tiles::DqGlobalPaired, kHeadDim>(p_, paired));
-      choose(Kernel::kDqGlobal, DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks));
+      choose(Kernel::kDqGlobalPaired,
+             DqGlobalPlan::of<typename Tiles::DqGlobalPaired, kHeadDim>(p_, paired, half_dq_sums_));
+      choose(Kernel::kDqGlobal, DqGlobalPlan::of<typename Tiles::DqGlobal, kHeadDim>(p_, blocks, half_dq_sums_));
     }
   }
 
@@ -347,14 +344,14 @@ class Sm90BackwardPlanner {
 
   const BwdParams& p_;
   const BackwardFacts& device_;
-  const bool is_float16_;  // Q, K, V and O
+  const bool half_dq_sums_;  // dq_sums.h
   Sm90BackwardPlan plan_;
   WorkspaceLayout layout_;
 };
 
 template <int kHeadDim, bool kHasBias2>
-Sm90BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device, bool is_float16) {
-  return Sm90BackwardPlanner<kHeadDim, kHasBias2>(p, device, is_float16).plan();
+Sm90BackwardPlan make_plan(const BwdParams& p, const BackwardFacts& device, bool half_dq_sums) {
+  return Sm90BackwardPlanner<kHeadDim, kHasBias2>(p, device, half_dq_sums).plan();
 }
 
 inline void Sm90BackwardPlan::print(PlanText& text) const {

@@ -215,12 +215,12 @@ struct DqDkdvProducer {
       OwnedStatistics owned;
       load_owned(owned, bias1, queries, at, lane);
       float factor;
-      if constexpr (Config::kDqInGlobal) {
+      if constexpr (Config::kDqInGlobal && Config::kHalfDqSums) {
         factor = args.scale * DqRange::factor(args.dq_exponents[args.row_index(at.batch, n) * args.H + at.head]);
       }
       shared.owned_empty[owned_pipe.index].wait(owned_pipe.phase ^ 1);
       store_owned(shared, owned_pipe.index, owned, bias1, args, at, r, lane);
-      if constexpr (Config::kDqInGlobal) shared.dq_global_barriers.factor = factor;
+      if constexpr (Config::kDqInGlobal && Config::kHalfDqSums) shared.dq_global_barriers.factor = factor;
       if constexpr (!kKeys) cutlass::arch::fence_view_async_shared();
       shared.owned_full[owned_pipe.index].arrive();  // every lane for what it wrote itself
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
