@@ -19,7 +19,7 @@ from op_builder.ops.instantiations import has_row
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))
 # Hopper's pipelines have up to eight stages for keys, queries or the operands of a product of one
 # row n. A race is possible from the second use of a stage on. In bfloat16 only, since float16 runs
-# the same code.
+# the same code but for FLOAT16_CALLS.
 SM90_CALLS = (
     (3, 65, 200, 1, 128),  # wide tiles are made of several boxes
     (2, 65, 330, 1, 32),  # stages of keys are used again
@@ -47,6 +47,7 @@ SM90_CALLS = (
     (1, 130, 130, 140, 32),  # N = 1: blocks have a second tile
     (1, 130, 450, 80, 32),  # N = 1: two warpgroups divide the keys of a tile, and of a second one
 )
+FLOAT16_CALLS = ((3, 70, 302, 40, 64), (2, 60, 300, 60, 128))  # dq is added up in float32
 # padded: -inf, as for padded pair maps. stairs: other keys in each row n, and row n 0 left out by
 # row_mask. queries: bias2 hides all keys of some queries, whose dO is NaN. one key: all but one.
 MASKS = ("padded", "stairs", "queries", "one key")
@@ -73,6 +74,7 @@ def main():
     calls += [(dtypes[-1], shape, mask) for mask in MASKS for shape in MASKED_CALLS[:2]]
     if family == "sm90":
         calls += [(torch.bfloat16, shape, "") for shape in SM90_CALLS]
+        calls += [(torch.float16, shape, "") for shape in FLOAT16_CALLS]
         calls += [(torch.bfloat16, shape, mask) for mask in MASKS[:3] for shape in MASKED_CALLS[2:]]
     if family == "sm80":
         calls += [(torch.bfloat16, shape, mask) for mask in ("", *MASKS) for shape in SM80_CALLS]
