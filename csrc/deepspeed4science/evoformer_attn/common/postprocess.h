@@ -12,7 +12,7 @@
 // is slow: it computes in float32, with a group of lanes for each score and sums in a fixed order (BiasSum).
 //
 // After the repair, rows of dbias2 are made to add up to 0 (common/dbias2_rows.h), and bias gradients that are wanted
-// in the type of q are rounded.
+// in the type of q are rounded. Where there is nothing to repair, an earlier kernel may have made them add up to 0.
 #pragma once
 
 #include "common/backward_args.h"

@@ -66,7 +66,7 @@ struct PrepareRows {
     uint32_t q, h;
     CUTLASS_DEVICE Row() : q(0), h(0) {}
     CUTLASS_DEVICE Row(uint32_t index, uint32_t H) : q(index / H), h(index - q * H) {}
-    // Returns whether the row is at the next query but step.q.
+    // Returns whether q has grown by step.q + 1, not by step.q.
     CUTLASS_DEVICE bool advance(const Row& step, uint32_t H) {
       q += step.q, h += step.h;
       if (h < H) return false;
@@ -85,7 +85,7 @@ struct PrepareRows {
           next_query_(stride[2] - H * stride[3]) {}
     // 0 unless the row exists.
     CUTLASS_DEVICE Share load(int count) const { return load_share<Config>(at_, count - first_element(), 0); }
-    // next_query: what Row::advance has returned.
+    // next_query: what Row::advance has returned for the same step.
     CUTLASS_DEVICE void advance(bool next_query) { at_ += step_ + (next_query ? next_query_ : 0); }
 
    private:

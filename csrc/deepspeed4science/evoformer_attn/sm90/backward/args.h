@@ -27,8 +27,8 @@ struct BackwardArgs {
   int32_t* dq_progress;         // of each section of a (b, n, h): number of blocks that have added or written dq
   int32_t* dq_released;         // released accumulators, numbered from 1, in the order of release
   int32_t* dq_num_released;     // number of entries of dq_released
-  const int32_t* dq_exponents;  // of the factors of dq, and the largest sums of dq that have been written:
-  uint32_t* dq_largest;         // dq_range_args.h
+  const int32_t* dq_exponents;  // where sums of dq are float16: of their factors, and the largest ones that have
+  uint32_t* dq_largest;         // been written (dq_range_args.h)
   int32_t* next_tile;           // the first tile that no block has taken (tile_scheduler.h)
   int32_t* next_dbias2_tile;    // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
   int32_t dbias2_stride;        // in row_pairs.h: from one row of dbias2_global to the next

@@ -155,7 +155,7 @@ struct DqDkdvConfig {
     // Of every second section of the queries. accumulators: what accumulator_free announces.
     EmptyBarrier accumulator_free[2], added[2];
     int accumulators[2];
-    float factor;  // of the tile (dq_range.h)
+    float factor;  // of the tile, of float16 sums (dq_range.h)
   };
   // Elsewhere a block's tiles are known beforehand (tile_scheduler.h).
   static constexpr bool kTakesTiles = kDqInGlobal && !kPairsRows;

@@ -13,7 +13,7 @@ namespace ds4s::sm90 {
 constexpr int64_t preprocess_rows(int head_dim) { return head_dim <= 64 ? 64 : 32; }
 
 struct DqRangeArgs {
-  static constexpr int kMostHeads = 64;  // dq of more heads has a kernel of its own
+  static constexpr int kMostHeads = 64;  // of more heads, dq has a kernel of its own in place of float16 sums
   static constexpr int kKeysApart = 16, kKeyRows = 128;
 
   float* do_maxima;     // [B N, do_blocks, H]: the largest sum of |dO| that a block of preprocess has found,

@@ -53,7 +53,7 @@ class BackwardFill {
     return args;
   }
 
-  // Where dq is added up in L2.
+  // Where dq is added up in float16.
   DqRangeArgs dq_range(int head_dim) const {
     DqRangeArgs args = DqRangeArgs::of(p_, head_dim, plan_.dq_global.key_blocks);
     args.lie_at(at<void>(plan_.dq_range), at<uint32_t>(plan_.counters) + plan_.dq_global.num_counters - 1);

@@ -73,7 +73,7 @@ class Sm90Backward {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
     }
     if (plan_.dq_global) repair_dq();
-    if (needs_postprocess(p_)) {  // repairs gradients, makes rows of dbias2 add up to 0, math.md (16a), and rounds
+    if (needs_postprocess(p_)) {  // repairs gradients, makes rows of dbias2 add up to 0 unless they do, and rounds
       const int64_t blocks = num_postprocess_blocks(device_);
       launches_.start_overlapping(postprocess<scalar_t, kHeadDim>, blocks, kPostprocessThreads, 0, /*cluster=*/1,
                                   fill_.postprocess());

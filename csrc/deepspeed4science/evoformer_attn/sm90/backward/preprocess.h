@@ -14,7 +14,7 @@ struct PrepareConfig {
   using scalar_t = scalar_t_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kAligned = true, kTf32 = false;
-  static constexpr bool kFindsDqMaxima = kFindsDqMaxima_;  // where dq may be added up in L2 (dq_range.h)
+  static constexpr bool kFindsDqMaxima = kFindsDqMaxima_;  // where dq may be added up in float16 (dq_range.h)
 };
 
 // Floats or integers to be set to 0 before other kernels add to them.
@@ -48,13 +48,13 @@ struct PreprocessArgs {
   int32_t num_early;   // blocks of queries that begin beside find_visible_keys
   Zeros dbias1, dbias2;
   Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
-  DqRangeArgs dq_range;          // no rows and heads where dq has another kernel
+  DqRangeArgs dq_range;          // no rows and heads where dq has no float16 sums
   bool computes_delta;           // false: kernel_dq_dkdv does
 };
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
-// keys. Where dq is added up in L2, the next blocks find maxima of K and V. The others set their part of the zeros and
-// compute delta of their queries.
+// keys. Where dq is added up in float16, the next blocks find maxima of K and V. The others set their part of the zeros
+// and compute delta of their queries.
 //
 // The first num_early of these others store zeros and, for delta, load O and dO before they wait for find_visible_keys.
 // The kernels before that one have ended: each of its blocks waits for them, and only then lets this kernel start.
