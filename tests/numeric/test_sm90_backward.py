@@ -145,10 +145,12 @@ def test_one_row_in_a_cluster(Lq, Lk, D, deterministic, dtype, plans):
 
 # dq by additions to accumulators that few (b, n, h) have at a time.
 ACCUMULATORS = Case("accumulators", N=20, Lq=200, Lk=202, H=24, D=64)
-# The same, and dbias2 is added to in that pass: only its order in memory is mended afterwards.
+# The same, and dbias2 is added to in that pass. Afterwards order_dbias2 mends its order in memory
+# and makes its rows add up to 0; of 1,088 keys and more it reads them twice.
 WITH_DBIAS2 = [
     Case("dbias2-ragged", N=9, Lq=203, Lk=332, H=60, D=128),
     Case("dbias2-whole", B=2, N=5, Lq=128, Lk=192, H=64, D=96, Dv=72),
+    Case("dbias2-long", N=3, Lq=70, Lk=1156, H=16, D=128),
 ]
 # Rows and heads for all multiprocessors, so that dk, dv and dq come from one pass.
 ONE_PASS = [
@@ -188,6 +190,16 @@ def test_one_pass_for_dk_dv_and_dq(case, deterministic):
 @pytest.mark.parametrize("case", [ACCUMULATORS, *WITH_DBIAS2], ids=lambda case: case.id)
 def test_dq_accumulators_in_float16(case):
     check(case.inputs(torch.float16, "cuda"))
+
+
+@pytest.mark.parametrize("case", WITH_DBIAS2, ids=lambda case: case.id)
+def test_rows_of_dbias2_add_up_to_zero(case, plans):
+    """math.md (16a), where the kernel that orders dbias2 does it."""
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    inputs.bias2 = inputs.bias2.float()
+    dbias2 = run(ours, inputs)[NAMES.index("dbias2")].double()
+    assert plans[-1]["dbias2"] == "added_with_dkdv"
+    assert (dbias2.sum(-1).abs() / dbias2.abs().sum(-1)).max() < 2e-6
 
 
 @pytest.mark.parametrize("N", [50, 66, 100])
