@@ -18,8 +18,8 @@ from op_builder.ops.instantiations import has_row
 # N, Lq, Lk, H, D
 CALLS = ((2, 40, 40, 2, 32), (2, 37, 71, 1, 32), (1, 130, 130, 1, 16))
 # Hopper's pipelines have up to eight stages for keys, queries or the operands of a product of one
-# row n. A race is possible from the second use of a stage on. In bfloat16 only, since float16 runs
-# the same code but for FLOAT16_CALLS.
+# row n. A race is possible from the second use of a stage on. In bfloat16 only: float16 runs the
+# same code, except in FLOAT16_CALLS.
 SM90_CALLS = (
     (3, 65, 200, 1, 128),  # wide tiles are made of several boxes
     (2, 65, 330, 1, 32),  # stages of keys are used again
@@ -44,6 +44,7 @@ SM90_CALLS = (
     (3, 60, 300, 40, 64),  # the same with two rows n in a cluster
     (2, 40, 301, 60, 128),
     (2, 60, 300, 60, 128),  # dbias2 by additions, too
+    (2, 20, 1100, 8, 128),  # the same, with rows of dbias2 that order_dbias2 reads twice
     (1, 130, 130, 140, 32),  # N = 1: blocks have a second tile
     (1, 130, 450, 80, 32),  # N = 1: two warpgroups divide the keys of a tile, and of a second one
 )
