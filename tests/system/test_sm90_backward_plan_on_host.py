@@ -386,6 +386,8 @@ def test_delta_is_in_dq_where_accumulators_need_its_memory(plan):
     assert whole["dkdv"] == sections["dkdv"] == "dq_global_paired"
     assert "delta" in whole and "dq_sections" not in whole
     assert "delta" not in sections and sections["dq_sections"] == "4"
+    most, more = (plan(N=n, Lq=1024, Lk=1024, D=64)["dkdv"] for n in (392, 393))
+    assert (most, more) == ("dq_global_paired", "dq_global")  # docs/kernels/sm90.md
 
 
 def test_what_adds_dbias2_needs_16_bytes_and_all_gradients(plan):
