@@ -405,6 +405,8 @@ def test_float16_operands_have_no_range_of_dq(plan):
     assert of_half["dkdv"] == of_float["dkdv"] == "dq_global"
     assert "dq_range" in of_half and "dq_range" not in of_float
     assert int(of_float["dq_accumulators"]) * 2 <= int(of_half["dq_accumulators"]) + 2
+    call["H"] = 65  # preprocess finds the maxima of up to 64 heads
+    assert plan(**call)["dkdv"] == "keys" and plan(**call, float16=1)["dkdv"] == "dq_global"
 
 
 def test_padded_rows_of_dbias2(plan):
