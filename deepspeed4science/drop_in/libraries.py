@@ -53,8 +53,10 @@ def use_as_cuequivariance() -> Switch:
     cuEquivariance's kernels are installed, `triangle_multiplicative_update`.
 
     Without cuEquivariance, the names that models use around them are there too:
-    `mask_to_kv_lengths`, `TriMulPrecision`, `cuequivariance_ops_torch.init_triton_cache`. Its other
-    functions, such as `attention_pair_bias`, are not: models that check find them not installed.
+    `mask_to_kv_lengths`, `TriMulPrecision`, `cuequivariance_ops_torch.init_triton_cache`, and an
+    empty module `cuequivariance`, which OpenDDE imports to learn whether the library is installed.
+    Its other functions, such as `attention_pair_bias`, are not: models that check find them not
+    installed.
 
     Call it before the model is imported.
 
@@ -66,9 +68,12 @@ def use_as_cuequivariance() -> Switch:
         has_kernels = is_installed("cuequivariance_ops_torch")
         functions = _triangle_attention if has_kernels else _triangle
         return Switch(changed=dict.fromkeys(names, functions), served={})
+    # Imported by OpenDDE before it uses the functions: the library's own part without PyTorch.
+    core = [] if is_installed("cuequivariance") else ["cuequivariance"]
     return Switch(
         changed={},
         served={
+            **dict.fromkeys(core, lambda _: {}),
             **dict.fromkeys(names, _all_of_triangle),
             "cuequivariance_torch.primitives": lambda _: {},
             "cuequivariance_ops_torch": lambda module: {

@@ -177,6 +177,19 @@ def test_what_models_import_beside_cuequivariances_functions():
             from cuequivariance_torch import attention_pair_bias  # noqa: F401
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_models_that_import_the_part_without_pytorch_find_it(site, installed):
+    if installed:  # without the part for PyTorch
+        write(site, {"cuequivariance/irreps.py": ""})
+    with drop_in.use_as_cuequivariance():
+        for name in ("cuequivariance", "cuequivariance_torch", "cuequivariance_ops_torch"):
+            assert importlib.util.find_spec(name) is not None
+            importlib.import_module(name)
+        if installed:
+            importlib.import_module("cuequivariance.irreps")
+    assert (importlib.util.find_spec("cuequivariance") is not None) == installed
+
+
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_model_is_switched_and_switched_back(site, imported_before):
     write(site, BOLTZ)
