@@ -21,6 +21,11 @@ PACKAGES = {
         *("python-dotenv==1.2.1", "jaxtyping==0.3.3", "wadler-lindig==0.1.7"),
         *("opt-einsum==3.4.0", "einops==0.8.2"),
     ),
+    "opendde": (
+        *("opendde==1.2.0", "optree==0.20.0", "ml_collections==1.1.0", "absl-py==2.5.1"),
+        *("PyYAML==6.0.3", "pydantic==2.14.4", "pydantic-core==2.50.5"),
+        *("annotated-types==0.8.0", "typing-inspection==0.4.5"),
+    ),
     "lightning": (
         *("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0"),
         *("PyYAML==6.0.3", "tqdm==4.70.1"),

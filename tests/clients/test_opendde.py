@@ -1,0 +1,57 @@
+"""OpenDDE on this op, which it takes for cuEquivariance; that it calls on GPUs only."""
+
+import importlib
+
+import pytest
+import torch
+
+from deepspeed4science import drop_in, triangle
+from tests.clients import compare
+
+CLIENT = "opendde"
+pytestmark = pytest.mark.usefixtures("seed", "client")
+
+
+@pytest.fixture(autouse=True)
+def cuequivariance(client):
+    with drop_in.use_as_cuequivariance():
+        yield
+
+
+def test_it_finds_cuequivariance():
+    """With one of these modules missing, `auto` stays on plain PyTorch in silence."""
+    environment = importlib.import_module("opendde.utils.environment")
+    for name in environment.GPU_OPTIONAL_MODULES:
+        assert environment.probe_optional_module(name).usable, name
+
+
+@compare.each
+@compare.precision
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+def test_triangle_attention(monkeypatch, device, autocast, starting):
+    module = importlib.import_module("opendde.model.triangular.triangular")
+    layer = module.TriangleAttention(compare.C, compare.D, compare.H, starting=starting)
+    seen = compare.pair_mask("padded", device, rows=1)[0]  # its pairs have no batch dimension
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return triangle.triangle_attention(*arguments, **options)
+
+    library = importlib.import_module("cuequivariance_torch.primitives.triangle")
+    monkeypatch.setattr(library, "triangle_attention", counted)
+
+    def switched(module, x):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            return module(x, mask=seen.to(x.dtype), triangle_attention="cuequivariance")
+
+    compare.check(
+        compare.randomised(layer).to(device),
+        [(compare.L, compare.L, compare.C)],
+        lambda module, x: module(x, mask=seen.to(x.dtype)),
+        switched,
+        autocast=autocast,
+        read=seen[..., None],
+    )
+    assert calls
