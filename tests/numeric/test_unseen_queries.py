@@ -103,6 +103,17 @@ def test_an_infinite_key_that_no_weight_falls_on(needs_all, dtype):
     check(inputs)
 
 
+@each_dtype
+def test_an_infinite_value_of_the_key_that_holds_most_weight(dtype):
+    """Its dP is infinite: NaN in its own dS, and an infinity, not NaN, in those of other keys."""
+    inputs = Case("infinite", B=1, N=1, Lq=50, Lk=100, H=2, D=8).inputs(dtype, "cpu")
+    inputs.q, inputs.bias2[..., 60] = inputs.q / 8, 12.0
+    inputs.v[..., 60, :, 0] = math.inf
+    inputs.needs = (False, False, False, False, True)
+    dbias2 = check(inputs)[-1]
+    assert dbias2[..., 60].isnan().all() and dbias2[..., :60].isinf().all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @each_dtype
 def test_all_queries_of_a_head_see_nothing_in_values_that_are_nan(dtype, device):
