@@ -260,6 +260,11 @@ def one_visible_key_by_bias2(inputs):
     inputs.bias2[..., 7] = 3.0
 
 
+def first_or_last_key_alone(inputs):
+    inputs.bias2.fill_(-math.inf)
+    inputs.bias2[..., ::2, -1] = inputs.bias2[..., 1::2, 0] = 3.0
+
+
 ZEROS = (one_visible_key, one_key_far_above, one_visible_key_by_bias2)
 
 
@@ -269,7 +274,10 @@ def assert_zero_gradients(inputs, function=ours):
         assert not x.any(), f"{name}: {x.abs().max():.2g}, not 0"
 
 
-HIDES = [pytest.param(hide, "cpu", id=f"cpu-{hide.__name__}") for hide in ZEROS]
+HIDES = [
+    pytest.param(hide, "cpu", id=f"cpu-{hide.__name__}")
+    for hide in (*ZEROS, first_or_last_key_alone)
+]
 HIDES += [pytest.param(one_visible_key, "cuda", id="cuda", marks=DEVICES[1].marks)]
 
 
