@@ -90,12 +90,16 @@ def test_unseen_queries_pass_nothing_on(hide, poison, dtype, device):
 @each_dtype
 @pytest.mark.parametrize("needs_all", [True, False], ids=["all", "v"])
 def test_an_infinite_key_that_no_weight_falls_on(needs_all, dtype):
-    """Its scores are -inf; for a query that sees nothing, 0 times it must not come into sums."""
-    inputs = Case("infinite", B=1, N=4, Lq=100, Lk=100, H=2, D=8).inputs(dtype, "cpu")
+    """Its scores are -inf; for a query that sees nothing, 0 times it must not come into sums. Nor
+    may NaN in the values of a head that sees nothing, nor what lies past the last of an odd number
+    of queries.
+    """
+    inputs = Case("infinite", B=1, N=4, Lq=101, Lk=100, H=2, D=8).inputs(dtype, "cpu")
     inputs.do = torch.randn_like(inputs.q)
     inputs.q[..., 0] = -inputs.q[..., 0].abs() - 0.1
     inputs.k[0, :, 7, :, 0] = math.inf
-    inputs.bias2[0, 0, 1, 3] = -math.inf
+    inputs.bias2[0, 0, 0, 3] = inputs.bias2[0, 0, 1] = -math.inf
+    inputs.v[..., 1, :] = math.nan
     if not needs_all:
         inputs.needs = (False, False, True, False, False)
     gradients = run(ours, inputs)[2:]
