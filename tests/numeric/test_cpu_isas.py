@@ -54,6 +54,16 @@ def test_every_instruction_set_keeps_the_law(isa, dtype, ran):
     assert {name.rpartition("_")[2] for name in ran} == {expected}
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_nan_of_a_row_reaches_no_row_of_fewer_keys(isa):
+    """Sums over keys may be padded to 32 of them, in memory that an earlier row n has used."""
+    case = Case("stale", N=4, Lq=20, Lk=90, H=1, bias2=False)
+    inputs = case.inputs(torch.bfloat16, "cpu")
+    inputs.q[:, 0] = math.nan
+    inputs.bias1[:, 1:, ..., 37:] = -math.inf
+    assert check(inputs)[1][:, 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("N", [20, 50, 300])
 def test_equal_rows_are_added_as_exactly_as_by_eager(N):
     one = Case("equal", N=1, Lq=34, Lk=43, H=4, bias1=False)
