@@ -128,3 +128,19 @@ def test_gradients_of_parts_where_lse_is_large_and_of_a_head_that_sees_nothing(d
     inputs.bias2[:, :, 1], inputs.v[..., 1, :] = -math.inf, math.nan
     inputs.do = torch.randn_like(inputs.q)
     check_gradients_of_parts(inputs)
+
+
+@DTYPES
+def test_gradients_of_a_part_that_a_head_does_not_see(dtype):
+    """It sees other parts, so its lse is finite. NaN in the part's values reaches nothing."""
+    inputs = CASES[0].inputs(dtype, "cpu")
+    q, k, v, bias1, bias2 = inputs.tensors()
+    bias2[:, :, 1, :, :60] = -math.inf
+    o, lse = forward_op(q, k, v, bias1, bias2, True)
+    lse = lse + (largest_finite(bias1) - largest_finite(bias1[..., :60]))[..., 0].float()
+    of_part = o, lse, bias1[..., :60], bias2[..., :60], [True] * 5
+    do, k, v = torch.randn_like(q), k[:, :, :60], v[:, :, :60]
+    finite = backward_op(do, q, k, v, *of_part, partial_keys=True)
+    v[..., 1, :] = math.nan
+    found = backward_op(do, q, k, v, *of_part, partial_keys=True)
+    assert all(torch.equal(x, expected) for x, expected in zip(found, finite, strict=True))
