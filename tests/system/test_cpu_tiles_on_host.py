@@ -104,6 +104,14 @@ def test_tiles_are_all_visible_keys_and_little_else(dtype, program):
                 assert value == pytest.approx(expected, rel=1e-6, nan_ok=True), where
 
 
+def test_the_largest_number_is_found_anywhere(program):
+    for key in range(17):
+        bias1 = [-1e9] * 40
+        bias1[key] = 2.5
+        ((first, values),) = tiles(program, bias1)
+        assert (first, len(values), values[key % 16]) == (key // 16 * 16, 16, 0.0)
+
+
 def test_a_row_that_nobody_reads_has_no_tiles(program):
     assert tiles(program, [0.0] * 100, row_mask=0) == []
     assert [(key, len(values)) for key, values in tiles(program, [0.0] * 100)] == [(0, 96), (96, 4)]
