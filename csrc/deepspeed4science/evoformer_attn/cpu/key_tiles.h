@@ -94,14 +94,13 @@ class KeyTiles {
         continue;
       }
       int64_t end = key + kKeys < padded ? key + kKeys : padded;
-      const int64_t next = end;
       while (!visibility.of_unit(bias1_ + end - kUnit)) end -= kUnit;
       // In place: no tile moves to a later position than that from which it was loaded.
       const float shift = largest == -kInfinity ? 0.0f : largest;
       float* to = bias1_ + int64_t(num_) * kKeys;
       for (int64_t k = key; k < end; ++k) *to++ = bias1_[k] - shift;
       add(p, key, end);
-      key = next;
+      key = end;
     }
   }
 
