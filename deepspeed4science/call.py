@@ -110,6 +110,18 @@ class TriangleBackward(NamedTuple):
     residual: bool
 
 
+class LargestScores(NamedTuple):
+    """`evoformer_attn_largest_scores` -> `[B, N, H, Lq]`, float32: the largest score of each query,
+    `-inf` where it sees no key.
+    """
+
+    q: Tensor  # [B, N, Lq, H, D]
+    k: Tensor  # [B, N, Lk, H, D]
+    bias: Tensor  # broadcastable to [B, 1, H, Lq, Lk]
+    visible: Tensor | None  # bool, broadcastable to [B, N, 1, 1, Lk]
+    scale: float | None  # None: 1 / sqrt(D)
+
+
 Call = ForwardCall | BackwardCall
 
 # Gradients of q, k, v, bias1 and bias2; None where one is not wanted.

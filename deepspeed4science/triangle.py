@@ -5,16 +5,15 @@ boolean masks, weights as arguments.
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from deepspeed4science import autocast
 from deepspeed4science.arguments import without_rows
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+from deepspeed4science.largest_scores import largest_scores
 from deepspeed4science.mixed_precision import layer_norm, linear
 from deepspeed4science.problem import shape_of
 
@@ -100,7 +99,7 @@ def triangle_attention(
     if not return_aux:
         return DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale).transpose(2, 3)
     o, lse = DS4Sci_EvoformerAttention(q, k, v, (visible, bias), scale=scale, return_lse=True)
-    return o.transpose(2, 3), lse, _largest_scores(q, k, bias, visible, scale)
+    return o.transpose(2, 3), lse, largest_scores(q, k, bias, visible, scale)
 
 
 def mask_to_kv_lengths(mask: Tensor) -> Tensor:
@@ -276,27 +275,3 @@ def _visible_keys(mask: Tensor | None, kv_lengths: Tensor | None, k: Tensor) -> 
     if mask is not None:
         return given if given.dtype == torch.bool else given != 0
     return torch.arange(K, device=given.device) < given
-
-
-@torch.no_grad()
-def _largest_scores(
-    q: Tensor, k: Tensor, bias: Tensor, visible: Tensor | None, scale: float | None
-) -> Tensor:
-    """`[B, N, H, Lq]`, one row n after another, so that the scores of one row at a time are in
-    memory.
-    """
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q, k, _ = autocast.cast_inputs(q, k, k)
-    B, N, Lq, H, _ = q.shape
-    if N == 0:
-        return q.new_empty((B, N, H, Lq), dtype=torch.float32)
-    largest = []
-    with autocast.off(q.device.type):
-        for n in range(N):
-            scores = torch.einsum("bqhd,bkhd->bhqk", q[:, n].float(), k[:, n].float()) * scale
-            scores = scores + bias[:, 0].float()  # not in place, which vmap refuses
-            if visible is not None:
-                hidden = ~visible[:, min(n, visible.shape[1] - 1)]
-                scores = scores.masked_fill(hidden, -math.inf)
-            largest.append(scores.amax(dim=-1))
-    return torch.stack(largest, dim=1)

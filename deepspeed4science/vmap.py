@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from deepspeed4science.call import BackwardCall, ForwardCall
+from deepspeed4science.call import BackwardCall, ForwardCall, LargestScores
 
-CallT = TypeVar("CallT", ForwardCall, BackwardCall)
+CallT = TypeVar("CallT", ForwardCall, BackwardCall, LargestScores)
 
 
 def map_forward(
@@ -46,6 +46,15 @@ def map_backward(
             gradient = gradient.sum(1, keepdim=True)
         gradients[i] = gradient
     return tuple(gradients), tuple(0 if want else None for want in wanted)
+
+
+def map_largest_scores(
+    operator: Callable[..., Any], size: int, in_dims: Sequence[Any], *arguments: Any
+) -> Any:
+    """The rule of the largest scores."""
+    call, dims = LargestScores(*arguments), LargestScores(*in_dims)
+    B = _unmapped_size(call.q, dims.q)
+    return _unfolded(operator(*_folded(size, B, call, dims)), size, B), 0
 
 
 def _folded(size: int, B: int, call: CallT, dims: Any) -> CallT:

@@ -100,6 +100,28 @@ def test_auxiliary_results(device, masked):
     assert o.requires_grad
 
 
+def test_auxiliary_results_compiled():
+    """One graph for any number of rows n, which has no copy of the scores for each."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    attend = functools.partial(triangle_attention, scale=0.5, return_aux=True)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=keep)
+    q, k, v, bias, mask = inputs()
+    for times in (1, 2):
+        rows = (*(torch.cat([one] * times, dim=1) for one in (q, k, v)), bias)
+        seen = torch.cat([mask] * times, dim=1)
+        torch.testing.assert_close(compiled(*rows, seen), attend(*rows, seen), rtol=0, atol=0)
+    assert len(graphs) == 1
+    each = torch.func.vmap(lambda bias: attend(q, k, v, bias, mask))
+    mapped = torch.compile(each, fullgraph=True, backend="eager")
+    both = torch.stack([bias, -bias])
+    torch.testing.assert_close(mapped(both), each(both))
+
+
 def test_auxiliary_results_under_autocast_and_vmap_and_of_no_rows():
     """In float32, of the inputs as autocast has rounded them."""
     q, k, v, bias, _ = inputs()
