@@ -3,6 +3,7 @@ and say why, where it cannot be reached.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -74,7 +75,12 @@ def installed(cache, name):
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()
             pytest.skip(f"{PACKAGES[name][0]} cannot be installed here: {said[-1]}")
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was first
+            if not folder.exists():
+                raise
+            shutil.rmtree(partial)
     return folder
 
 
