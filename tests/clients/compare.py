@@ -76,6 +76,22 @@ def check(module, shapes, plain, switched, *, autocast, read=None):
     law.check_stacked(draw, torch.finfo(torch.bfloat16 if autocast else torch.float32).eps)
 
 
+def check_one_pair_map(layer, switched, seen, *, autocast):
+    """`check` of a layer without a batch dimension, which is called as `layer(x, mask=...)`.
+
+    switched   of (layer, x, mask)
+    seen       bool `[L, L]`
+    """
+    check(
+        randomised(layer).to(seen.device),
+        [(L, L, C)],
+        lambda module, x: module(x, mask=seen.to(x.dtype)),
+        lambda module, x: switched(module, x, seen.to(x.dtype)),
+        autocast=autocast,
+        read=seen[..., None],
+    )
+
+
 def _autocast(device, enabled):
     return torch.autocast(device, torch.bfloat16) if enabled else contextlib.nullcontext()
 

@@ -31,7 +31,7 @@ def test_it_finds_cuequivariance():
 def test_triangle_attention(monkeypatch, device, autocast, starting):
     module = importlib.import_module("opendde.model.triangular.triangular")
     layer = module.TriangleAttention(compare.C, compare.D, compare.H, starting=starting)
-    seen = compare.pair_mask("padded", device, rows=1)[0]  # its pairs have no batch dimension
+    seen = compare.pair_mask("padded", device, rows=1)[0]
     calls = []
 
     def counted(*arguments, **options):
@@ -41,17 +41,10 @@ def test_triangle_attention(monkeypatch, device, autocast, starting):
     library = importlib.import_module("cuequivariance_torch.primitives.triangle")
     monkeypatch.setattr(library, "triangle_attention", counted)
 
-    def switched(module, x):
+    def switched(module, x, mask):
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "is_cuda", True)
-            return module(x, mask=seen.to(x.dtype), triangle_attention="cuequivariance")
+            return module(x, mask=mask, triangle_attention="cuequivariance")
 
-    compare.check(
-        compare.randomised(layer).to(device),
-        [(compare.L, compare.L, compare.C)],
-        lambda module, x: module(x, mask=seen.to(x.dtype)),
-        switched,
-        autocast=autocast,
-        read=seen[..., None],
-    )
+    compare.check_one_pair_map(layer, switched, seen, autocast=autocast)
     assert calls

@@ -23,20 +23,13 @@ def triangular(client):
 @pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
 def test_triangle_attention(triangular, device, autocast, mask, backend, starting):
     layer = triangular.TriangleAttention(compare.C, compare.D, compare.H, starting=starting)
-    seen = compare.pair_mask(mask, device, rows=1)[0]  # its pairs have no batch dimension
+    seen = compare.pair_mask(mask, device, rows=1)[0]
 
-    def switched(module, x):
+    def switched(module, x, mask):
         with drop_in.switch("protenix"):
-            return module(x, mask=seen.to(x.dtype), triangle_attention=backend)
+            return module(x, mask=mask, triangle_attention=backend)
 
-    compare.check(
-        compare.randomised(layer).to(device),
-        [(compare.L, compare.L, compare.C)],
-        lambda module, x: module(x, mask=seen.to(x.dtype)),
-        switched,
-        autocast=autocast,
-        read=seen[..., None],
-    )
+    compare.check_one_pair_map(layer, switched, seen, autocast=autocast)
 
 
 @compare.each
@@ -46,18 +39,11 @@ def test_triangle_multiplication(triangular, device, autocast, kind):
     layer = getattr(triangular, f"TriangleMultiplication{kind}")(compare.C, compare.C)
     seen = compare.pair_mask("padded", device, rows=1)[0]
 
-    def switched(module, x):
+    def switched(module, x, mask):
         with drop_in.switch("protenix"):
-            return module(x, mask=seen.to(x.dtype), triangle_multiplicative="cuequivariance")
+            return module(x, mask=mask, triangle_multiplicative="cuequivariance")
 
-    compare.check(
-        compare.randomised(layer).to(device),
-        [(compare.L, compare.L, compare.C)],
-        lambda module, x: module(x, mask=seen.to(x.dtype)),
-        switched,
-        autocast=autocast,
-        read=seen[..., None],
-    )
+    compare.check_one_pair_map(layer, switched, seen, autocast=autocast)
 
 
 def test_our_triangle_attention_takes_its_parameters(triangular):

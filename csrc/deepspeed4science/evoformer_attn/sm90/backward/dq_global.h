@@ -1,7 +1,7 @@
 // dq, math.md (13), in kernel_dq_dkdv where it does not fit into shared memory: every block adds its keys' share to an
-// accumulator, rows that stay in L2 (dq_sums.h). When all blocks of a (b, n, h) have added,
-// they write dq. Only the (b, n, h) under way have an accumulator, or with kPairsRows the *sections* of their queries
-// under way, of args.section_steps steps each. Without sections, one section is all queries.
+// accumulator, rows that stay in L2 (dq_sums.h). When all blocks of a (b, n, h) have added, they write dq. Only the
+// (b, n, h) under way have an accumulator, or with kPairsRows the *sections* of their queries under way, of
+// args.section_steps steps each. Without sections, one section is all queries.
 //
 //   consumers         exchange dS through shared memory and compute dq^T = K^T dS^T, 64 columns of dq by 32 queries for
 //                     each warpgroup; they add it to the accumulator in the order of the instruction's registers

@@ -42,7 +42,7 @@ class Sm90Backward {
  private:
   using Kernels = BackwardKernels<scalar_t, kHeadDim, kHasBias2>;
   using Tiles = BackwardTiles<kHeadDim>;
-  static constexpr bool kHalfDqSums = std::is_same_v<scalar_t, cutlass::bfloat16_t>;
+  static constexpr bool kHalfDqSums = Kernels::template OfKeys<typename Tiles::Keys>::kHalfDqSums;
   static constexpr bool kMayRepairDq = Tiles::kHasDqGlobal && kHasBias2 && kHalfDqSums;  // dq_range.h
 
   Sm90Backward(const BwdParams& p, const Sm90BackwardPlan& plan, const BackwardFacts& device, cudaStream_t stream)
