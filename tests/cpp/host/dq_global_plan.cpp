@@ -23,8 +23,8 @@ int main(int argc, char** argv) {
   char* const memory = reinterpret_cast<char*>(256);
   range.lie_at(memory, nullptr);
   auto end_of = [&](const void* next) { return static_cast<long long>(static_cast<const char*>(next) - memory); };
-  std::printf("%lld %lld %lld %d %lld %lld %d %lld %lld %lld %lld\n", (long long)plan.num_accumulators,
+  std::printf("%lld %lld %lld %d %lld %lld %d %lld %lld %lld\n", (long long)plan.num_accumulators,
               (long long)plan.accumulator_size, (long long)plan.num_counters, plan.adds_dbias2,
-              (long long)plan.num_sections, (long long)plan.range_bytes, range.bound, end_of(range.key_maxima),
-              end_of(range.exponents), end_of(range.largest), end_of(range.wrong));
+              (long long)plan.num_sections, (long long)plan.range_bytes, range.bound, end_of(range.exponents),
+              end_of(range.largest), end_of(range.wrong));
 }

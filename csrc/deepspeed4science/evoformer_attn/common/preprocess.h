@@ -117,17 +117,12 @@ struct PrepareRows {
     }
   }
 
-  struct Ignore {
-    CUTLASS_DEVICE void operator()(const Share&, uint32_t) const {}
-  };
-
   // negative_delta: [B, N, H, Lq]; null: stored in dq. It is 0 where the row n sees nothing, whatever o and do_ hold.
   // kLooks: find_visible_keys has not run, so this kernel reads bias1 itself. early: it may still run, and this
   // waits for its end once o and do_ are being loaded.
-  // visit: called with each share of do_ of a row n that sees a key, and its head.
-  template <bool kLooks = false, typename Visit = Ignore>
+  template <bool kLooks = false>
   CUTLASS_DEVICE static void run(const BackwardInputs& args, float* negative_delta, uint32_t block,
-                                 PostprocessFlag flag, bool early = false, const Visit& visit = {}) {
+                                 PostprocessFlag flag, bool early = false) {
     const BwdParams& p = args.p;
     uint32_t H = uint32_t(p.H), num_rows = uint32_t(p.Lq) * H;
     uint32_t blocks = (num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
@@ -155,12 +150,8 @@ struct PrepareRows {
       unseen = args.mask.sees_nothing_now(bn);
     }
     float delta[kRowsPerGroup];
-    Row row = first;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRowsPerGroup; ++i, row.advance(step, H)) {
-      delta[i] = dot_share<Config>(o[i], do_[i]);
-      if (!unseen) visit(do_[i], row.h);
-    }
+    for (int i = 0; i < kRowsPerGroup; ++i) delta[i] = dot_share<Config>(o[i], do_[i]);
     reduce_rows(delta);
     if (threadIdx.x % kCopies != 0) return;
     CUTLASS_PRAGMA_UNROLL

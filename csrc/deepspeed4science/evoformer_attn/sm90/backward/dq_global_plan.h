@@ -26,7 +26,7 @@ struct DqGlobalPlan {
   template <typename Tiles, int kHeadDim>
   static DqGlobalPlan of(const BwdParams& p, int64_t blocks, bool half_sums) {
     const int64_t key_blocks = ceil_div(p.Lk, Tiles::kTiles * kOwned);
-    if (blocks == 0 || (half_sums && p.H > DqRangeArgs::kMostHeads)) return {};
+    if (blocks == 0) return {};
     if (key_blocks > kTileQueueSize * blocks) return {};
     constexpr bool kPairs = Tiles::kPairsRows;
     constexpr int kRows = kPairs ? 2 : 1;

@@ -95,16 +95,25 @@ class Sm90Backward {
   void launch_preprocess() {
     using Prepare = PrepareConfig<scalar_t, kHeadDim, kMayRepairDq>;
     PreprocessArgs args = fill_.preprocess();
-    if (Prepare::kFindsDqMaxima && plan_.dq_global) args.dq_range = fill_.dq_range(kHeadDim);
-    const int64_t of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * p_.B * p_.N;
+    const bool in_pieces = Prepare::kFindsDqMaxima && plan_.dq_global;
+    const int64_t rows = p_.B * p_.N, of_queries = ceil_div(p_.Lq * p_.H, PrepareRows<Prepare>::kRowsPerBlock) * rows;
     const int64_t resident = int64_t(kPreprocessBlocks) * device_.num_multiprocessors;
-    const int64_t of_others = plan_.delta_with_dq ? std::min(of_queries, resident) : of_queries;  // zeros alone
-    launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
-                                args.num_lists + args.num_masked + args.dq_range.num_key_blocks + of_others,
-                                kPrepareThreads, 0, /*cluster=*/1, args);
+    int64_t of_others = plan_.delta_with_dq ? std::min(of_queries, resident) : of_queries;  // zeros alone
+    int shared_bytes = 0;
     if constexpr (Prepare::kFindsDqMaxima) {
-      static_assert(PrepareRows<Prepare>::kRowsPerBlock == preprocess_rows(kHeadDim), "DqRangeArgs");
-      if (!plan_.dq_global) return;
+      if (in_pieces) {
+        args.dq_range = fill_.dq_range(kHeadDim);
+        args.delta.negative_delta = args.negative_delta, args.delta.flag = args.flag;
+        using Tile = typename DeltaPiece<Prepare>::Tile;
+        make_map<Tile>(args.delta.o, o()), make_map<Tile>(args.delta.do_, do_());
+        of_others = ceil_div(int64_t(args.dq_range.pieces) * p_.H, kPieceWarps) * rows;
+        shared_bytes = PieceStages<Prepare>::kBytes;
+      }
+    }
+    launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
+                                args.num_lists + args.num_masked + of_others, kPrepareThreads, shared_bytes,
+                                /*cluster=*/1, args);
+    if (in_pieces) {
       launches_.start_overlapping(find_dq_exponents, ceil_div(args.dq_range.num_heads(), kPrepareThreads / 32),
                                   kPrepareThreads, 0, /*cluster=*/1, args.dq_range);
     }

@@ -1,9 +1,10 @@
 // The first kernel of the Hopper backward: delta of each query, math.md (9), unless kernel_dq_dkdv computes it; lists
-// of rows n; zeros where the other kernels add; and maxima of dO, K and V for the range of dq (dq_range.h).
+// of rows n; zeros where the other kernels add; and, of bfloat16 operands, maxima of dO, K and V for the range of dq
+// (dq_range.h).
 #pragma once
 
 #include "common/preprocess.h"
-#include "sm90/backward/dq_range.h"
+#include "sm90/backward/delta_pieces.h"
 #include "sm90/backward/tile_sizes.h"
 
 namespace ds4s::sm90 {
@@ -48,13 +49,42 @@ struct PreprocessArgs {
   int32_t num_early;   // blocks of queries that begin beside find_visible_keys
   Zeros dbias1, dbias2;
   Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
-  DqRangeArgs dq_range;          // no rows and heads where dq has no float16 sums
+  DqRangeArgs dq_range;          // no pieces where dq has no float16 sums
+  DeltaArgs delta;               // likewise
   bool computes_delta;           // false: kernel_dq_dkdv does
 };
 
+// Where dq is added up in float16: each warp of a block has a piece of a head of the same row n.
+constexpr int kPieceWarps = kPrepareThreads / 32;
+template <typename Config>
+struct PieceStages {
+  typename DeltaPiece<Config>::Stage of_warp[kPieceWarps];
+  FullBarrier loaded[kPieceWarps];
+  static constexpr int kAlignment = 1024;
+  static constexpr int kBytes = kPieceWarps * int(sizeof(of_warp[0]) + sizeof(loaded[0])) + kAlignment;
+};
+template <typename Config, bool kFindsVisibleKeys>
+CUTLASS_DEVICE void compute_delta_pieces(const PreprocessArgs& args, uint32_t block) {
+  const BwdParams& p = args.rows.p;
+  const DqRangeArgs& range = args.dq_range;
+  const uint32_t count = uint32_t(range.pieces) * range.heads, blocks = (count + kPieceWarps - 1) / kPieceWarps;
+  const uint32_t bn = block / blocks, warp = threadIdx.x / 32, i = (block - bn * blocks) * kPieceWarps + warp;
+  const int b = bn / uint32_t(p.N), n = bn - b * uint32_t(p.N), piece = i / uint32_t(range.heads);
+  const bool unseen = kFindsVisibleKeys ? sees_nothing<typename Config::scalar_t, kPrepareThreads>(p, b, n)
+                                        : args.rows.mask.sees_nothing_now(bn);
+  if (i >= count) return;
+  extern __shared__ uint8_t memory[];
+  using Stages = PieceStages<Config>;
+  auto& stages = *reinterpret_cast<Stages*>(memory + (-shared_address(memory) & (Stages::kAlignment - 1)));
+  const int h = i - piece * range.heads;
+  DeltaPiece<Config>(p, args.delta, b, n, h, piece)
+      .compute(unseen, stages.of_warp[warp], stages.loaded[warp],
+               range.maxima + (int64_t(bn) * range.pieces + piece) * 3 * range.heads + h, range.heads);
+}
+
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of
-// keys. Where dq is added up in float16, the next blocks find maxima of K and V. The others set their part of the zeros
-// and compute delta of their queries.
+// keys. The others set their part of the zeros and compute delta of their queries: of all heads or, in pieces, of a
+// head for each warp.
 //
 // The first num_early of these others store zeros and, for delta, load O and dO before they wait for find_visible_keys.
 // The kernels before that one have ended: each of its blocks waits for them, and only then lets this kernel start.
@@ -73,37 +103,24 @@ __global__ void __launch_bounds__(kPrepareThreads, kPreprocessBlocks)
     }
     return;
   }
-  uint32_t num_first = num_masks;
-  if constexpr (Config::kFindsDqMaxima) {
-    num_first += args.dq_range.num_key_blocks;
-    if (blockIdx.x < num_first) {
-      ptx::wait_for_kernel_before();
-      return KeyMaxima<Config>::run(args.rows.p, args.dq_range, blockIdx.x - num_masks);
-    }
-  }
-  const uint32_t block = blockIdx.x - num_first;
+  const uint32_t block = blockIdx.x - num_masks;
   const bool early = !kFindsVisibleKeys && block < uint32_t(args.num_early);
   if (!early) ptx::wait_for_kernel_before();
   const int64_t thread = int64_t(block) * kPrepareThreads + threadIdx.x;
-  const int64_t num_threads = int64_t(gridDim.x - num_first) * kPrepareThreads;
+  const int64_t num_threads = int64_t(gridDim.x - num_masks) * kPrepareThreads;
   args.dbias1.store(thread, num_threads), args.dbias2.store(thread, num_threads);
   args.accumulators.store(thread, num_threads), args.counters.store(thread, num_threads);
   if (!args.computes_delta) {
     if (early) ptx::wait_for_kernel_before();
     return;
   }
-  using Rows = PrepareRows<Config>;
   if constexpr (Config::kFindsDqMaxima) {
-    __shared__ HeadMaxima maxima;
-    maxima.clear();
-    DoMaxima<Config> of_do(maxima, args.rows.p.H);
-    Rows::template run<kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag, early,
-                                          [&](const auto& do_, uint32_t head) { of_do.add(do_, head); });
-    of_do.finish();
-    maxima.store(args.dq_range.do_maxima + int64_t(block) * args.dq_range.heads, args.dq_range.heads);
-  } else {
-    Rows::template run<kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag, early);
+    if (args.dq_range.pieces > 0) {
+      if (early) ptx::wait_for_kernel_before();
+      return compute_delta_pieces<Config, kFindsVisibleKeys>(args, block);
+    }
   }
+  PrepareRows<Config>::template run<kFindsVisibleKeys>(args.rows, args.negative_delta, block, args.flag, early);
 }
 
 }  // namespace ds4s::sm90
