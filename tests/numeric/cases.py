@@ -84,6 +84,9 @@ class Case:
         )
 
 
+# Hopper: delta of the last 17 rows n is computed beside the kernel that needs it (later_delta.h).
+LATER_DELTA = Case("later-delta", N=26, Lq=512, Lk=768, H=8, D=128)
+
 SHAPES = [
     Case("typical", B=2, N=5, Lq=130, H=4),
     Case("one-key", Lq=1),

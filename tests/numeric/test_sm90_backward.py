@@ -9,7 +9,7 @@ import torch
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.demo.measure import peak_extra_bytes
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import Case, sm90_marks
+from tests.numeric.cases import LATER_DELTA, Case, sm90_marks
 from tests.numeric.graphs import replayed_and_direct
 from tests.numeric.law import NAMES, check, determinism, ours, relative_error, run
 from tests.numeric.test_error_law import GRADIENT_LAYOUTS
@@ -210,7 +210,9 @@ def test_few_queries_of_many_rows(N):
 
 # Blocks wait for others of the same kernel, or of the one before.
 WAITING = pytest.mark.parametrize(
-    "case", [ACCUMULATORS, WITH_DBIAS2[0], ONE_PASS[1], PAIRED[1]], ids=lambda case: case.id
+    "case",
+    [ACCUMULATORS, WITH_DBIAS2[0], ONE_PASS[1], PAIRED[1], LATER_DELTA],
+    ids=lambda case: case.id,
 )
 
 
@@ -392,6 +394,11 @@ def test_masked_tiles_and_rows(value):
         assert not x[:, 4].any()
 
 
+def of_another_order(case):
+    """What additions in another order change: of dq, float16 sums of two or, here, of six parts."""
+    return 2e-3 if case is LATER_DELTA else 1e-3
+
+
 def backward_in_a_graph(case):
     """Its workspace and its passes are captured, and replayed with other numbers."""
     tensors = [t.requires_grad_() for t in case.inputs(torch.bfloat16, "cuda").tensors()]
@@ -415,7 +422,7 @@ def test_graph_of_a_deterministic_backward():
 def test_graph_with_blocks_that_wait(case):
     """Counters that each replay must find at zero, and a pass that begins before this one ends."""
     for a, b in backward_in_a_graph(case):
-        assert relative_error(a, b) < 1e-3  # additions in another order
+        assert relative_error(a, b) < of_another_order(case)
 
 
 @WAITING
@@ -433,4 +440,4 @@ def test_blocks_that_wait_on_two_streams(case):
     torch.cuda.synchronize()
     for expected, result in zip(alone, together, strict=True):
         for a, b in zip(result, expected, strict=True):
-            assert relative_error(a, b) < 1e-3
+            assert relative_error(a, b) < of_another_order(case)

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import Case, sm90_marks
+from tests.numeric.cases import LATER_DELTA, Case, sm90_marks
 from tests.numeric.law import NAMES, check, ours, relative_error, run, with_do
 
 pytestmark = [*sm90_marks(), pytest.mark.usefixtures("only_sm90_runs")]
 
-# One kernel for each of these; the last one has sections of the queries.
+# One kernel for each of these, with sections of the queries, and with delta of later rows n beside
+# the kernel that needs it.
 CASES = [
     Case("D48", N=8, Lq=768, H=4, D=48),
     Case("D64", N=9, Lq=768, H=4, D=64),
     Case("D128", N=8, Lq=512, H=4, D=128),
     Case("sections", N=32, Lq=1000, Lk=900, H=1, D=64),
+    LATER_DELTA,
 ]
 
 
@@ -101,6 +103,7 @@ def test_size_of(case, change, plans):
     change(inputs)
     found = check(inputs)[NAMES.index("dQ")]
     assert plans[-1]["dkdv"].startswith("dq_global")
+    assert ("later_delta" in plans[-1]) == (case is LATER_DELTA)
     eager, exact = (
         run(evoformer_attention, inputs, dtype)[NAMES.index("dQ")]
         for dtype in (torch.bfloat16, torch.float64)

@@ -325,7 +325,7 @@ def test_pieces_of_the_workspace_are_apart(plan):
         maxima = 3 * -(-call["Lq"] // (32 if call["D"] <= 64 else 16))
         least = {
             "delta": 4 * deltas * call["Lq"],
-            "counters": 8 * rows * sections + 12,
+            "counters": 8 * rows * sections + 12 + 4 * int(found.get("later_delta", 0)),
             "dq_range": 4 * rows * (maxima + -(-call["Lk"] // 128) + 2),
             "accumulators": 2 * int(found.get("dq_accumulators", 0)) * in_section,
             "key_mask": (12 + 4 * words + 4 * has_bias1) * call["B"] * call["N"] + 4,
@@ -387,6 +387,25 @@ def test_delta_is_in_dq_where_accumulators_need_its_memory(plan):
     assert "delta" not in sections and sections["dq_sections"] == "4"
     most, more = (plan(N=n, Lq=1024, Lk=1024, D=64)["dkdv"] for n in (382, 383))
     assert (most, more) == ("dq_global_paired", "dq_global")  # docs/kernels/sm90.md
+
+
+def test_delta_beside_the_kernel_that_needs_it(plan):
+    """Of all (b, n, h) but those of three waves of 132 tiles, where O and dO of them have 32 MiB or
+    more, tiles are taken from a counter, and dq's sums are float16.
+    """
+    wide = {"N": 64, "Lq": 1024, "Lk": 1024, "H": 8, "D": 128}
+    assert plan(**wide)["later_delta"] == str(64 * 8 - 50)
+    assert plan(**wide | {"N": 42, "H": 3, "Lk": 2048})["later_delta"] == str(42 * 3 - 25)
+    for others in (
+        {"N": 14},
+        {"D": 64},
+        {"float16": 1},
+        {"deterministic": 1},
+        {"N": 160},  # no room for accumulators but in the memory of dbias2
+        {"dk": 0},
+        {"Lk": 4100, "H": 1},
+    ):
+        assert "later_delta" not in plan(**wide | others), others
 
 
 def test_what_adds_dbias2_needs_16_bytes_and_all_gradients(plan):

@@ -36,9 +36,11 @@ struct KeyMask {
   // The same for a kernel that may begin before the mask is written, after ptx::wait_for_kernel_before(): ptxas moves
   // the loads of __ldg to before that.
   CUTLASS_DEVICE bool sees_nothing_now(int64_t bn) const {
-    if (range == nullptr) return false;
-    const int2 seen = ptx::load_written(range + bn);
+    const int2 seen = keys_now(bn, /*Lk=*/1);
     return seen.x >= seen.y;
+  }
+  CUTLASS_DEVICE int2 keys_now(int64_t bn, int Lk) const {
+    return range == nullptr ? make_int2(0, Lk) : ptx::load_written(range + bn);
   }
   // Bit i: one of the 16 keys from key + 16 i on is visible. `key` is a multiple of 16; at most 32 units.
   CUTLASS_DEVICE uint32_t units(int64_t bn, int key, int num_units) const {

@@ -29,12 +29,14 @@ struct BackwardArgs {
   int32_t* dq_num_released;     // number of entries of dq_released
   const int32_t* dq_exponents;  // where sums of dq are float16: of their factors, and the largest ones that have
   uint32_t* dq_largest;         // been written (dq_range_args.h)
+  const int32_t* later_delta;   // 1 where later_delta.h has completed the (b, n, h) from number num_first_pairs on
   int32_t* next_tile;           // the first tile that no block has taken (tile_scheduler.h)
   int32_t* next_dbias2_tile;    // as next_tile, for kernel_dbias2 (cluster_tile_scheduler.h); null: fixed tiles
   int32_t dbias2_stride;        // in row_pairs.h: from one row of dbias2_global to the next
   float* dbias2_global;         // kernel_dq_dkdv adds dS to it (dbias2_global.h, row_pairs.h); or null
 
   int32_t B, N, H, Lq, Lk;
+  int32_t num_first_pairs;  // the (b, n, h) whose delta is there from the beginning
   int32_t num_dq_accumulators;
   int32_t num_tiles;   // of the whole grid
   int32_t num_slices;  // kernel_dbias2: number of slices of the rows n; 0: the kernel chooses

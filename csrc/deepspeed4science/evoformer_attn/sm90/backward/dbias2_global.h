@@ -96,12 +96,14 @@ class OrderedRows {
         shared_(shared),
         unit_{args.Lk, int(threadIdx.x) / 32, int(threadIdx.x) % 32},
         Lk_(args.Lk) {
-    const uint32_t blocks = (uint32_t(args.Lq) + kQueries - 1) / kQueries, matrix = block / blocks;
-    const int first = int(block - matrix * blocks) * kQueries;
+    const uint32_t blocks = (uint32_t(args.Lq) + kQueries - 1) / kQueries;
+    matrix_ = block / blocks;
+    const int first = int(block - matrix_ * blocks) * kQueries;
     queries_ = min(kQueries, args.Lq - first);
     units_ = queries_ == kQueries ? args.Lk / kKeys : 0;
-    rows_ = args.dbias2_global + (int64_t(matrix) * args.Lq + first) * args.Lk;
+    rows_ = args.dbias2_global + (int64_t(matrix_) * args.Lq + first) * args.Lk;
   }
+  CUTLASS_DEVICE uint32_t matrix() const { return matrix_; }  // of B H
   CUTLASS_DEVICE void finish() {
     Held held;
     const bool keeps = units_ <= kHeld;
@@ -196,14 +198,24 @@ class OrderedRows {
   const Dbias2Unit unit_;
   const int Lk_;
   float* rows_;
+  uint32_t matrix_;
   int queries_, units_;
 };
 
 static __global__ void __launch_bounds__(kOrderThreads) order_dbias2(const BackwardArgs args, bool corrects) {
-  ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
   __shared__ OrderedRows::Shared shared;
-  OrderedRows(args, corrects, shared, blockIdx.x).finish();
+  OrderedRows rows(args, corrects, shared, blockIdx.x);
+  // kernel_dq_dkdv ends with the tiles of the last head, so other heads need not wait for its end: for all (b, n, h)
+  // of a matrix, all blocks have added.
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int n = threadIdx.x; n < args.N; n += kOrderThreads) {
+    const int* progress = args.dq_progress + int64_t(rows.matrix()) * args.N + n;
+    while (ptx::load_acquire(progress) < args.by_blocks.divisor) __nanosleep(200);
+  }
+  __syncthreads();
+  rows.finish();
+  ptx::wait_for_kernel_before();  // a kernel that waits for this one finds kernel_dq_dkdv's results complete
 }
 
 }  // namespace ds4s::sm90

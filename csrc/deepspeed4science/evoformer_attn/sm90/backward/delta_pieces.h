@@ -4,7 +4,7 @@
 
 #include "common/arch.h"
 #include "common/preprocess.h"
-#include "sm90/backward/dq_range_args.h"
+#include "sm90/backward/dq_range.h"
 #include "sm90/mma/pipeline.h"
 
 namespace ds4s::sm90 {
@@ -56,29 +56,55 @@ class DeltaPiece {
   };
 
   // piece: of the queries; all lanes of a warp have the same one.
-  CUTLASS_DEVICE DeltaPiece(const BwdParams& p, const DeltaArgs& args, int b, int n, int h, int piece)
-      : p_(p), args_(args), b_(b), n_(n), h_(h), piece_(piece), lane_(int(threadIdx.x) % 32) {}
+  CUTLASS_DEVICE DeltaPiece(const BwdParams& p, const DeltaArgs& args, const DqPair& of, int piece)
+      : p_(p), args_(args), b_(of.b), n_(of.n), h_(of.h), piece_(piece), lane_(int(threadIdx.x) % 32) {}
 
-  // unseen: the row n sees nothing; delta is 0, whatever O and dO hold. loaded: of this warp, not used before.
-  // maxima: where those of this piece go, `apart` elements from one to the next.
-  CUTLASS_DEVICE void compute(bool unseen, Stage& stage, FullBarrier& loaded, float* maxima, int apart) const {
-    if (unseen) {
-      if (lane_ < kQueries && query(lane_) < p_.Lq) *delta_at(query(lane_)) = 0.f;
-      return store(maxima, apart, 0.f, 0.f, 0.f);
-    }
+  // This lane's shares of K and V of a key, and bias1.
+  struct KeyShares {
+    Share k, v;
+    scalar_t bias1;
+  };
+
+  // The i-th key of a (b, n, h) that counts for its maxima, one in kKeysApart. Which one differs, in case the data are
+  // periodic. The pieces of a (b, n, h) divide them; a piece's first one is number first_key().
+  CUTLASS_DEVICE int first_key() const { return piece_ + lane_ / Rows::kGroup * num_pieces(); }
+  CUTLASS_DEVICE int num_pieces() const { return (int(p_.Lq) + kQueries - 1) / kQueries; }
+  CUTLASS_DEVICE bool has_key(int i) const { return DqRangeArgs::kKeysApart * i < p_.Lk; }
+  CUTLASS_DEVICE KeyShares load_key(int i) const {
+    constexpr int kApart = DqRangeArgs::kKeysApart;
+    const int key = kApart * i + int((5 * uint32_t(i) + uint32_t(b_ * p_.N + n_)) % kApart);
+    const int64_t existing = min(key, int(p_.Lk) - 1);
+    const int64_t at = b_ * p_.bias1_stride[0] + n_ * p_.bias1_stride[1] + existing * p_.bias1_stride[2];
+    KeyShares shares{};
+    shares.k = load_row(p_.k, p_.k_stride, existing, int(p_.D));
+    shares.v = load_row(p_.v, p_.v_stride, existing, int(p_.Dv));
+    if (p_.bias1 != nullptr) shares.bias1 = static_cast<const scalar_t*>(p_.bias1)[at];
+    return shares;
+  }
+
+  // Starts loading O and dO; nothing reads the stage any more.
+  CUTLASS_DEVICE void load(Stage& stage, FullBarrier& loaded) const {
     if (cute::elect_one_sync()) {
-      loaded.init(1);
-      cutlass::arch::fence_barrier_init();
       loaded.arrive_and_expect_tx(sizeof(Stage));
       load_tile<Tile>(args_.o, loaded, stage.o, 0, piece_ * kQueries, h_, n_, b_);
       load_tile<Tile>(args_.do_, loaded, stage.do_, 0, piece_ * kQueries, h_, n_, b_);
     }
     __syncwarp();
+  }
+  // The row n sees nothing, and nothing is loaded: delta is 0, whatever O and dO hold.
+  CUTLASS_DEVICE void store_zeros(const DqRangeArgs& range) const {
+    if (lane_ < kQueries && query(lane_) < p_.Lq) *delta_at(query(lane_)) = 0.f;
+    store(range, 0.f, 0.f, 0.f);
+  }
+  // Waits for O and dO. Stores delta, and the piece's maxima in the memory of `range`. first_key: of K and V, if
+  // it is loaded already.
+  CUTLASS_DEVICE void compute(Stage& stage, FullBarrier& loaded, uint32_t phase, const DqRangeArgs& range,
+                              const KeyShares* first_key = nullptr) const {
     LargestSize<scalar_t> of_k, of_v;
-    look_at_keys(of_k, of_v);
-    loaded.wait(0);
+    look_at_keys(of_k, of_v, first_key);
+    loaded.wait(phase);
     const float of_do = compute_delta(stage);
-    store(maxima, apart, of_do, of_k.of_warp(), of_v.of_warp());
+    store(range, of_do, of_k.of_warp(), of_v.of_warp());
   }
 
  private:
@@ -130,32 +156,51 @@ class DeltaPiece {
     return DeltaInDq<scalar_t>(p_, b_, n_, h_).at(query);
   }
 
-  // K and V of one key in kKeysApart, which the pieces of a (b, n, h) divide. Which key differs, in case the data are
-  // periodic. Hidden keys are left out, which may hold anything.
-  CUTLASS_DEVICE void look_at_keys(LargestSize<scalar_t>& of_k, LargestSize<scalar_t>& of_v) const {
-    constexpr int kApart = DqRangeArgs::kKeysApart, kRowsAtOnce = 32 / Rows::kGroup;
-    const int Lk = int(p_.Lk), pieces = (int(p_.Lq) + kQueries - 1) / kQueries;
-    const uint32_t bn = uint32_t(b_ * p_.N + n_);
+  // first: the first key, if it is loaded already. Hidden keys are left out, which may hold anything.
+  CUTLASS_DEVICE void look_at_keys(LargestSize<scalar_t>& of_k, LargestSize<scalar_t>& of_v,
+                                   const KeyShares* first) const {
+    auto add = [&](const KeyShares& key) {
+      if (!(float(key.bias1) <= -MaskRule<scalar_t>::kThreshold)) of_k.add(key.k), of_v.add(key.v);
+    };
+    const int step = 32 / Rows::kGroup * num_pieces();
+    int i = first_key();
+    if (first != nullptr) add(*first), i += step;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = piece_ + lane_ / Rows::kGroup * pieces; kApart * i < Lk; i += kRowsAtOnce * pieces) {
-      const int key = min(kApart * i + int((5 * uint32_t(i) + bn) % kApart), Lk - 1);
-      const Share k = load(p_.k, p_.k_stride, key, int(p_.D)), v = load(p_.v, p_.v_stride, key, int(p_.Dv));
-      const int64_t at = b_ * p_.bias1_stride[0] + n_ * p_.bias1_stride[1] + key * p_.bias1_stride[2];
-      const float bias1 = p_.bias1 != nullptr ? float(static_cast<const scalar_t*>(p_.bias1)[at]) : 0.f;
-      if (!(bias1 <= -MaskRule<scalar_t>::kThreshold)) of_k.add(k), of_v.add(v);
-    }
+    for (; has_key(i); i += step) add(load_key(i));
   }
-  CUTLASS_DEVICE Share load(const void* matrix, const int64_t (&stride)[4], int key, int columns) const {
+  CUTLASS_DEVICE Share load_row(const void* matrix, const int64_t (&stride)[4], int64_t key, int columns) const {
     return load_share<Config>(element<const scalar_t>(matrix, stride, b_, n_, key, h_), columns, lane_ % Rows::kGroup);
   }
-  CUTLASS_DEVICE void store(float* maxima, int apart, float of_do, float of_k, float of_v) const {
+  CUTLASS_DEVICE void store(const DqRangeArgs& range, float of_do, float of_k, float of_v) const {
     const float largest_do = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(of_do)));
-    if (lane_ == 0) maxima[0] = largest_do, maxima[apart] = of_k, maxima[2 * apart] = of_v;
+    float* const maxima = range.maxima + ((b_ * p_.N + n_) * range.pieces + piece_) * 3 * range.heads + h_;
+    if (lane_ == 0) maxima[0] = largest_do, maxima[range.heads] = of_k, maxima[2 * range.heads] = of_v;
   }
 
   const BwdParams& p_;
   const DeltaArgs& args_;
-  const int b_, n_, h_, piece_, lane_;
+  int b_, n_, h_, piece_, lane_;
+};
+
+// The shared memory of kWarps warps that compute pieces: all of a block's dynamic shared memory.
+template <typename Config, int kWarps>
+struct PieceStages {
+  typename DeltaPiece<Config>::Stage of_warp[kWarps];
+  FullBarrier loaded[kWarps];
+  static constexpr int kAlignment = 1024;
+  static constexpr int kBytes = kWarps * int(sizeof(of_warp[0]) + sizeof(loaded[0])) + kAlignment;
+
+  // By all lanes of each warp, which may then use what belongs to it.
+  CUTLASS_DEVICE static PieceStages& init() {
+    extern __shared__ uint8_t memory[];
+    auto& stages = *reinterpret_cast<PieceStages*>(memory + (-shared_address(memory) & (kAlignment - 1)));
+    if (cute::elect_one_sync()) {
+      stages.loaded[threadIdx.x / 32].init(1);
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncwarp();
+    return stages;
+  }
 };
 
 }  // namespace ds4s::sm90

@@ -239,6 +239,13 @@ struct DqGlobal {
       }
     }
   }
+  // Until later_delta.h has computed delta and the exponent of a tile's (b, n, h), where it does.
+  CUTLASS_DEVICE static void wait_for_delta(const BackwardArgs& args, int tile) {
+    if constexpr (Config::kTakesTiles && Config::kHalfDqSums) {
+      const int later = args.by_blocks.div(tile) - args.num_first_pairs;
+      if (later >= 0) wait_for(args.later_delta + later, 1);
+    }
+  }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
     typename Sums::Writer writer(args.scale);
     const int lane = threadIdx.x % 32;
@@ -256,6 +263,7 @@ struct DqGlobal {
       if constexpr (Config::kHalfDqSums) {
         const uint32_t bnh = uint32_t(at.batch * args.N + (exists ? at.row : 0)) * args.H + at.head;
         slot = bnh * args.by_blocks.divisor + block;
+        wait_for_delta(args, tile);
         writer.set_scale(DqRange::inverse_factor(args.dq_exponents[bnh]));
         if (sections.section == share) writer.begin_tile();  // this block's sections of it come one after another
       }

@@ -7,6 +7,7 @@
 // float16 has few bits for them. find_wrong_dq looks for both, and recompute_dq computes dq of such a (b, n, h) again.
 //
 //   preprocess -> find_dq_exponents -> kernel_dq_dkdv -> ... -> find_wrong_dq -> recompute_dq
+//                              later_delta.h, beside it
 #pragma once
 
 #include "common/postprocess.h"
@@ -31,18 +32,26 @@ struct DqRange {
   }
 };
 
-// A warp for each (b, n, h).
-static __global__ void __launch_bounds__(kPrepareThreads) find_dq_exponents(const DqRangeArgs args) {
-  ptx::wait_for_kernel_before();
-  ptx::let_next_kernel_start();
-  const int64_t bnh = int64_t(blockIdx.x) * (kPrepareThreads / 32) + threadIdx.x / 32;
-  if (bnh >= int64_t(args.rows) * args.heads) return;
-  const int64_t bn = bnh / args.heads;
-  const int h = int(bnh - bn * args.heads), lane = threadIdx.x % 32;
+// One (b, n, h).
+struct DqPair {
+  int b, n, h;
+
+  // In the order of kernel_dq_dkdv's tiles.
+  CUTLASS_DEVICE static DqPair at(int number, int num_rows, int num_heads) {
+    const int bh = number / num_rows, b = bh / num_heads;
+    return {b, number - bh * num_rows, bh - b * num_heads};
+  }
+};
+
+// By all lanes of a warp, from the maxima of all pieces of a (b, n, h), number bn heads + h.
+static CUTLASS_DEVICE void find_dq_exponent(const DqRangeArgs& args, int64_t bnh) {
+  const int64_t bn = bnh / args.heads, h = bnh - bn * args.heads;
+  const int lane = threadIdx.x % 32;
   auto largest = [&](int which) {
     float x = 0.f;
-    for (int i = lane; i < args.pieces; i += 32)
-      x = fmaxf(x, args.maxima[((bn * args.pieces + i) * 3 + which) * args.heads + h]);
+    for (int i = lane; i < args.pieces; i += 32) {
+      x = fmaxf(x, ptx::load_written(args.maxima + ((bn * args.pieces + i) * 3 + which) * args.heads + h));
+    }
     return DqRange::warp_max(x);
   };
   const float of_do = largest(0);
@@ -54,6 +63,16 @@ static __global__ void __launch_bounds__(kPrepareThreads) find_dq_exponents(cons
     exponent = max(-126, min(126, exponent));
   }
   if (lane == 0) args.exponents[bnh] = exponent;
+}
+// A warp for each of the first num_pairs (b, n, h), in the order of kernel_dq_dkdv's tiles.
+static __global__ void __launch_bounds__(kPrepareThreads)
+    find_dq_exponents(const DqRangeArgs args, int num_rows, int num_pairs) {
+  ptx::wait_for_kernel_before();
+  ptx::let_next_kernel_start();
+  const int number = int(blockIdx.x) * (kPrepareThreads / 32) + int(threadIdx.x) / 32;
+  if (number >= num_pairs) return;
+  const DqPair at = DqPair::at(number, num_rows, args.heads);
+  find_dq_exponent(args, (int64_t(at.b) * num_rows + at.n) * args.heads + at.h);
 }
 
 // A thread for each (b, n, h). Stores it, and in the uppermost bit whether its sums are small.

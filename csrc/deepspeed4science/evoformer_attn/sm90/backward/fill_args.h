@@ -48,7 +48,7 @@ class BackwardFill {
       const bool are_zero = plan_.adds_dbias2;  // the accumulators lie in dbias2, which is zeroed above
       if (!are_zero)
         args.accumulators = {dq_accumulators(), plan_.dq_global.num_accumulators * plan_.dq_global.accumulator_size};
-      args.counters = {at<float>(plan_.counters), plan_.dq_global.num_counters};
+      args.counters = {at<float>(plan_.counters), plan_.num_counters()};
     }
     return args;
   }
@@ -59,6 +59,9 @@ class BackwardFill {
     args.lie_at(at<void>(plan_.dq_range), at<uint32_t>(plan_.counters) + plan_.dq_global.num_counters - 1);
     return args;
   }
+
+  // Counters of later_delta.h.
+  int32_t* later_delta() const { return at<int32_t>(plan_.counters) + plan_.dq_global.num_counters; }
 
   // Of kernel_dq_dkdv with Config's tiles.
   template <typename Config>
@@ -100,6 +103,7 @@ class BackwardFill {
       if (Config::kHalfDqSums) {
         const DqRangeArgs range = dq_range(Config::kHeadDim);
         args.dq_exponents = range.exponents, args.dq_largest = range.largest;
+        args.later_delta = later_delta(), args.num_first_pairs = int32_t(plan_.first_pairs);
       }
     }
     return args;

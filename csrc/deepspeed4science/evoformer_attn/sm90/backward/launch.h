@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/fill_args.h"
+#include "sm90/backward/later_delta.h"
 #include "sm90/balanced_blocks.h"
 #include "sm90/bias2_rows.h"
 #include "sm90/launch_sequence.h"
@@ -67,7 +68,8 @@ class Sm90Backward {
     preprocess();
     const bool dbias2_is_first = plan_.dbias2 != Kernel::kNone && !plan_.dbias2_is_last;
     if (dbias2_is_first) launch_dbias2(/*waits=*/true);
-    if (plan_.keys != Kernel::kNone) launch_keys(/*waits=*/!dbias2_is_first);
+    // later_delta.h waits for preprocess, and kernel_dq_dkdv does not wait for the end of later_delta.h.
+    if (plan_.keys != Kernel::kNone) launch_keys(/*waits=*/!dbias2_is_first && plan_.later_pairs == 0);
     if (plan_.dbias2 != Kernel::kNone && !dbias2_is_first) launch_dbias2(/*waits=*/false);
     if (plan_.queries != Kernel::kNone) {
       launch_queries(/*waits=*/!dbias2_is_first && plan_.keys == Kernel::kNone);
@@ -106,16 +108,32 @@ class Sm90Backward {
         args.delta.negative_delta = args.negative_delta, args.delta.flag = args.flag;
         using Tile = typename DeltaPiece<Prepare>::Tile;
         make_map<Tile>(args.delta.o, o()), make_map<Tile>(args.delta.do_, do_());
-        of_others = ceil_div(int64_t(args.dq_range.pieces) * p_.H, kPieceWarps) * rows;
-        shared_bytes = PieceStages<Prepare>::kBytes;
+        args.num_later_pairs = int32_t(plan_.later_pairs);
+        of_others = plan_.later_pairs > 0 ? ceil_div(int64_t(args.dq_range.pieces), kPieceWarps) * plan_.first_pairs
+                                          : ceil_div(int64_t(args.dq_range.pieces) * p_.H, kPieceWarps) * rows;
+        shared_bytes = PieceStages<Prepare, kPieceWarps>::kBytes;
       }
     }
     launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
                                 args.num_lists + args.num_masked + of_others, kPrepareThreads, shared_bytes,
                                 /*cluster=*/1, args);
     if (in_pieces) {
-      launches_.start_overlapping(find_dq_exponents, ceil_div(args.dq_range.num_heads(), kPrepareThreads / 32),
-                                  kPrepareThreads, 0, /*cluster=*/1, args.dq_range);
+      launches_.start_overlapping(find_dq_exponents, ceil_div(plan_.first_pairs, kPrepareThreads / 32), kPrepareThreads,
+                                  0, /*cluster=*/1, args.dq_range, int(p_.N), int(plan_.first_pairs));
+      if (plan_.later_pairs > 0) launch_later_delta(args);
+    }
+  }
+
+  void launch_later_delta(const PreprocessArgs& of_first) {
+    if constexpr (kMayRepairDq && !Tiles::kHasDqGlobalPaired) {
+      using Prepare = PrepareConfig<scalar_t, kHeadDim, kMayRepairDq>;
+      constexpr int kThreads = 32 * kLaterDeltaWarps, kSharedBytes = PieceStages<Prepare, kLaterDeltaWarps>::kBytes;
+      const LaterDeltaArgs args{
+          of_first.rows,      of_first.delta, of_first.dq_range, int32_t(plan_.first_pairs), int32_t(plan_.later_pairs),
+          fill_.later_delta()};
+      int blocks = 0;
+      launches_.check(PersistentGrid<later_delta<Prepare>, kThreads, kSharedBytes>::resident_blocks(blocks));
+      launches_.start_overlapping(later_delta<Prepare>, blocks, kThreads, kSharedBytes, /*cluster=*/1, args);
     }
   }
 

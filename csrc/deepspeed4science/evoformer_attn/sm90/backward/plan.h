@@ -89,6 +89,8 @@ struct Sm90BackwardPlan {
   // and if not, load neither.
   int64_t early_blocks = 0;
   DqGlobalPlan dq_global;
+  // Where dq is added up in float16: of so many (b, n, h), preprocess computes delta; of others, later_delta.h.
+  int64_t first_pairs = 0, later_pairs = 0;
 
   // Offsets in the workspace.
   int64_t delta = kNotReserved, counters = kNotReserved, accumulators = kNotReserved, key_mask = kNotReserved;
@@ -99,6 +101,8 @@ struct Sm90BackwardPlan {
   int64_t dbias2_parts = kNotReserved, postprocess_flag = kNotReserved, delta_progress = kNotReserved;
   int64_t workspace_bytes = 0;
 
+  // Of dq_global.h and later_delta.h.
+  int64_t num_counters() const { return dq_global.num_counters + later_pairs; }
   bool orders_dbias2() const { return dq_global.adds_dbias2 && !pairs_rows; }  // dbias2_global.h
   bool dbias2_waits_for_delta() const { return delta_with_dq && dbias2 != Kernel::kNone; }
   // Only kernels for pairs of rows n, and postprocess, take a distance of dbias2's rows other than Lk.
@@ -145,7 +149,8 @@ class Sm90BackwardPlanner {
     const DqGlobalPlan& dq = plan_.dq_global;
     const int64_t deltas = num_deltas();
     plan_.delta = layout_.reserve(deltas > 0, deltas * p_.Lq * 4);
-    plan_.counters = layout_.reserve(bool(dq), dq.num_counters * 4);
+    plan_later_delta();
+    plan_.counters = layout_.reserve(bool(dq), plan_.num_counters() * 4);
     plan_.dq_range = layout_.reserve(dq && half_dq_sums_, dq.range_bytes);
     plan_.delta_progress = layout_.reserve(plan_.dbias2_waits_for_delta(), 4);
     plan_.accumulators = layout_.reserve(dq.adds_dbias2, dq.num_accumulators * dq.accumulator_size * 4);
@@ -271,6 +276,21 @@ class Sm90BackwardPlanner {
     return 5 * computed <= 8 * key_tiles * pairs;
   }
 
+  // Where kernel_dq_dkdv takes a while, and its blocks need not all be resident, it does not wait for delta of all
+  // (b, n, h): later_delta.h computes that of all but those of three waves of tiles, which are its lead.
+  void plan_later_delta() {
+    constexpr int64_t kLeastBytes = int64_t(32) << 20;  // of O and dO: 9 us on an H200
+    const DqGlobalPlan& dq = plan_.dq_global;
+    const int64_t pairs = p_.B * p_.N * p_.H;
+    plan_.first_pairs = pairs;
+    if (Tiles::kHasDqGlobalPaired || plan_.keys != Kernel::kDqGlobal || !half_dq_sums_ || !dq.adds_dbias2 ||
+        dq.key_blocks > kTileQueueSize)
+      return;
+    const int64_t first = ceil_div(3 * device_.blocks_of(Kernel::kDqGlobal), dq.key_blocks);
+    if ((pairs - first) * p_.Lq * kHeadDim * 4 < kLeastBytes) return;
+    plan_.first_pairs = first, plan_.later_pairs = pairs - first;
+  }
+
   void choose_dq_global() {
     if constexpr (Tiles::kHasDqGlobal && kHasBias2) {
       const bool wanted = p_.dbias2 && p_.dk && p_.dv && p_.dq && !p_.deterministic && p_.N > 1;
@@ -374,6 +394,7 @@ inline void Sm90BackwardPlan::print(PlanText& text) const {
   if (early_blocks > 0) text.add("early_preprocess_blocks", early_blocks);
   if (dq_global) text.add("dq_accumulators", dq_global.num_accumulators);
   if (dq_global.num_sections > 1) text.add("dq_sections", dq_global.num_sections);
+  if (later_pairs > 0) text.add("later_delta", later_pairs);
   text.add_offset("delta", delta), text.add_offset("counters", counters);
   text.add_offset("dq_range", dq_range);
   text.add_offset("accumulators", accumulators), text.add_offset("key_mask", key_mask);

@@ -51,35 +51,31 @@ struct PreprocessArgs {
   Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
   DqRangeArgs dq_range;          // no pieces where dq has no float16 sums
   DeltaArgs delta;               // likewise
+  int32_t num_later_pairs;       // likewise: the (b, n, h) that later_delta.h computes delta of
   bool computes_delta;           // false: kernel_dq_dkdv does
 };
 
-// Where dq is added up in float16: each warp of a block has a piece of a head of the same row n.
+// Where dq is added up in float16: each warp of a block has a piece of the same row n. If preprocess has pieces of some
+// (b, n, h) only, of the first ones that kernel_dq_dkdv reads, the block has those of one head.
 constexpr int kPieceWarps = kPrepareThreads / 32;
-template <typename Config>
-struct PieceStages {
-  typename DeltaPiece<Config>::Stage of_warp[kPieceWarps];
-  FullBarrier loaded[kPieceWarps];
-  static constexpr int kAlignment = 1024;
-  static constexpr int kBytes = kPieceWarps * int(sizeof(of_warp[0]) + sizeof(loaded[0])) + kAlignment;
-};
 template <typename Config, bool kFindsVisibleKeys>
 CUTLASS_DEVICE void compute_delta_pieces(const PreprocessArgs& args, uint32_t block) {
   const BwdParams& p = args.rows.p;
   const DqRangeArgs& range = args.dq_range;
-  const uint32_t count = uint32_t(range.pieces) * range.heads, blocks = (count + kPieceWarps - 1) / kPieceWarps;
-  const uint32_t bn = block / blocks, warp = threadIdx.x / 32, i = (block - bn * blocks) * kPieceWarps + warp;
-  const int b = bn / uint32_t(p.N), n = bn - b * uint32_t(p.N), piece = i / uint32_t(range.heads);
-  const bool unseen = kFindsVisibleKeys ? sees_nothing<typename Config::scalar_t, kPrepareThreads>(p, b, n)
-                                        : args.rows.mask.sees_nothing_now(bn);
+  const bool some = args.num_later_pairs > 0;
+  const uint32_t heads = some ? 1 : range.heads, count = uint32_t(range.pieces) * heads;
+  const uint32_t blocks = (count + kPieceWarps - 1) / kPieceWarps, number = block / blocks, warp = threadIdx.x / 32;
+  const uint32_t i = (block - number * blocks) * kPieceWarps + warp, piece = i / heads;
+  DqPair at = DqPair::at(int(number), int(p.N), some ? range.heads : 1);
+  if (!some) at.h = int(i - piece * heads);
+  const bool unseen = kFindsVisibleKeys ? sees_nothing<typename Config::scalar_t, kPrepareThreads>(p, at.b, at.n)
+                                        : args.rows.mask.sees_nothing_now(at.b * p.N + at.n);
   if (i >= count) return;
-  extern __shared__ uint8_t memory[];
-  using Stages = PieceStages<Config>;
-  auto& stages = *reinterpret_cast<Stages*>(memory + (-shared_address(memory) & (Stages::kAlignment - 1)));
-  const int h = i - piece * range.heads;
-  DeltaPiece<Config>(p, args.delta, b, n, h, piece)
-      .compute(unseen, stages.of_warp[warp], stages.loaded[warp],
-               range.maxima + (int64_t(bn) * range.pieces + piece) * 3 * range.heads + h, range.heads);
+  auto& stages = PieceStages<Config, kPieceWarps>::init();
+  const DeltaPiece<Config> mine(p, args.delta, at, int(piece));
+  if (unseen) return mine.store_zeros(range);
+  mine.load(stages.of_warp[warp], stages.loaded[warp]);
+  mine.compute(stages.of_warp[warp], stages.loaded[warp], /*phase=*/0, range);
 }
 
 // The first blocks find the visible keys of the rows n, or list the rows n that see each of kernel_dbias2's tiles of

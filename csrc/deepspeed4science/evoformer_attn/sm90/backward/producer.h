@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward/config.h"
+#include "sm90/backward/dq_global.h"
 #include "sm90/backward/dq_range.h"
 #include "sm90/backward/maps.h"
 #include "sm90/backward/row_delta.h"
@@ -211,6 +212,7 @@ struct DqDkdvProducer {
         }
       };
       int column = steps.next();
+      if constexpr (Config::kDqInGlobal) DqGlobal<Config>::wait_for_delta(args, tiles.tile);
       load(column);
       OwnedStatistics owned;
       load_owned(owned, bias1, queries, at, lane);
