@@ -202,6 +202,18 @@ def test_rows_of_dbias2_add_up_to_zero(case, plans):
     assert (dbias2.sum(-1).abs() / dbias2.abs().sum(-1)).max() < 2e-6
 
 
+@pytest.mark.parametrize("sees", ["nothing", "one key"])
+@pytest.mark.parametrize("case", WITH_DBIAS2, ids=lambda case: case.id)
+def test_gradients_that_are_repaired_after_they_are_rounded(case, sees):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    if sees == "nothing":
+        inputs.bias2[:, :, :, 3:40:3] = -torch.inf
+        inputs.v[:, 1, 7] = torch.nan
+    else:
+        inputs.bias1[:, 1, ..., 1:] = -torch.inf
+    check(inputs)
+
+
 @pytest.mark.parametrize("N", [50, 66, 100])
 def test_few_queries_of_many_rows(N):
     """Rows for which a cluster's two blocks would have work, but not queries for both."""
@@ -249,8 +261,9 @@ def test_one_pass_is_what_runs(case, plans):
 
 @pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
 def test_peak_memory_is_that_of_results(N, H, D):
-    """O, dq, dk, dv, and dbias2's sum in float32 beside its copy: what passes need besides is gone
-    by then, lse too. An allocator's block may have 1 MiB more than was asked for.
+    """O, dq, dk, dv, and dbias2's sums in float32, in whose memory it is rounded; and half as much
+    for what the pass itself needs, lse too. An allocator's block may have 1 MiB more than was asked
+    for.
     """
     inputs = Case("memory", N=N, Lq=512, H=H, D=D).inputs(torch.bfloat16, "cuda")
     trained = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
@@ -262,7 +275,7 @@ def test_peak_memory_is_that_of_results(N, H, D):
 
     results = 4 * do.nbytes + (4 + 2) * inputs.bias2.numel()
     one_lse = 4 * N * H * 512
-    assert 0 <= peak_extra_bytes(step, do.device) - results <= 2**20 < one_lse
+    assert peak_extra_bytes(step, do.device) - results <= 2**20 < one_lse
 
 
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])
