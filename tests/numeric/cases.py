@@ -84,7 +84,7 @@ class Case:
         )
 
 
-# Hopper: delta of the last 17 rows n is computed beside the kernel that needs it (later_delta.h).
+# Hopper: delta of most (b, n, h) is computed beside the kernel that needs it (later_delta.h).
 LATER_DELTA = Case("later-delta", N=26, Lq=512, Lk=768, H=8, D=128)
 
 SHAPES = [
