@@ -25,9 +25,9 @@ from deepspeed4science.problem import Problem
 logger = logging.getLogger(__name__)
 
 # Up to so many elements, a kernel rounds the bias gradients, which spares a launch for each. Their
-# float32 sums, at most 4 MiB, then exist together with the tensors that the forward saved. A larger
-# gradient of bias2 is rounded in the memory of its sums, unless a kernel needs none
-# (`rounds_dbias2`): its rows lie twice as far apart. Autograd rounds a larger gradient of bias1.
+# float32 sums, at most 4 MiB, then exist together with the tensors that the forward saved. Larger
+# gradients are rounded by autograd, after those tensors are freed, unless a kernel should round
+# them anyway (`rounds_dbias2`).
 _MOST_ROUNDED = 2**20
 
 # Of cudaError_t: what stops a kernel that runs. All later launches, of any library, return it.
@@ -138,8 +138,7 @@ class PreparedBackward(_Prepared):
         self._rounds = may_round and p.B * (p.N + p.H * p.Lq) * p.Lk <= _MOST_ROUNDED
         # Where dq, dk and dv are wanted, too: without one of them, other kernels run.
         self._rounds_with_all = may_round and choice.backend.rounds_dbias2(p)
-        self._rounds_in_place = may_round and not self._rounds
-        # Gradients that autograd gets may have any strides.
+        # Sums that autograd rounds may have any strides.
         padding = -p.Lk % 4 if may_round and choice.backend.pads_dbias2 else 0
         self._row_elements = p.Lk + padding
         self._first_call = threading.RLock()
@@ -177,16 +176,11 @@ class PreparedBackward(_Prepared):
             dv = _new_like(v) if want_v else None
         rounds = self._rounds or (self._rounds_with_all and want_q and want_k and want_v)
         rounds = rounds and q.dtype == p.dtype
-        dbias1 = dbias2 = sums = None
+        dbias1 = dbias2 = None
         if want_bias1 and bias1 is not None:
             dbias1 = _new_like(bias1) if rounds else lse.new_empty((p.B, p.N, 1, 1, p.Lk))
         if want_bias2 and bias2 is not None:
-            if rounds:
-                dbias2 = _new_like(bias2)
-            else:
-                dbias2 = sums = self._new_sums(lse)
-                if self._rounds_in_place and q.dtype == p.dtype:
-                    dbias2 = sums.view(p.dtype)[..., : p.Lk]
+            dbias2 = _new_like(bias2) if rounds else self._new_sums(lse)
         computed: Gradients = (dq, dk, dv, dbias1, dbias2)
         if one_key:
             for gradient in (dq, dk, dbias1, dbias2):
@@ -195,12 +189,7 @@ class PreparedBackward(_Prepared):
             computed = (None, None, dv, None, None)
         if want_v or (any(wanted) and not one_key):
             dbias: tuple[Tensor | None, ...] = computed[3:]
-            if rounds:
-                dbias = (None, None, *dbias)
-            elif computed[4] is None or computed[4] is sums:
-                dbias = (*dbias, None, None)
-            else:
-                dbias = (dbias[0], sums, None, dbias[1])
+            dbias = (None, None, *dbias) if rounds else (*dbias, None, None)
             try:
                 self._launch(do_, q, k, v, o, lse, bias1, bias2, row_mask, *computed[:3], *dbias)
             except _RowsRefusedError:

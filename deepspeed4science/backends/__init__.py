@@ -44,7 +44,7 @@ class Backend(Protocol):
 
     def rounds_dbias2(self, problem: Problem) -> bool:
         """Whether a kernel should round dbias2 however large it is: with dq, dk and dv that is
-        faster, and takes less memory than sums in float32.
+        faster, and takes no more memory than sums in float32 that autograd rounds.
         """
 
     def options(self) -> Options:

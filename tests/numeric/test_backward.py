@@ -61,6 +61,19 @@ def test_rows_of_dbias2_add_up_to_zero(dtype, device):
     assert (dbias2.sum(-1).abs() / dbias2.abs().sum(-1)).max() < 2e-6
 
 
+@pytest.mark.parametrize(("Lq", "Lk"), [(70, 90), (600, 440), (600, 441)])
+def test_bias_gradients_are_dense(Lq, Lk, device):
+    """Functions of other libraries take any gradient for contiguous. What keeps one keeps its
+    storage. Above 2**20 elements, sums of bias gradients are rounded elsewhere.
+    """
+    inputs = Case("dense", B=2, N=3, Lq=Lq, Lk=Lk, H=2).inputs(torch.bfloat16, device)
+    leaves = [inputs.bias1.requires_grad_(), inputs.bias2.requires_grad_()]
+    o = ours(inputs.q, inputs.k, inputs.v, *leaves)
+    for gradient, leaf in zip(torch.autograd.grad(o, leaves, o), leaves, strict=True):
+        assert gradient.dtype == leaf.dtype and gradient.is_contiguous()
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
 @pytest.mark.parametrize("place", ["q", "k", "v", "do", "bias1", "bias2"])
 def test_nan_reaches_the_same_gradients(place, device):
     """One NaN among finite numbers; `check` compares places first."""

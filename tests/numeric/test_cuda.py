@@ -200,13 +200,11 @@ def test_dq_in_the_memory_of_dk(D, N, dtype):
 
 @pytest.mark.parametrize("sees", ["all", "nothing", "one key"])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize(("Lq", "Lk"), [(70, 90), (600, 440), (600, 441)])
-def test_kernels_round_bias_gradients(Lq, Lk, sees, wanted, dtype_of_16_bits):
+def test_kernels_round_small_bias_gradients(sees, wanted, dtype_of_16_bits):
     """The sums in float32 that the operator gives, as PyTorch rounds them: also where queries see
-    nothing or rows n see one key, so that some are computed again. Of 2**20 elements and more,
-    dbias2 is rounded in the memory of its sums, and dbias1 is not rounded.
+    nothing or rows n see one key, so that some are computed again.
     """
-    inputs = Case("rounded", B=2, N=3, Lq=Lq, Lk=Lk, H=2).inputs(dtype_of_16_bits, "cuda")
+    inputs = Case("rounded", B=2, N=3, Lq=70, Lk=90, H=2).inputs(dtype_of_16_bits, "cuda")
     if sees == "nothing":
         inputs.bias2[:, :, :, 3:40:3] = -torch.inf
         inputs.v[:, 1, 7] = torch.nan
@@ -222,14 +220,10 @@ def test_kernels_round_bias_gradients(Lq, Lk, sees, wanted, dtype_of_16_bits):
         sums = operators.backward_op(*call)[3:]
     finally:
         torch.use_deterministic_algorithms(False)
-    large = Lq == 600
-    for want, mine, theirs, in_place in zip(wanted, rounded, sums, (False, large), strict=True):
+    for want, mine, theirs in zip(wanted, rounded, sums, strict=True):
         assert (mine is not None) == want
         if want:
-            rounds = in_place or not large
-            assert mine.dtype == (dtype_of_16_bits if rounds else torch.float32)
-            assert theirs.dtype == torch.float32 and mine.is_contiguous() != in_place
-            mine = mine.to(dtype_of_16_bits)
+            assert mine.dtype == dtype_of_16_bits and theirs.dtype == torch.float32
             assert torch.equal(mine.nan_to_num(7e3), theirs.to(dtype_of_16_bits).nan_to_num(7e3))
 
 

@@ -204,7 +204,7 @@ def test_rows_of_dbias2_add_up_to_zero(case, plans):
 
 @pytest.mark.parametrize("sees", ["nothing", "one key"])
 @pytest.mark.parametrize("case", WITH_DBIAS2, ids=lambda case: case.id)
-def test_gradients_that_are_repaired_after_they_are_rounded(case, sees):
+def test_gradients_that_are_repaired_after_rows_are_ordered(case, sees):
     inputs = case.inputs(torch.bfloat16, "cuda")
     if sees == "nothing":
         inputs.bias2[:, :, :, 3:40:3] = -torch.inf
@@ -261,9 +261,8 @@ def test_one_pass_is_what_runs(case, plans):
 
 @pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
 def test_peak_memory_is_that_of_results(N, H, D):
-    """O, dq, dk, dv, and dbias2's sums in float32, in whose memory it is rounded; and half as much
-    for what the pass itself needs, lse too. An allocator's block may have 1 MiB more than was asked
-    for.
+    """O, dq, dk, dv, and dbias2's sum in float32 beside its copy: what passes need besides is gone
+    by then, lse too. An allocator's block may have 1 MiB more than was asked for.
     """
     inputs = Case("memory", N=N, Lq=512, H=H, D=D).inputs(torch.bfloat16, "cuda")
     trained = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]
@@ -275,7 +274,7 @@ def test_peak_memory_is_that_of_results(N, H, D):
 
     results = 4 * do.nbytes + (4 + 2) * inputs.bias2.numel()
     one_lse = 4 * N * H * 512
-    assert peak_extra_bytes(step, do.device) - results <= 2**20 < one_lse
+    assert 0 <= peak_extra_bytes(step, do.device) - results <= 2**20 < one_lse
 
 
 @pytest.mark.parametrize("value", [-torch.inf, -1e9])

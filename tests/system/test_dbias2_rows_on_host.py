@@ -1,6 +1,5 @@
-"""Rows of dbias2 add up to 0, compiled for the host with a warp of 32 threads: rounded, also in
-place, and not; of aligned rows and others, with NaN, with zeros; not of a part of the keys, nor of
-one row n.
+"""Rows of dbias2 add up to 0, compiled for the host with a warp of 32 threads: rounded and not, of
+aligned rows and others, with NaN, with zeros; not of a part of the keys, nor of one row n.
 """
 
 import random
@@ -13,4 +12,4 @@ def test_rows_add_up_to_zero(tmp_path):
     program = built_for_a_warp(tmp_path, "dbias2_rows")
     seed = random.randrange(2**31)
     printed = subprocess.run([program, str(seed)], capture_output=True, text=True, check=True)
-    assert printed.stdout == "1200 rows\n", f"seed {seed}"
+    assert printed.stdout == "900 rows\n", f"seed {seed}"

@@ -76,8 +76,8 @@ struct BwdParams {
   float* dbias1;            // [B, N, Lk] contiguous, or null
   float* dbias2;            // [B, H, Lq, Lk], contiguous but for dbias2_stride; or null
   void* rounded_dbias1;     // the same in the type of q, in place of dbias1, which is null then; or null. CUDA only
-  void* rounded_dbias2;     // likewise; or dbias2, whose rows are rounded in place: each begins where its sums began
-  void* workspace;          // as in FwdParams
+  void* rounded_dbias2;
+  void* workspace;  // as in FwdParams
 
   int64_t B, N, Lq, Lk, H, D, Dv;
   int64_t q_stride[4];         // B, N, L, H

@@ -1,6 +1,6 @@
-// Rows of dbias2 are made to add up to 0, math.md (16a), and rounded to the type of q if they are wanted in it, in
-// other memory or in place. One warp does a row. It holds its sums in registers, or reads them twice if there are too
-// many. Rows of sums may lie further apart than Lk.
+// Rows of dbias2 are made to add up to 0, math.md (16a), and rounded to the type of q if they are wanted in it. One
+// warp does a row. It holds its sums in registers, or reads them twice if there are too many. Rows of sums may lie
+// further apart than Lk.
 #pragma once
 
 #include "common/ptx.h"
@@ -17,9 +17,9 @@ CUTLASS_DEVICE float excess_share(float sum, float size) {
 template <typename scalar_t>
 class Dbias2Rows {
  public:
-  // Distances of rows, of sums and of rounded elements. add_up: rows add up to 0 already.
-  CUTLASS_DEVICE Dbias2Rows(const BwdParams& p, int64_t stride, int64_t rounded_stride, bool add_up = false)
-      : p_(p), stride_(stride), rounded_stride_(rounded_stride), add_up_(add_up), lane_(int(threadIdx.x) % 32) {}
+  // add_up: rows add up to 0 already.
+  CUTLASS_DEVICE Dbias2Rows(const BwdParams& p, int64_t stride, bool add_up = false)
+      : p_(p), stride_(stride), add_up_(add_up), lane_(int(threadIdx.x) % 32) {}
 
   // row: of [B, H, Lq].
   CUTLASS_DEVICE void finish(int64_t row) const {
@@ -44,10 +44,9 @@ class Dbias2Rows {
     using Sums = Vector<float, kWidth>;
     using Rounded = Vector<scalar_t, kWidth>;
     auto* const sums = reinterpret_cast<Sums*>(p_.dbias2 + row * stride_);
-    auto* const rounded =
-        p_.rounded_dbias2
-            ? reinterpret_cast<Rounded*>(static_cast<scalar_t*>(p_.rounded_dbias2) + row * rounded_stride_)
-            : nullptr;
+    auto* const rounded = p_.rounded_dbias2
+                              ? reinterpret_cast<Rounded*>(static_cast<scalar_t*>(p_.rounded_dbias2) + row * p_.Lk)
+                              : nullptr;
     const int64_t count = p_.Lk / kWidth;
     // One row n: kernels store dbias2, and another pass over it would take a fifth of their time.
     const bool corrects = !add_up_ && p_.N > 1 && p_.partial_keys == 0;
@@ -66,10 +65,8 @@ class Dbias2Rows {
     const float excess = corrects ? share(sum, size) : 0.f;
     if (rounded == nullptr && excess == 0.f) return;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int64_t first = 0; first < count; first += 32 * kAtOnce) {
-      const int64_t begin = first + lane_;
+    for (int64_t begin = lane_; begin < count; begin += 32 * kAtOnce) {
       if (!corrects || count > 32 * kAtOnce) read(held, sums, begin, count);
-      __syncwarp();  // in place: these sums have been read, and all before them
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
         Rounded small;
@@ -111,7 +108,7 @@ class Dbias2Rows {
   }
 
   const BwdParams& p_;
-  const int64_t stride_, rounded_stride_;
+  const int64_t stride_;
   const bool add_up_;
   const int lane_;
 };

@@ -28,9 +28,8 @@ struct PostprocessArgs {
   const float2* softmax;
   const float2* negative_delta;
   PostprocessFlag flag;
-  int64_t dbias2_stride;   // from one row of p.dbias2 to the next
-  int64_t rounded_stride;  // of p.rounded_dbias2
-  bool dbias2_adds_up;     // each row to 0, before anything is repaired
+  int64_t dbias2_stride;  // from one row of p.dbias2 to the next
+  bool dbias2_adds_up;    // each row to 0, before anything is repaired
 };
 
 // kPostprocessBlocks on each multiprocessor, resident at once, so that the loads of 12 warps are in flight. Above D =
@@ -62,7 +61,7 @@ class Postprocess {
     for (int64_t x = warp; has_dbias2 && x < p_.B * p_.H * p_.Lq; x += num_warps) {
       repair_dbias2(x / (p_.H * p_.Lq), x / p_.Lq % p_.H, x % p_.Lq);
       __syncwarp();
-      Dbias2Rows<scalar_t>(p_, args_.dbias2_stride, args_.rounded_stride).finish(x);
+      Dbias2Rows<scalar_t>(p_, args_.dbias2_stride).finish(x);
     }
   }
 
@@ -94,7 +93,7 @@ class Postprocess {
     const BwdParams& p = args.p;
     const int64_t thread = int64_t(blockIdx.x) * kPostprocessThreads + threadIdx.x;
     const int64_t num_threads = int64_t(gridDim.x) * kPostprocessThreads;
-    const Dbias2Rows<scalar_t> rows(p, args.dbias2_stride, args.rounded_stride, args.dbias2_adds_up);
+    const Dbias2Rows<scalar_t> rows(p, args.dbias2_stride, args.dbias2_adds_up);
     for (int64_t x = thread / 32; p.dbias2 && x < p.B * p.H * p.Lq; x += num_threads / 32) rows.finish(x);
     round(p.rounded_dbias1, p.dbias1, thread, p.B * p.N * p.Lk, num_threads);
   }
@@ -275,7 +274,7 @@ class Postprocess {
     hides = ptx::any(hides), sees_one = ptx::any(sees_one);
     if (!hides && !sees_one) return;
     scalar_t* const rounded = p_.dbias2 == nullptr ? static_cast<scalar_t*>(p_.rounded_dbias2) : nullptr;
-    const int64_t row = ((b * p_.H + h) * p_.Lq + q) * (rounded ? args_.rounded_stride : args_.dbias2_stride);
+    const int64_t row = ((b * p_.H + h) * p_.Lq + q) * (rounded ? p_.Lk : args_.dbias2_stride);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int64_t key0 = 0; key0 < p_.Lk; key0 += 32) {
       const int64_t key = key0 + lane_;

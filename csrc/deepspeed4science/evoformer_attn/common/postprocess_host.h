@@ -24,15 +24,11 @@ inline int64_t num_postprocess_blocks(const DeviceFacts& device) {
   return int64_t(kPostprocessBlocks) * device.num_multiprocessors;
 }
 
-// Whether dbias2 is rounded in its own memory.
-inline bool rounds_in_place(const BwdParams& p) { return p.dbias2 != nullptr && p.rounded_dbias2 == p.dbias2; }
-
 // key_mask: the result of find_visible_keys, or null.
 inline PostprocessArgs postprocess_args(const BwdParams& p, void* key_mask, PostprocessFlag flag) {
   const KeyMaskBuffers<BwdParams> buffers(p);
   PostprocessArgs args{};
   args.p = p, args.flag = flag, args.dbias2_stride = p.Lk;
-  args.rounded_stride = rounds_in_place(p) ? 2 * p.Lk : p.Lk;
   args.shift = buffers.at(key_mask).shift;
   args.only_key = buffers.only_key(key_mask);
   return args;

@@ -1,6 +1,6 @@
 // Host side: bias gradients in the type of q. Their float32 sums lie in the workspace, before the pieces of the
 // backward's plan, and the backward's last kernel (common/postprocess.h) rounds them. The caller therefore allocates no
-// sums and launches no kernel that rounds. Where dbias2 is rounded in place, its memory has the sums.
+// sums and launches no kernel that rounds.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,8 +35,8 @@ struct RoundedDbias {
     explicit Sums(const BwdParams& p) {
       WorkspaceLayout layout;
       dbias1 = layout.reserve(p.rounded_dbias1 != nullptr, p.B * p.N * p.Lk * 4);
-      const bool needs = p.rounded_dbias2 != nullptr && p.dbias2 == nullptr && !Backward::rounds_dbias2(p);
-      dbias2 = layout.reserve(needs, p.B * p.H * p.Lq * p.Lk * 4);
+      const bool rounds = p.rounded_dbias2 != nullptr && Backward::rounds_dbias2(p);
+      dbias2 = layout.reserve(p.rounded_dbias2 != nullptr && !rounds, p.B * p.H * p.Lq * p.Lk * 4);
       bytes = layout.bytes();
     }
     BwdParams added_to(BwdParams p, void* workspace) const {

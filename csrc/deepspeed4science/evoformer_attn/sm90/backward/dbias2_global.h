@@ -78,12 +78,9 @@ struct Dbias2Global {
   }
 };
 
-// Row-major order for rows of dbias2, which then add up to 0, math.md (16a), and are rounded to Element in place: each
-// row begins where it began. A block has eight queries of one matrix, the queries of a row of units, or the last few.
-// It keeps kHeld units in registers, or reads all units twice. No element is written before all elements that lay in
-// its place have been read.
+// Row-major order for rows of dbias2, which then add up to 0, math.md (16a). A block has eight queries of one matrix,
+// the queries of a row of units, or the last few. It keeps kHeld units in registers, or reads all units twice.
 constexpr int kOrderThreads = 128;
-template <typename Element>
 class OrderedRows {
   static constexpr int kQueries = Dbias2Unit::kQueries, kKeys = Dbias2Unit::kKeys, kWarps = kOrderThreads / 32;
   static constexpr int kHeld = 16;
@@ -125,12 +122,9 @@ class OrderedRows {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int q = 0; q < queries_ && units_ * kKeys < Lk_; ++q) {
       const float of_query = excess_of(q);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int first = units_ * kKeys; first < Lk_; first += kOrderThreads) {
-        const int key = first + int(threadIdx.x);
-        const float x = key < Lk_ ? rows_[int64_t(q) * Lk_ + key] : 0.f;
-        if constexpr (sizeof(Element) < sizeof(float)) __syncthreads();
-        if (key < Lk_) *at(q, key) = Element(without(of_query, x));
+      float* row = rows_ + int64_t(q) * Lk_;
+      for (int key = units_ * kKeys + int(threadIdx.x); key < Lk_; key += kOrderThreads) {
+        row[key] = without(of_query, row[key]);
       }
     }
   }
@@ -150,14 +144,8 @@ class OrderedRows {
       if (first + i >= units_) break;
       const float x[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < 4; ++e)
-        *at(unit_.query(e), (first + i) * kKeys + unit_.key(e)) = Element(without(excess[e % 2], x[e]));
+      for (int e = 0; e < 4; ++e) rows_[(first + i) * kKeys + unit_.home(e)] = without(excess[e % 2], x[e]);
     }
-  }
-  // Where an element is written.
-  CUTLASS_DEVICE Element* at(int query, int key) const {
-    constexpr int kOfFloat = int(sizeof(float) / sizeof(Element));
-    return reinterpret_cast<Element*>(rows_) + int64_t(query) * kOfFloat * Lk_ + key;
   }
   // Sums of all units; of each warp.
   CUTLASS_DEVICE void add_units(Held& held) const {
@@ -214,11 +202,10 @@ class OrderedRows {
   int queries_, units_;
 };
 
-template <typename Element>
-__global__ void __launch_bounds__(kOrderThreads) order_dbias2(const BackwardArgs args, bool corrects) {
+static __global__ void __launch_bounds__(kOrderThreads) order_dbias2(const BackwardArgs args, bool corrects) {
   ptx::let_next_kernel_start();
-  __shared__ typename OrderedRows<Element>::Shared shared;
-  OrderedRows<Element> rows(args, corrects, shared, blockIdx.x);
+  __shared__ OrderedRows::Shared shared;
+  OrderedRows rows(args, corrects, shared, blockIdx.x);
   // kernel_dq_dkdv ends with the tiles of the last head, so other heads need not wait for its end: for all (b, n, h)
   // of a matrix, all blocks have added.
   CUTLASS_PRAGMA_NO_UNROLL

@@ -40,8 +40,8 @@ struct DqGlobalPlan {
       plan.num_counters = 2 * plan.num_counted_sections + 3;
       plan.key_blocks = key_blocks;
       plan.range_bytes = half_sums ? DqRangeArgs::of(p, kHeadDim, key_blocks).bytes() : 0;
-      // Accumulators, lse and delta are freed before a caller makes a 16-bit copy of dbias2. Up to the size of that
-      // copy, they do not raise its peak memory. With sections, delta is in dq.
+      // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,
+      // they do not raise peak memory. With sections, delta is in dq.
       const int64_t available =
           elements * 2 - (plan.num_sections > 1 ? 4 : 8) * pairs * p.Lq - 4 * plan.num_counters - plan.range_bytes;
       // 1.25 times as many accumulators as there are (b, n, h) under way at a time, because some blocks are still at an

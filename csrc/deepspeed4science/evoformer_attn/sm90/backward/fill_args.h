@@ -25,9 +25,6 @@ class BackwardFill {
     PostprocessArgs args = postprocess_args(p_, at<void>(plan_.key_mask), flag_);
     args.p.dbias2 = dbias2_sums(), args.dbias2_stride = plan_.dbias2_stride;
     args.dbias2_adds_up = plan_.orders_dbias2();
-    if (!rounds_in_place(p_)) return args;
-    args.rounded_stride = 2 * plan_.dbias2_stride;
-    if (plan_.orders_dbias2()) args.p.dbias2 = nullptr;  // order_dbias2 has rounded it
     return args;
   }
   // To which kernels add or store dbias2, in float32; or null.

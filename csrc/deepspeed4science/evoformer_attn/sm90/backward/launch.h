@@ -189,12 +189,7 @@ class Sm90Backward {
       const int64_t blocks = ceil_div(p_.Lq, Dbias2Unit::kQueries) * p_.B * p_.H;
       using Config = typename Kernels::template OfKeys<typename Tiles::DqGlobal>;
       const BackwardArgs args = fill_.template dq_dkdv<Config>(/*waits=*/false);
-      const bool corrects = p_.partial_keys == 0;
-      if (rounds_in_place(p_)) {
-        launches_.start_overlapping(order_dbias2<scalar_t>, blocks, kOrderThreads, 0, /*cluster=*/1, args, corrects);
-      } else {
-        launches_.start_overlapping(order_dbias2<float>, blocks, kOrderThreads, 0, /*cluster=*/1, args, corrects);
-      }
+      launches_.start_overlapping(order_dbias2, blocks, kOrderThreads, 0, /*cluster=*/1, args, p_.partial_keys == 0);
     }
   }
 

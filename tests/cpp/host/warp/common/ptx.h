@@ -78,7 +78,6 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
   for (int lane = 0; lane < 32; ++lane) result |= votes[lane] << lane;
   return result;
 }
-inline void __syncwarp() { warp.exchange(0); }
 inline int __reduce_max_sync(uint32_t, int x) {
   const uint32_t* all = warp.exchange(uint32_t(x));
   int largest = int(all[0]);
