@@ -36,7 +36,6 @@ struct ArchTraits {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 inline void __syncthreads() { warp.exchange(0); }
-inline void __syncwarp() { warp.exchange(0); }
 bool __syncthreads_or(bool);
 void atomicMin(int*, int);
 void atomicMax(int*, int);
