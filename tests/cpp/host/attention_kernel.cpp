@@ -9,15 +9,6 @@
 #define __global__
 #undef __shared__
 #define __shared__
-#undef __grid_constant__
-#define __grid_constant__
-#undef __launch_bounds__
-#define __launch_bounds__(...)
-struct Coordinates {
-  unsigned x = 0, y = 0, z = 0;
-};
-thread_local Coordinates blockIdx;
-Coordinates gridDim;
 int __dp4a(int, int, int);
 unsigned __byte_perm(unsigned, unsigned, unsigned);
 __half2 __hfma2(__half2, __half2, __half2);
@@ -35,24 +26,15 @@ struct ArchTraits {
 };
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-inline void __syncthreads() { warp.exchange(0); }
-bool __syncthreads_or(bool);
-void atomicMin(int*, int);
-void atomicMax(int*, int);
-inline uint32_t __funnelshift_r(uint32_t, uint32_t, uint32_t) { return 0; }
-float __uint_as_float(uint32_t);
 inline int uniform(int x) { return x; }
 
 namespace ptx {
-inline bool any(bool x) { return __ballot_sync(~0u, x) != 0; }
 inline float exp2(float x) { return std::exp2(x); }
 inline float log2(float x) { return std::log2(x); }
 inline float shfl_quad(float x, int lane) {
-  return bits_of<float>(warp.exchange(bits_of<uint32_t>(x))[(threadIdx.x & ~3) + lane]);
+  return bits_of<float>(exchange(bits_of<uint32_t>(x))[(threadIdx.x & ~3) + lane]);
 }
 inline uint32_t thread_x() { return uint32_t(threadIdx.x); }
-inline void wait_for_kernel_before() {}
-inline void let_next_kernel_start() {}
 template <typename T>
 void keep(T&) {}
 template <typename>
@@ -66,7 +48,6 @@ inline float bits_to_float<float>(uint32_t x) {
   return bits_of<float>(x);
 }
 // Not called: of other types and families.
-uint32_t to_tf32(float);
 void cp_async_commit();
 template <int>
 void cp_async_wait();
@@ -84,7 +65,7 @@ template <typename... Any>
 void mma_8x8x4_row_row(Any&&...);
 }  // namespace ptx
 }  // namespace ds4s
-using ds4s::threadIdx;
+using ds4s::blockIdx, ds4s::gridDim, ds4s::threadIdx;
 
 #include <cutlass/arch/arch.h>
 

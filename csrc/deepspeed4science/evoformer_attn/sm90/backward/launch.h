@@ -109,8 +109,7 @@ class Sm90Backward {
         using Tile = typename DeltaPiece<Prepare>::Tile;
         make_map<Tile>(args.delta.o, o()), make_map<Tile>(args.delta.do_, do_());
         args.num_later_pairs = int32_t(plan_.later_pairs);
-        of_others = plan_.later_pairs > 0 ? ceil_div(int64_t(args.dq_range.pieces), kPieceWarps) * plan_.first_pairs
-                                          : ceil_div(int64_t(args.dq_range.pieces) * p_.H, kPieceWarps) * rows;
+        of_others = num_piece_blocks(args, plan_.first_pairs);
         shared_bytes = PieceStages<Prepare, kPieceWarps>::kBytes;
       }
     }

@@ -58,6 +58,11 @@ struct PreprocessArgs {
 // Where dq is added up in float16: each warp of a block has a piece of the same row n. If preprocess has pieces of some
 // (b, n, h) only, of the first ones that kernel_dq_dkdv reads, the block has those of one head.
 constexpr int kPieceWarps = kPrepareThreads / 32;
+inline int64_t num_piece_blocks(const PreprocessArgs& args, int64_t first_pairs) {
+  const DqRangeArgs& range = args.dq_range;
+  return args.num_later_pairs > 0 ? ceil_div(range.pieces, kPieceWarps) * first_pairs
+                                  : ceil_div(int64_t(range.pieces) * range.heads, kPieceWarps) * range.rows;
+}
 template <typename Config, bool kFindsVisibleKeys>
 CUTLASS_DEVICE void compute_delta_pieces(const PreprocessArgs& args, uint32_t block) {
   const BwdParams& p = args.rows.p;

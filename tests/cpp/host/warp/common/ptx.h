@@ -1,4 +1,5 @@
-// In place of common/ptx.h on the host: a warp is 32 threads, which exchange what they have at a barrier.
+// In place of common/ptx.h on the host: a warp is 32 threads, which exchange what they have at a barrier. A block may
+// have several warps; a program sets the number of its threads (block.threads), if __syncthreads is called.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -8,9 +9,11 @@
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <utility>
 
 #undef CUTLASS_DEVICE
 #define CUTLASS_DEVICE inline
@@ -18,44 +21,58 @@
 #define CUTLASS_PRAGMA_NO_UNROLL
 #undef CUTLASS_PRAGMA_UNROLL
 #define CUTLASS_PRAGMA_UNROLL
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
 
 namespace ds4s {
 
 using std::max;
 using std::min;
 
-struct ThreadIndex {
-  int x = 0;
+struct Coordinates {
+  int x = 0, y = 0, z = 0;
 };
-inline thread_local ThreadIndex threadIdx;
+inline thread_local Coordinates threadIdx, blockIdx;
+inline Coordinates gridDim;
 
-class Warp {
+class Barrier {
  public:
-  // What every lane has; all of them come here.
-  const uint32_t* exchange(uint32_t mine) {
-    wait();
-    values_[threadIdx.x] = mine;
-    wait();
-    return values_;
-  }
-
- private:
+  int threads = 32;
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     const int round = round_;
-    if (++count_ == 32) {
+    if (++count_ == threads) {
       count_ = 0, ++round_;
       arrived_.notify_all();
     } else {
       arrived_.wait(lock, [&] { return round_ != round; });
     }
   }
+
+ private:
   std::mutex mutex_;
   std::condition_variable arrived_;
   int count_ = 0, round_ = 0;
+};
+class Warp {
+ public:
+  // What every lane has; all of them come here.
+  const uint32_t* exchange(uint32_t mine) {
+    arrived_.wait();
+    values_[threadIdx.x % 32] = mine;
+    arrived_.wait();
+    return values_;
+  }
+
+ private:
+  Barrier arrived_;
   uint32_t values_[32];
 };
-inline Warp warp;
+inline Warp warps[32];
+inline Barrier block;
+inline const uint32_t* exchange(uint32_t mine) { return warps[threadIdx.x / 32].exchange(mine); }
 
 template <typename To, typename From>
 To bits_of(From x) {
@@ -65,31 +82,57 @@ To bits_of(From x) {
 }
 inline int __float_as_int(float x) { return bits_of<int>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }
+inline uint32_t __float_as_uint(float x) { return bits_of<uint32_t>(x); }
+inline float __uint_as_float(uint32_t x) { return bits_of<float>(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
+  return uint32_t((uint64_t(high) << 32 | low) >> bits % 32);
+}
 template <typename T>
 T __ldg(const T* x) {
   return *x;
 }
 inline uint32_t __ballot_sync(uint32_t, bool vote) {
-  const uint32_t* votes = warp.exchange(vote);
+  const uint32_t* votes = exchange(vote);
   uint32_t result = 0;
   for (int lane = 0; lane < 32; ++lane) result |= votes[lane] << lane;
   return result;
 }
-inline int __reduce_max_sync(uint32_t, int x) {
-  const uint32_t* all = warp.exchange(uint32_t(x));
-  int largest = int(all[0]);
-  for (int lane = 1; lane < 32; ++lane) largest = max(largest, int(all[lane]));
+inline void __syncwarp() { exchange(0); }
+inline void __syncthreads() { block.wait(); }
+inline bool __syncthreads_or(bool) { std::abort(); }  // no program calls it
+inline void __threadfence() {}
+inline void __nanosleep(int) {}
+template <typename T>
+T __reduce_max_sync(uint32_t, T x) {
+  const uint32_t* all = exchange(uint32_t(x));
+  T largest = T(all[0]);
+  for (int lane = 1; lane < 32; ++lane) largest = max(largest, T(all[lane]));
   return largest;
 }
-inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return warp.exchange(x)[lane]; }
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return exchange(x)[lane]; }
 
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
+using std::isnan;
+// Of threads that change different elements.
+template <typename T>
+T atomicAdd(T* to, T x) {
+  return std::exchange(*to, *to + x);
+}
+inline int atomicMin(int* to, int x) { return std::exchange(*to, min(*to, x)); }
+inline int atomicMax(int* to, int x) { return std::exchange(*to, max(*to, x)); }
+
 namespace ptx {
-inline uint32_t shfl_xor(uint32_t x, int mask) { return warp.exchange(x)[threadIdx.x ^ mask]; }
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_start() {}
+inline int load_acquire(const int* flag) { return *flag; }
+void store_release(int* flag, int value);  // of the program
+inline bool any(bool x) { return __ballot_sync(~0u, x) != 0; }
+uint32_t to_tf32(float);  // not called
+inline uint32_t shfl_xor(uint32_t x, int mask) { return exchange(x)[threadIdx.x % 32 ^ mask]; }
 inline float shfl_xor(float x, int mask) { return bits_of<float>(shfl_xor(bits_of<uint32_t>(x), mask)); }
 template <typename T>
 T load_written(const T* x) {
