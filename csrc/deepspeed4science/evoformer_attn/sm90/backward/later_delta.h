@@ -56,12 +56,12 @@ class LaterDelta {
 
   CUTLASS_DEVICE void run() const {
     uint32_t phase = 0;
-    Position now{int(blockIdx.x) * kPairs, warp_};
+    PieceCoord now{int(blockIdx.x) * kPairs, warp_};
     uint32_t seen = pairs_that_see(now.first_pair);
     KeyShares key{};
     bool loads = begin(now, seen, key);
     while (now.first_pair < args_.pairs) {
-      Position next{now.first_pair, now.piece + kLaterDeltaWarps};
+      PieceCoord next{now.first_pair, now.piece + kLaterDeltaWarps};
       const bool ends = next.piece - warp_ >= kPairs * args_.range.pieces;
       if (ends) next = {now.first_pair + num_blocks_ * kPairs, warp_}, seen = pairs_that_see(next.first_pair);
       if (loads) {
@@ -79,16 +79,16 @@ class LaterDelta {
 
  private:
   // A piece of a warp, among those of kPairs (b, n, h).
-  struct Position {
+  struct PieceCoord {
     int first_pair, piece;
   };
-  CUTLASS_DEVICE bool exists(const Position& at) const {
+  CUTLASS_DEVICE bool exists(const PieceCoord& at) const {
     return at.piece < min(kPairs, args_.pairs - at.first_pair) * args_.range.pieces;
   }
   CUTLASS_DEVICE DqPair pair(int number) const {
     return DqPair::at(args_.first_pairs + number, int(args_.rows.p.N), args_.range.heads);
   }
-  CUTLASS_DEVICE DeltaPiece<Config> piece(const Position& at) const {
+  CUTLASS_DEVICE DeltaPiece<Config> piece(const PieceCoord& at) const {
     const int number = at.piece / args_.range.pieces;
     return DeltaPiece<Config>(args_.rows.p, args_.delta, pair(at.first_pair + number),
                               at.piece - number * args_.range.pieces);
@@ -101,7 +101,7 @@ class LaterDelta {
     return __ballot_sync(0xffffffffu, exists && !args_.rows.mask.sees_nothing_now(of.b * args_.rows.p.N + of.n));
   }
   // Returns whether a piece is being loaded.
-  CUTLASS_DEVICE bool begin(const Position& at, uint32_t seen, KeyShares& key) const {
+  CUTLASS_DEVICE bool begin(const PieceCoord& at, uint32_t seen, KeyShares& key) const {
     if (!exists(at) || (seen >> at.piece / args_.range.pieces & 1) == 0) return false;
     const DeltaPiece<Config> mine = piece(at);
     mine.load(stages_.of_warp[warp_], stages_.loaded[warp_]);
