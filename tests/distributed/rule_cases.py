@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed4science.errors import InvalidInputError
 
-from .sharded import Case, check, distribute, partly, run_sharded
+from .sharded import PLACEMENTS, Case, check, distribute, partly, run_sharded
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_BIAS = {"bias1": None, "bias2": None}
@@ -123,19 +123,19 @@ def partial_bias(world):
 
 def lse(world):
     """return_lse after a call without it, and the reverse: DTensor remembers its choice."""
-    inputs = Case("", (), Lq=19).inputs(world.device)  # of shapes that no other case has
-    mesh = world.mesh()
-    q, k, v = (distribute(x, mesh, [1]) for x in (inputs.q, inputs.k, inputs.v))
-    bias1, bias2 = distribute(inputs.bias1, mesh, [1]), distribute(inputs.bias2, mesh, [None])
+    inputs = Case("", (), B=4, Lq=19).inputs(world.device)  # of shapes that no other case has
     whole, whole_lse = DS4Sci_EvoformerAttention(
         inputs.q, inputs.k, inputs.v, [inputs.bias1, inputs.bias2], return_lse=True
     )
-    for _ in range(2):
-        o = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2])
-        torch.testing.assert_close(o.full_tensor(), whole)
-        o, lse = DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], return_lse=True)
-        assert lse.placements == (Shard(1),)
-        torch.testing.assert_close(lse.full_tensor(), whole_lse)
+    for axis, placed in {"B": Shard(0), "N": Shard(1), "H": Shard(2), "Lq": Shard(3)}.items():
+        of_axis = zip(inputs.tensors(), PLACEMENTS[axis], strict=False)
+        q, k, v, *biases = (distribute(x, world.mesh(), [dim]) for x, dim in of_axis)
+        for _ in range(2):
+            o = DS4Sci_EvoformerAttention(q, k, v, biases)
+            torch.testing.assert_close(o.full_tensor(), whole)
+            o, lse = DS4Sci_EvoformerAttention(q, k, v, biases, return_lse=True)
+            assert lse.placements == (placed,)
+            torch.testing.assert_close(lse.full_tensor(), whole_lse)
 
 
 def other_ranks(world):
