@@ -78,7 +78,8 @@ def run_case(case, world):
     draws, more = [], 0.0
     for _ in range(case.draws):
         inputs = case.inputs(world.device)
-        ours, placed = run_sharded(inputs, mesh, case.axes, partial(ring, mesh_dim=int(two)))
+        # -1: the second of two dimensions
+        ours, placed = run_sharded(inputs, mesh, case.axes, partial(ring, mesh_dim=-int(two)))
         assert not any(x is not None and x.placements[-1].is_partial() for x in placed)
         draws.append((ours, inputs))
         more = max(more, rounding_of_lse(inputs))
