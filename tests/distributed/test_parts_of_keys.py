@@ -66,6 +66,13 @@ def test_what_no_key_is_seen_of_counts_for_nothing():
     assert (merge_attention(*unseen, *unseen)[0] == 0).all()
 
 
+def test_merged_parts_have_the_wider_dtype():
+    o, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
+    for pair in ((o, o.bfloat16()), (o.bfloat16(), o)):
+        merged, _ = merge_attention(pair[0], lse, pair[1], lse)
+        torch.testing.assert_close(merged, (pair[0] + pair[1]) / 2)
+
+
 def test_merged_parts_are_an_average_where_lse_is_large():
     """Where -1e9 hides all keys, lse has no digits for the number of keys; 3 times O is no mean."""
     q, k = torch.randn(1, 2, 9, 2, 8), torch.randn(1, 2, 100, 2, 8)
