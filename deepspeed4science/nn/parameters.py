@@ -106,7 +106,8 @@ def leaves_out(leading: Sequence[int], number: int) -> bool:
 
 def project(x: Tensor, maps: Sequence[Linear]) -> Sequence[Tensor]:
     """`map(x)` for each map. Plain maps are one product, so that x is read once."""
-    if not all(is_plain(one) for one in maps):
+    # Padding has no gradient. Autograd takes zeros for it that are no DTensor, beside DTensors.
+    if not all(is_plain(one) for one in maps) or is_dtensor(maps[0].weight):
         return [one(x) for one in maps]
     product = mixed_precision.linear(x, *joined(maps))
     sizes = [one.out_features for one in maps]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from deepspeed4science.distributed import sum_gradients
-from deepspeed4science.nn import AttentionPairBias
+from deepspeed4science.nn import AttentionPairBias, EvoformerAttention
 from tests.numeric.law import relative_error
 
 from .layer_cases import (
@@ -117,6 +117,23 @@ def divided_heads(world):
             assert relative_error(whole(other), one) < 1e-5
 
 
+def distributed_parameters(world):
+    """Parameters that are DTensors, and batches of x sharded: DTensor's own data parallelism."""
+    from torch.distributed.tensor import distribute_module, distribute_tensor
+
+    x, dy = torch.randn(2, 4, 9, 9, C, device=world.device)
+    for case in (Layer("", START, ROWS), Layer("", EvoformerAttention, ROWS)):
+        layer = case.layer(world)
+        expected = gradients(layer, x, None, dy)
+        layer.zero_grad()
+        distribute_module(layer, world.mesh())
+        shards = [distribute_tensor(one, world.mesh(), [Shard(0)]) for one in (x, dy)]
+        found = gradients(layer, shards[0], None, shards[1])
+        for one, other in zip(found, expected, strict=True):
+            assert relative_error(whole(one), other) < 1e-5
+
+
 def of(size):
-    functions = [ddp, fsdp, checkpointed, divided_heads, compiled if size < 4 else ddp_of_a_group]
+    functions = [distributed_parameters]
+    functions += [ddp, fsdp, checkpointed, divided_heads, compiled if size < 4 else ddp_of_a_group]
     return {f"layer-{function.__name__}": function for function in functions}
