@@ -123,18 +123,19 @@ def partial_bias(world):
 
 def lse(world):
     """return_lse after a call without it, and the reverse: DTensor remembers its choice."""
-    inputs = Case("", (), B=4, Lq=19).inputs(world.device)  # of shapes that no other case has
-    whole, whole_lse = DS4Sci_EvoformerAttention(
-        inputs.q, inputs.k, inputs.v, [inputs.bias1, inputs.bias2], return_lse=True
-    )
-    for axis, placed in {"B": Shard(0), "N": Shard(1), "H": Shard(2), "Lq": Shard(3)}.items():
+    sizes = {"B": {}, "N": {}, "H": {"Lq": 1}, "Lq": {"H": 1}}
+    for dim, (axis, one) in enumerate(sizes.items()):
+        # of shapes that no other case has
+        inputs = Case("", (), **{"B": 4, "Lq": 19, "Lk": 23} | one).inputs(world.device)
+        q, k, v, *biases = inputs.tensors()
+        whole, whole_lse = DS4Sci_EvoformerAttention(q, k, v, biases, return_lse=True)
         of_axis = zip(inputs.tensors(), PLACEMENTS[axis], strict=False)
-        q, k, v, *biases = (distribute(x, world.mesh(), [dim]) for x, dim in of_axis)
+        q, k, v, *biases = (distribute(x, world.mesh(), [place]) for x, place in of_axis)
         for _ in range(2):
             o = DS4Sci_EvoformerAttention(q, k, v, biases)
             torch.testing.assert_close(o.full_tensor(), whole)
             o, lse = DS4Sci_EvoformerAttention(q, k, v, biases, return_lse=True)
-            assert lse.placements == (placed,)
+            assert lse.placements == (Shard(dim),)
             torch.testing.assert_close(lse.full_tensor(), whole_lse)
 
 
