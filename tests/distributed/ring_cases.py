@@ -251,6 +251,7 @@ def refusals(world):
     refused("k: expected 21 elements in dimension 2, sharded", q, wrong, v)
     refused("q: expected a DTensor; got Tensor", inputs.q, k, v)
     refused("Q, K, V: expected a tensor for each", q, k, None)
+    refused("q: expected .B, N, Lq, H, D., of", *(distribute(inputs.q[0], mesh, [1]),) * 3)
     refused("scale: expected a finite number", q, k, v, scale=math.inf)
     refused("bias2: expected 21 elements", q, k, v, None, distribute(inputs.bias2, mesh, [4]))
     refused("mesh_dim: expected one of the 1 dimensions", q, k, v, mesh_dim=1)
