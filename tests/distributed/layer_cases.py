@@ -226,6 +226,7 @@ def msa(world):
         shards = [distribute_tensor(m, mesh, ROWS), distribute_tensor(bias, mesh, [placed])]
         shards += [distribute_tensor(one, mesh, ROWS) for one in (mask, dy)]
         found = run(*shards, lambda x: x.redistribute(placements=COLUMNS))
+        assert found[2].placements == (placed if placed.is_shard() else Partial(),)
         found = [one.full_tensor() for one in found]
         found += summed(world, [p.grad for p in layer.parameters()])
         for one, other in zip(found, [*expected, *own], strict=True):
@@ -374,6 +375,10 @@ def refusals(world):
         layer(x)
     with pytest.raises(InvalidInputError, match="with only batches sharded"):
         layer(x.redistribute(placements=[Shard(0)]))
+    two = world.mesh(2, world.size // 2)
+    for placed in ((Shard(1), Shard(2)), (Partial(), Shard(1)), (Shard(3), Shard(1))):
+        with pytest.raises(InvalidInputError, match="x: expected one dimension of the mesh"):
+            layer(partly(x.full_tensor(), two, placed))
     x = x.redistribute(placements=ROWS)
     mask = torch.ones(1, 8, 8, device=world.device)
     with pytest.raises(InvalidInputError, match=r"mask: expected a DTensor, .* distribute_tensor"):
