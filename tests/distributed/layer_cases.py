@@ -195,6 +195,7 @@ def reshaped(world):
     layer = Layer("", END, COLUMNS).layer(world)
     with mock.patch.object(fused, "serves", return_value=False):
         calls = [layer, lambda z: apply_locally(torch.nn.GELU(), z.transpose(0, 1))]
+        calls.append(partial(apply_locally, torch.nn.Linear(C, 3).to(world.device)))
         for call in calls:
             expected = call(x).flatten(0, 1)
             torch.testing.assert_close(call(z).flatten(0, 1).full_tensor(), expected)

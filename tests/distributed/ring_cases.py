@@ -203,6 +203,12 @@ def promoted(world):
         beside_one_process([*qkv, inputs.bias1, inputs.bias2], world.mesh(), RING)
 
 
+def narrow_values(world):
+    """Dv is not D."""
+    q, k, v, *biases = Case("", ()).inputs(world.device).tensors()
+    beside_one_process([q, k, v[..., :8], *biases], world.mesh(), RING)
+
+
 def autocast(world):
     inputs = Case("", ()).inputs(world.device)
     with torch.autocast(world.device, torch.bfloat16):
@@ -210,7 +216,9 @@ def autocast(world):
 
 
 def dtypes_on_their_way(world):
-    """k and v travel in 16 bits, dk and dv, sums over processes, in float32."""
+    """k and v travel in 16 bits, dk and dv, sums over processes, in float32. O is merged in
+    float32.
+    """
     inputs = Case("", (), dtype=torch.bfloat16).inputs(world.device)
     q, k, v = (distribute(x, world.mesh(), [2]).requires_grad_() for x in inputs.tensors()[:3])
     seen = []
@@ -220,12 +228,17 @@ def dtypes_on_their_way(world):
         seen.append({x.dtype for x in part if x is not None})
         real(self, group, part, extent)
 
-    with mock.patch.object(exchange.Transfer, "__init__", note):
+    merge = mock.Mock(side_effect=ring_module.merge_attention)
+    with (
+        mock.patch.object(exchange.Transfer, "__init__", note),
+        mock.patch.object(ring_module, "merge_attention", merge),
+    ):
         o = ring_attention(q, k, v)
         assert seen == [{torch.bfloat16}] * (world.size - 1)
         o.sum().backward()
     assert seen.count({torch.float32}) == world.size
     assert len(seen) == 3 * world.size - 2
+    assert {call.args[0].dtype for call in merge.call_args_list} == {torch.float32}
 
 
 def partial_sums(world):
@@ -297,7 +310,7 @@ ONE |= {
 }
 ONE |= {
     f"ring-{function.__name__}": function
-    for function in (masks_of_keys, promoted, reshaped, autocast)
+    for function in (masks_of_keys, promoted, narrow_values, reshaped, autocast)
 }
 
 
