@@ -98,6 +98,10 @@ def masks(world):
     inputs.bias1[1, 1] += 1000.0
     ours, _ = run_sharded(inputs, world.mesh(), ("ring",), ring)
     check(world, (ours, inputs), more=rounding_of_lse(inputs))
+    # Two rings: where one has [0, 2], of which no key is seen, the other has [0, 6].
+    rings = world.mesh(2, world.size // 2)
+    ours, _ = run_sharded(inputs, rings, ("N", "ring"), partial(ring, mesh_dim=1))
+    check(world, (ours, inputs), more=rounding_of_lse(inputs))
 
 
 def hidden_part(world):
@@ -216,8 +220,8 @@ def autocast(world):
 
 
 def dtypes_on_their_way(world):
-    """k and v travel in 16 bits, dk and dv, sums over processes, in float32. O is merged in
-    float32.
+    """k and v travel in 16 bits, dk and dv, sums over processes, in float32. O and dq are sums of
+    parts in float32, too.
     """
     inputs = Case("", (), dtype=torch.bfloat16).inputs(world.device)
     q, k, v = (distribute(x, world.mesh(), [2]).requires_grad_() for x in inputs.tensors()[:3])
@@ -229,15 +233,24 @@ def dtypes_on_their_way(world):
         real(self, group, part, extent)
 
     merge = mock.Mock(side_effect=ring_module.merge_attention)
+    backward = ring_module.backward_op
+    dq = []
+
+    def note_dq(*arguments, **options):
+        gradients = backward(*arguments, **options)
+        dq.append(gradients[0].float())
+        return gradients
+
     with (
         mock.patch.object(exchange.Transfer, "__init__", note),
-        mock.patch.object(ring_module, "merge_attention", merge),
+        mock.patch.multiple(ring_module, merge_attention=merge, backward_op=note_dq),
     ):
         o = ring_attention(q, k, v)
         assert seen == [{torch.bfloat16}] * (world.size - 1)
-        o.sum().backward()
+        o.float().sin().sum().backward()
     assert seen.count({torch.float32}) == world.size
     assert len(seen) == 3 * world.size - 2
+    assert torch.equal(q.grad.to_local(), sum(dq).to(q.dtype))
     assert {call.args[0].dtype for call in merge.call_args_list} == {torch.float32}
 
 
