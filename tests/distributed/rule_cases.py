@@ -80,6 +80,7 @@ def checkpointed(world):
 def placements(world):
     """Placements are kept: no rule moves an input that fits one."""
     expected = {
+        "-": [Replicate()] * 6,
         "B": [Shard(0)] * 6,
         "N": [*[Shard(1)] * 5, Partial()],
         "H": [*[Shard(3)] * 4, Partial(), Shard(2)],
@@ -88,6 +89,9 @@ def placements(world):
     for axis, wanted in expected.items():
         _, result = run_sharded(Case("", (), B=4).inputs(world.device), world.mesh(), (axis,))
         assert [x.placements for x in result] == [(one,) for one in wanted], axis
+    shared = Case("", (), bias1=("B", 1, 1, 1, "Lk")).inputs(world.device)
+    _, result = run_sharded(shared, world.mesh(), ("N",))
+    assert [x.placements[0] for x in result] == [*[Shard(1)] * 4, Partial(), Partial()]
 
 
 def rounded_once(world):
