@@ -73,6 +73,12 @@ def test_merged_parts_have_the_wider_dtype():
         torch.testing.assert_close(merged, (pair[0] + pair[1]) / 2)
 
 
+def test_merged_parts_have_no_derivatives():
+    """lse has none, so that those of O alone would be wrong."""
+    o, lse = torch.randn(3, 2, 4, requires_grad=True), torch.randn(2, 3)
+    assert not any(x.requires_grad for x in merge_attention(o, lse, o, lse))
+
+
 def test_merged_parts_are_an_average_where_lse_is_large():
     """Where -1e9 hides all keys, lse has no digits for the number of keys; 3 times O is no mean."""
     q, k = torch.randn(1, 2, 9, 2, 8), torch.randn(1, 2, 100, 2, 8)
@@ -87,8 +93,9 @@ def test_merged_parts_are_an_average_where_lse_is_large():
 
 def test_shapes_that_do_not_fit_are_refused():
     o, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
-    with pytest.raises(InvalidInputError, match=r"expected \[\*, Lq, H, Dv\]"):
-        merge_attention(o, lse, o, lse.T)
+    for other in ((o, lse.T), (o[..., :1], lse)):
+        with pytest.raises(InvalidInputError, match=r"expected \[\*, Lq, H, Dv\]"):
+            merge_attention(o, lse, *other)
 
 
 def check_gradients_of_parts(inputs):
