@@ -154,6 +154,13 @@ def other_ranks(world):
     o = DS4Sci_EvoformerAttention(*shards[:3], [shards[3], bias2])
     assert o.placements == (Shard(0),)
     torch.testing.assert_close(o.full_tensor(), whole)
+    six = torch.randn(4, 4, 2, 9, 2, 8, device=world.device)
+    whole = DS4Sci_EvoformerAttention(six, six, six)
+    for dim, placed in ((0, Shard(0)), (1, Replicate())):  # DTensor flattens no other shards
+        shards = distribute(six, mesh, [dim])
+        o = DS4Sci_EvoformerAttention(shards, shards, shards)
+        assert o.placements == (placed,)
+        torch.testing.assert_close(o.full_tensor(), whole)
 
 
 def mixed_with_plain_tensors(world):
