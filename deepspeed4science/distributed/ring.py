@@ -192,7 +192,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, bias1, bias2, o, lse, shift = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:5])
         dq = torch.zeros_like(q, dtype=torch.float32) if wanted[0] else None
-        dbias2 = torch.empty_like(bias2, dtype=torch.float32) if wanted[4] else None
+        dbias2 = torch.empty_like(bias2) if wanted[4] else None  # each column is written once
         ring = Ring(ctx.group, ctx.num_keys)
         for keys, (k_part, v_part, bias1_part) in ring.parts((k, v, bias1)):
             columns = None if bias2 is None else bias2[..., keys]
