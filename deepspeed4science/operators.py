@@ -39,10 +39,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        call, replayed = ForwardCall(*arguments[:_NUM_ARGUMENTS]), arguments[_NUM_ARGUMENTS:]
-        o, lse = (
-            replayed[0](call) if replayed else below_autograd.forward(call, differentiable=True)
-        )
+        call, compute = ForwardCall(*arguments[:_NUM_ARGUMENTS]), arguments[_NUM_ARGUMENTS:]
+        o, lse = compute[0](call) if compute else below_autograd.forward(call, differentiable=True)
         return o, call.q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
     @staticmethod
