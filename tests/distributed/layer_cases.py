@@ -255,6 +255,7 @@ def row_attention(
     found = [y, *torch.autograd.grad(y, shards, distribute_tensor(dy, mesh, of_x))]
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one.full_tensor(), other) < 1e-5
+    assert found[0].placements == tuple(of_x)
     for one, of in zip(found[2:], placements[1:], strict=True):
         for own, given in zip(one.placements, of, strict=True):
             assert own == given or not given.is_shard()
