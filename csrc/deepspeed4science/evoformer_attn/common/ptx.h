@@ -213,6 +213,12 @@ CUTLASS_DEVICE int load_acquire(const int* flag) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
   return x;
 }
+// Waits until a counter has at least that value, which it returns.
+CUTLASS_DEVICE int wait_for(const int* counter, int at_least) {
+  int x;
+  while ((x = load_acquire(counter)) < at_least) __nanosleep(200);
+  return x;
+}
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

@@ -210,8 +210,7 @@ static __global__ void __launch_bounds__(kOrderThreads) order_dbias2(const Backw
   // of a matrix, all blocks have added.
   CUTLASS_PRAGMA_NO_UNROLL
   for (int n = threadIdx.x; n < args.N; n += kOrderThreads) {
-    const int* progress = args.dq_progress + int64_t(rows.matrix()) * args.N + n;
-    while (ptx::load_acquire(progress) < args.by_blocks.divisor) __nanosleep(200);
+    ptx::wait_for(args.dq_progress + int64_t(rows.matrix()) * args.N + n, args.by_blocks.divisor);
   }
   __syncthreads();
   rows.finish();

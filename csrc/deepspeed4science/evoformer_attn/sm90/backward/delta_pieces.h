@@ -96,12 +96,12 @@ class DeltaPiece {
     if (lane_ < kQueries && query(lane_) < p_.Lq) *delta_at(query(lane_)) = 0.f;
     store(range, 0.f, 0.f, 0.f);
   }
-  // Waits for O and dO. Stores delta, and the piece's maxima in the memory of `range`. first_key: of K and V, if
-  // it is loaded already.
+  // Waits for O and dO. Stores delta, and the piece's maxima in the memory of `range`. first: the first key, if it is
+  // loaded already.
   CUTLASS_DEVICE void compute(Stage& stage, FullBarrier& loaded, uint32_t phase, const DqRangeArgs& range,
-                              const KeyShares* first_key = nullptr) const {
+                              const KeyShares* first = nullptr) const {
     LargestSize<scalar_t> of_k, of_v;
-    look_at_keys(of_k, of_v, first_key);
+    look_at_keys(of_k, of_v, first);
     loaded.wait(phase);
     const float of_do = compute_delta(stage);
     store(range, of_do, of_k.of_warp(), of_v.of_warp());

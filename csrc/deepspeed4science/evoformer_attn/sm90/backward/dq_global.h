@@ -243,7 +243,7 @@ struct DqGlobal {
   CUTLASS_DEVICE static void wait_for_delta(const BackwardArgs& args, int tile) {
     if constexpr (Config::kTakesTiles && Config::kHalfDqSums) {
       const int later = args.by_blocks.div(tile) - args.num_first_pairs;
-      if (later >= 0) wait_for(args.later_delta + later, 1);
+      if (later >= 0) ptx::wait_for(args.later_delta + later, 1);
     }
   }
   CUTLASS_DEVICE static void run_dq(Shared& shared, const BackwardArgs& args, const TensorView<5>& dq) {
@@ -268,7 +268,7 @@ struct DqGlobal {
         if (sections.section == share) writer.begin_tile();  // this block's sections of it come one after another
       }
       const int accumulator = accumulator_of(args, unit);
-      if (lane == 0) wait_for(args.dq_progress + unit, args.by_blocks.divisor);
+      if (lane == 0) ptx::wait_for(args.dq_progress + unit, args.by_blocks.divisor);
       __syncwarp();
       if (exists) {
         write(writer, args, shared, address_of(args, accumulator), dq, at, sections.section, block / num_shares,
@@ -297,7 +297,8 @@ struct DqGlobal {
     return order.position(pair / 2, section, pair % 2);
   }
   CUTLASS_DEVICE static int accumulator_of(const BackwardArgs& args, int unit) {
-    return unit < args.num_dq_accumulators ? unit : wait_for(args.dq_released + unit - args.num_dq_accumulators, 1) - 1;
+    return unit < args.num_dq_accumulators ? unit
+                                           : ptx::wait_for(args.dq_released + unit - args.num_dq_accumulators, 1) - 1;
   }
   // The same without waiting: false if it is not released yet.
   CUTLASS_DEVICE static bool find_accumulator(int& accumulator, const BackwardArgs& args, int unit) {
@@ -307,11 +308,6 @@ struct DqGlobal {
   }
   CUTLASS_DEVICE static void release(const BackwardArgs& args, int accumulator) {
     ptx::store_release(args.dq_released + atomicAdd(args.dq_num_released, 1), accumulator + 1);
-  }
-  CUTLASS_DEVICE static int wait_for(const int* counter, int at_least) {
-    int x;
-    while ((x = ptx::load_acquire(counter)) < at_least) __nanosleep(200);
-    return x;
   }
   // Writes every num_writers-th part of a section, from the first_part-th on: 16 queries at a time, while the next ones
   // are loaded to shared memory.

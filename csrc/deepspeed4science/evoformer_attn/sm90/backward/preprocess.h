@@ -48,7 +48,7 @@ struct PreprocessArgs {
   int32_t num_masked;  // rows n whose visible keys this kernel finds; 0: none
   int32_t num_early;   // blocks of queries that begin beside find_visible_keys
   Zeros dbias1, dbias2;
-  Zeros accumulators, counters;  // accumulators of dq_global.h, counters of dq_global.h or row_delta.h
+  Zeros accumulators, counters;  // accumulators of dq_global.h; counters of it, later_delta.h or row_delta.h
   DqRangeArgs dq_range;          // no pieces where dq has no float16 sums
   DeltaArgs delta;               // likewise
   int32_t num_later_pairs;       // likewise: the (b, n, h) that later_delta.h computes delta of
