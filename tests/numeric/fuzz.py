@@ -1,12 +1,16 @@
 """Random calls under the error law, until the time is over or one breaks it.
 
-    python -m tests.numeric.fuzz --seconds 60 --seed 1 [--device cuda]
+    python -m tests.numeric.fuzz --seconds 60 --seed 1
+    python -m tests.numeric.fuzz --device cuda --kinds bf16:32,fp16:64 [--large]
     python -m tests.numeric.fuzz --call "seed=5 dtype=bf16 Lq=2 ..."
 
 A call that breaks the law is made smaller as long as it still breaks it, and printed as a line that
 repeats it. The law compares one draw of roundings with another (docs/math.md), so a correct call
 exceeds it now and then: by some percent, and where a result has few elements by more. Such an
 excess counts only if the stacked results of this call and of further draws exceed the law, too.
+
+`--kinds` compiles the GPU kernels of these dtypes and tiers of head dimensions at once and draws
+their calls only. `--large` draws calls of up to 4e7 scores and compares their rows one by one, too.
 """
 
 import argparse
@@ -16,12 +20,13 @@ import re
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from tests.numeric.law import MANY, NAMES, check, check_calls, ours
 from tests.numeric.poison import poison_memory
-from tests.numeric.random_calls import Call, draw, of_kind, smaller, within_limits
+from tests.numeric.random_calls import Call, draw, draw_large, of_kind, smaller, within_limits
 
 DRAWS = 16  # at least; as many as give each result law.MANY elements
 # An excess of one draw that may be chance. Of few elements, a larger one than the second would be
@@ -29,9 +34,9 @@ DRAWS = 16  # at least; as many as give each result law.MANY elements
 MOST_OF_MANY_ELEMENTS, MOST_OF_FEW_ELEMENTS = 2, 16
 
 
-def failure(call, device, function=ours):
+def failure(call, device, function=ours, rows=False):
     """The failure of a call; empty where it keeps the law. Any exception is a failure."""
-    return said(check, call.inputs(device), function)
+    return said(partial(check, rows=rows), call.inputs(device), function)
 
 
 def said(checked, *arguments):
@@ -56,8 +61,8 @@ def may_be_chance(wrong, inputs):
     return True
 
 
-def is_broken(call, device, function=ours):
-    wrong = failure(call, device, function)
+def is_broken(call, device, function=ours, rows=False):
+    wrong = failure(call, device, function, rows)
     if not wrong or not may_be_chance(wrong, call.inputs()):
         return bool(wrong)
     draws = (replace(call, seed=call.seed + step).inputs(device) for step in itertools.count())
@@ -81,7 +86,13 @@ def smallest(call, device, broken=is_broken, seconds=600.0):
     return call
 
 
-def compile_kinds(kinds):
+def kinds_of(text):
+    """((dtype, tier), ...) of a text like bf16:32,fp16:64."""
+    pairs = (kind.split(":") for kind in text.split(","))
+    return tuple((dtype, int(tier)) for dtype, tier in pairs)
+
+
+def compile_kinds(kinds, alignments=(True, False)):
     """All GPU kernels of these dtypes and tiers of head dimensions, at once."""
     from op_builder import EvoformerAttnBuilder
     from op_builder.ops.instantiations import CUDA_BIASES
@@ -96,13 +107,13 @@ def compile_kinds(kinds):
     targets = builder.archs_here()
     kernels = [
         kernel
-        for aligned in (True, False)
+        for aligned in alignments
         for kernel in builder.kernels_for(wanted, targets, aligned=aligned)
     ]
     builder.load(verbose=False, kernels=list(dict.fromkeys(kernels)))
 
 
-def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=()):
+def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=(), drawn=draw):
     """The number of calls that kept the law, and the smallest failing call or None; only calls of
     these dtypes and tiers of head dimensions, if any are given.
     """
@@ -110,7 +121,7 @@ def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=()):
     end = time.monotonic() + seconds
     done = 0
     while time.monotonic() < end:
-        call = draw(generator)
+        call = drawn(generator)
         if kinds:
             call = of_kind(call, *generator.choice(kinds))
         if device != "cpu":
@@ -121,11 +132,12 @@ def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=()):
     return done, None
 
 
-def report(seed, call, device, function=ours):
+def report(seed, call, device, function=ours, rows=False):
     """The lines to print for a failing call."""
+    options = f"--device {device}{' --large' * rows}"
     return (
-        f"seed {seed}: {failure(call, device, function)}\n"
-        f'repeat: python -m tests.numeric.fuzz --device {device} --call "{call}"'
+        f"seed {seed}: {failure(call, device, function, rows)}\n"
+        f'repeat: python -m tests.numeric.fuzz {options} --call "{call}"'
     )
 
 
@@ -134,18 +146,29 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kinds", type=kinds_of, default=(), help="as in bf16:32,fp16:64")
+    parser.add_argument("--large", action="store_true", help="long calls, compared row by row too")
     parser.add_argument("--call", help="one line that an earlier run printed")
     options = parser.parse_args(arguments)
     poison_memory()
     torch.set_num_threads(1)  # most calls are small
     if options.call is not None:
-        wrong = failure(Call.parse(options.call), options.device)
+        wrong = failure(Call.parse(options.call), options.device, rows=options.large)
         print(wrong or "keeps the law")
         return 1 if wrong else 0
-    done, call = fuzz(options.seconds, options.seed, options.device)
+    if options.kinds:
+        compile_kinds(options.kinds, (True,) if options.large else (True, False))
+    done, call = fuzz(
+        options.seconds,
+        options.seed,
+        options.device,
+        partial(is_broken, rows=options.large),
+        options.kinds,
+        draw_large if options.large else draw,
+    )
     print(f"seed {options.seed}: {done} calls keep the law")
     if call is not None:
-        print(report(options.seed, call, options.device))
+        print(report(options.seed, call, options.device, rows=options.large))
     return 0 if call is None else 1
 
 

@@ -15,9 +15,12 @@ MASKS = {
     "rows": -1e9,  # whole rows n, and a share of the keys of the others
     "rows-inf": -torch.inf,
     "one-key": -torch.inf,  # all but one
+    "padded": -torch.inf,  # the last ones
     "bool": None,  # a mask of booleans, a third of them False
 }
 LAYOUTS = ("contiguous", "heads-first", "strided", "expanded")
+LARGE_LAYOUTS = ("contiguous", "heads-first", "expanded")
+MOST_SCORES = 4e7  # of a large call: 0.3 GB in float64
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class _Maker:
         self.call = call
         self.dtype = DTYPES[call.dtype]
         self.device = device
-        self.generator = torch.Generator().manual_seed(call.seed)
+        self.generator = torch.Generator(device).manual_seed(call.seed)
 
     def inputs(self):
         c = self.call
@@ -82,10 +85,10 @@ class _Maker:
         return Inputs(q, k, v, bias1, bias2, do, needs, row_mask, scale)
 
     def _normal(self, *shape):
-        return torch.randn(*shape, generator=self.generator).to(self.device)
+        return torch.randn(*shape, generator=self.generator, device=self.device)
 
     def _uniform(self, *shape):
-        return torch.rand(*shape, generator=self.generator).to(self.device)
+        return torch.rand(*shape, generator=self.generator, device=self.device)
 
     def _tensor(self, length, channels, layout, factor=1.0):
         c = self.call
@@ -110,8 +113,11 @@ class _Maker:
             if kind.startswith("rows"):
                 hidden |= self._uniform(*shape[:-1], 1) < 0.5
             if kind == "one-key":
-                seen = torch.randint(shape[-1], (*shape[:-1], 1), generator=self.generator)
-                hidden = torch.ones_like(hidden).scatter(-1, seen.to(self.device), False)
+                seen = (self._uniform(*shape[:-1], 1) * shape[-1]).long()
+                hidden = torch.ones_like(hidden).scatter(-1, seen, False)
+            if kind == "padded":
+                keys = torch.arange(shape[-1], device=self.device)
+                hidden = (keys > self._uniform(1) * shape[-1]).expand(shape)
             bias = bias.masked_fill(hidden, value)
         dtype = self.dtype if dtype == "same" else DTYPES[dtype]
         if dtype == torch.float16:
@@ -156,6 +162,43 @@ def draw(generator):
         row_mask=choose((False, False, True)),
         scale=choose((1.0, 1.0, 1.0, 0.0, -1.0, 0.3)),
         needs=choose(("11111", "11111", "".join(choose("01") for _ in range(5)))),
+    )
+
+
+def draw_large(generator):
+    """A call whose blocks compute several tiles on a GPU: many rows n or long lengths. Head
+    dimensions and layouts are those that every family takes as they are.
+    """
+    choose = generator.choice
+
+    def length():
+        return choose(
+            (
+                generator.randint(1, 70),
+                generator.randint(60, 420),
+                generator.randint(300, 1700),
+                64 * generator.randint(1, 20),
+            )
+        )
+
+    call = draw(generator)
+    Lq, Lk = length(), length()
+    Lk = choose((Lk, Lq))
+    H = choose((1, 3, 4, 8, 16))
+    share = choose((0.05, 0.3, 1.0))  # of the largest number of scores
+    most = max(1, int(share * MOST_SCORES / (call.B * H * Lq * Lk)))
+    D = 8 * generator.randint(1, 16)
+    return replace(
+        call,
+        N=choose((min(most, 3), generator.randint(1, most), most)),
+        Lq=Lq,
+        Lk=Lk,
+        H=H,
+        D=D,
+        Dv=choose((D, D, 8 * generator.randint(1, 16))),
+        spread=choose((1.0, 3.0)),
+        layout=choose(LARGE_LAYOUTS),
+        do=choose(LARGE_LAYOUTS),
     )
 
 

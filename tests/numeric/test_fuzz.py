@@ -12,12 +12,13 @@ from deepspeed4science.reference import evoformer_attention
 from tests.numeric import fuzz
 from tests.numeric.cases import DEVICES
 from tests.numeric.law import check
-from tests.numeric.random_calls import Call, draw, smaller
+from tests.numeric.random_calls import MOST_SCORES, Call, draw, draw_large, smaller
 
 pytestmark = pytest.mark.usefixtures("seed", "one_thread")
 
 # On a GPU; otherwise nearly every call would compile a kernel of its own.
 KINDS = (("bf16", 32), ("fp32", 16))
+LARGE_KINDS = (("bf16", 32), ("bf16", 64), ("bf16", 128), ("fp16", 32))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -27,6 +28,17 @@ def test_random_calls_keep_the_law(device, session_seed):
         fuzz.compile_kinds(kinds)
     done, call = fuzz.fuzz(40, session_seed, device, kinds=kinds)
     assert call is None, fuzz.report(session_seed, call, device)
+    assert done > 50, f"{done} calls in 40 seconds say little"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_large_random_calls_keep_the_law(session_seed):
+    """Many tiles for each block, and rows compared one by one."""
+    fuzz.compile_kinds(LARGE_KINDS, alignments=(True,))
+    broken = partial(fuzz.is_broken, rows=True)
+    done, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large)
+    assert call is None, fuzz.report(session_seed, call, "cuda", rows=True)
     assert done > 50, f"{done} calls in 40 seconds say little"
 
 
@@ -108,6 +120,32 @@ def test_what_may_be_chance():
     assert not fuzz.may_be_chance("RuntimeError: 3 > 2", inputs)
 
 
+def test_one_wrong_row_of_many_is_found():
+    """Of 3,000 rows, one is wrong by a tenth, which the norm of all does not show."""
+    call = Call(seed=7, dtype="bf16", N=10, Lq=75, Lk=20, H=4, D=8, Dv=8)
+
+    def wrong(*tensors, **options):
+        out = evoformer_attention(*tensors, **options)
+        factor = torch.ones_like(out)
+        factor[-1, -1, -1, -1] += 0.1
+        return out * factor
+
+    assert not fuzz.failure(call, "cpu", evoformer_attention, rows=True)
+    assert not fuzz.failure(call, "cpu", wrong)
+    said = fuzz.failure(call, "cpu", wrong, rows=True)
+    assert said.startswith("AssertionError: O, row [0, 9, 74, 3]: ") and fuzz.is_broken(
+        call, "cpu", wrong, rows=True
+    )
+
+
+def test_large_calls():
+    for seed in range(50):
+        call = draw_large(random.Random(seed))
+        assert call.D % 8 == call.Dv % 8 == 0
+        scores = call.B * call.N * call.H * call.Lq * call.Lk
+        assert scores <= MOST_SCORES or call.N == 1
+
+
 def test_a_gradient_that_underflows_keeps_the_law():
     """Gradients of 1e-9 are 0 in float16, whoever computes them."""
     inputs = Call(seed=7, Lq=4, Lk=8, D=8, Dv=8, bias2="normal", bias2_dtype="fp16").inputs()
@@ -131,6 +169,7 @@ def test_a_call_is_the_same_whoever_reads_it():
 def test_the_command(capsys):
     assert fuzz.main(["--seconds", "0.2", "--seed", "3"]) == 0
     assert "seed 3: " in capsys.readouterr().out
+    assert fuzz.kinds_of("bf16:32,fp16:64") == (("bf16", 32), ("fp16", 64))
     assert fuzz.main(["--call", "seed=3 Lq=2 Lk=2"]) == 0
     assert "keeps the law" in capsys.readouterr().out
     assert fuzz.main(["--call", "seed=3 Lq=0"]) == 1
