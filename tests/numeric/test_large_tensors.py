@@ -4,14 +4,26 @@ dO is 0 but for some rows n, queries and heads: the first and last ones, and tho
 So the reference needs these alone, and all other gradients are 0.
 """
 
+import copy
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
+from deepspeed4science import nn
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric.cases import DTYPES, cuda_reason
-from tests.numeric.law import Inputs, determinism, ours, run, run_in_dtypes, ulps, violations
+from tests.numeric.law import (
+    Inputs,
+    determinism,
+    ours,
+    relative_error,
+    run,
+    run_in_dtypes,
+    ulps,
+    violations,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,3 +148,66 @@ def is_finite(x):
 
 def count_nonzero(x):
     return sum(int(row.count_nonzero()) for row in x.split(64, dim=1))
+
+
+@pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
+def test_triangle_layers_of_more_than_two_to_the_31_elements(ending):
+    L, C = 4200, 128
+    needed = 2 * 17 * L * L * C + 2**33  # the product of the projections has four times x's size
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+    compare_layer(ending, L, C, "cuda")
+
+
+def compare_layer(ending, L, C, device):
+    """The gradient of y is 0 but for some pairs (i, j), which depend on x of i and of j alone (of
+    the ending node in the second dimension).
+    """
+    kind = nn.TriangleAttentionEndingNode if ending else nn.TriangleAttentionStartingNode
+    layer = kind(C, C // 4, 4).to(device, torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = torch.zeros(L, L, C, dtype=torch.bfloat16, device=device).normal_().requires_grad_()
+    at_the_limit = min(2**31 // (L * C), L - 2)
+    rows = [0, at_the_limit, L - 1]  # i
+    queries = [1, L // 2, L - 1]  # j
+    some = sorted({*rows, *queries})
+
+    def along(tensor, places, dim):
+        return tensor.index_select(1 - dim if ending else dim, torch.tensor(places, device=device))
+
+    dy = torch.zeros_like(x)
+    pairs = torch.cartesian_prod(torch.tensor(rows), torch.tensor(queries)).to(device).unbind(1)
+    part_dy = torch.randn(len(rows) * len(queries), C, device=device).to(x.dtype)
+    dy[pairs[::-1] if ending else pairs] = part_dy
+    y = layer(x, residual=True)
+    dx, *dparameters = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    found = along(along(y.detach(), rows, 0), queries, 1), along(dx, some, 0)
+    if ending:
+        found = tuple(one.transpose(0, 1) for one in found)
+
+    def of_part(dtype):
+        own = copy.deepcopy(layer).to(dtype)
+        part = along(x.detach(), some, 0).to(dtype)
+        part = (part.transpose(0, 1) if ending else part).contiguous().requires_grad_()
+        normed = own.layer_norm(part)
+        z = own.linear_z(normed[[some.index(j) for j in queries]]).movedim(-1, 0)[None]
+        of_rows = normed[[some.index(i) for i in rows]]
+        o = own.mha(of_rows[:, queries], of_rows, biases=(None, z))
+        result = part[[some.index(i) for i in rows]][:, queries] + o
+        gradients = torch.autograd.grad(
+            result, [part, *own.parameters()], part_dy.to(dtype).view_as(result)
+        )
+        return (result.detach(), *gradients)
+
+    with mock.patch("deepspeed4science.nn.attention.DS4Sci_EvoformerAttention", in_plain_pytorch):
+        eager, exact = of_part(x.dtype), of_part(torch.float64)
+    broken = violations(found, eager[:2], exact[:2], ulps(found), names=("y", "dx"))
+    assert not broken, "; ".join(broken)
+    assert is_finite(y) and count_nonzero(dx) == count_nonzero(found[1])
+    for gradient, expected in zip(dparameters, exact[2:], strict=True):
+        assert relative_error(gradient, expected) < 0.05  # a wrong offset is no rounding error
+
+
+def in_plain_pytorch(q, k, v, biases):
+    return evoformer_attention(q, k, v, *biases)
