@@ -1,7 +1,8 @@
-"""Tensors of more than 2^31 elements on a GPU, forward and backward: offsets need 64 bits.
+"""Tensors of more than 2^31 elements, forward and backward: offsets need 64 bits.
 
-dO is 0 but for some rows n, queries and heads: the first and last ones, and those at 2^31 elements.
-So the reference needs these alone, and all other gradients are 0.
+A CPU gets tensors of few elements that lie so far apart. On a GPU dO is 0 but for some rows n,
+queries and heads: the first and last ones, and those at 2^31 elements. So the reference needs these
+alone, and all other gradients are 0.
 """
 
 import copy
@@ -13,9 +14,10 @@ import torch
 
 from deepspeed4science import nn
 from deepspeed4science.reference import evoformer_attention
-from tests.numeric.cases import DTYPES, cuda_reason
+from tests.numeric.cases import DTYPES, Case, cuda_reason
 from tests.numeric.law import (
     Inputs,
+    check,
     determinism,
     ours,
     relative_error,
@@ -23,13 +25,34 @@ from tests.numeric.law import (
     run_in_dtypes,
     ulps,
     violations,
+    with_do,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_reason() is not None, reason=cuda_reason() or ""),
-    pytest.mark.usefixtures("seed"),
-]
+pytestmark = pytest.mark.usefixtures("seed")
+NO_GPU = pytest.mark.skipif(cuda_reason() is not None, reason=cuda_reason() or "")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias1", "bias2", "do"])
+def test_elements_that_are_2_to_the_31_apart(name):
+    """The rows n of one tensor, of bias2 the heads."""
+    inputs = with_do(Case("far", N=3, Lq=20, H=2, D=16).inputs(torch.bfloat16, "cpu"))
+    setattr(inputs, name, far_apart(getattr(inputs, name), dim=2 if name == "bias2" else 1))
+    check(inputs)
+
+
+def far_apart(tensor, dim):
+    """The same numbers, 2^31 elements apart along one dimension. The memory between them is never
+    touched.
+    """
+    strides = list(torch.empty(tensor.shape, device="meta").stride())
+    strides[dim] = 2**31 + 64
+    elements = strides[dim] * (tensor.shape[dim] - 1) + tensor.numel()
+    try:
+        memory = torch.UntypedStorage(elements * tensor.itemsize)
+    except RuntimeError as error:
+        pytest.skip(f"no such address space: {error}")
+    far = torch.tensor([], dtype=tensor.dtype).set_(memory, 0, tensor.shape, strides)
+    return far.copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,8 @@ def only(x, n, query, h):
     return x[:, n][:, :, query][:, :, :, h]
 
 
+@pytest.mark.gpu
+@NO_GPU
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
 def test_offsets_past_two_to_the_31(call):
     if torch.cuda.mem_get_info()[0] < call.needed_bytes():
@@ -150,6 +175,8 @@ def count_nonzero(x):
     return sum(int(row.count_nonzero()) for row in x.split(64, dim=1))
 
 
+@pytest.mark.gpu
+@NO_GPU
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
 def test_triangle_layers_of_more_than_two_to_the_31_elements(ending):
     L, C = 4200, 128
