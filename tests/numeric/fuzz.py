@@ -141,7 +141,7 @@ def report(seed, call, device, function=ours, rows=False):
     )
 
 
-def main(arguments=None):
+def command_parser():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
@@ -149,7 +149,11 @@ def main(arguments=None):
     parser.add_argument("--kinds", type=kinds_of, default=(), help="as in bf16:32,fp16:64")
     parser.add_argument("--large", action="store_true", help="long calls, compared row by row too")
     parser.add_argument("--call", help="one line that an earlier run printed")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments=None):
+    options = command_parser().parse_args(arguments)
     poison_memory()
     torch.set_num_threads(1)  # most calls are small
     if options.call is not None:

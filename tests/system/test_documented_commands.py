@@ -51,6 +51,7 @@ NEEDS = {
     r"torchrun --nproc-per-node 2 -m benchmarks.many_gpus": "two GPUs",
     r"python -m benchmarks (run|replay|layers|blocks|host|startup)( .*)?": "a GPU, or minutes",
     r"python -m benchmarks ceilings .*": "a GPU",
+    r"python -m tests.numeric.fuzz .*": "a GPU",
 }
 RUN_HERE = (
     "scripts/demo",
@@ -121,12 +122,14 @@ def test_it_runs(command: str, tmp_path: Path) -> None:
 
 def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     from benchmarks import cli
+    from tests.numeric import fuzz
 
     return {
         "python -m deepspeed4science build": build_command._parser,
         "python -m deepspeed4science cache": cache_command._parser,
         "python -m deepspeed4science run": run_command._parser,
         "python -m benchmarks": cli._parser,
+        "python -m tests.numeric.fuzz": fuzz.command_parser,
     }
 
 
