@@ -21,8 +21,7 @@ from deepspeed4science.nn import (
     TriangleAttentionStartingNode,
     fused,
 )
-from deepspeed4science.reference import evoformer_attention
-from tests.numeric.law import relative_error, violations
+from tests.numeric.law import plain, relative_error, violations
 
 from .sharded import partly, stacked
 
@@ -78,10 +77,6 @@ def reference(case, world, inputs, dtype):
         mock.patch.object(fused, "serves", return_value=False),
     ):
         return gradients(layer, x.to(dtype), mask, dy.to(dtype))
-
-
-def plain(q, k, v, biases):
-    return evoformer_attention(q, k, v, *biases)
 
 
 def check(world, case, draws, found, alone=None):

@@ -211,6 +211,11 @@ def ours(q, k, v, bias1, bias2, row_mask=None, scale=None):
     return DS4Sci_EvoformerAttention(q, k, v, [bias1, bias2], row_mask=row_mask, scale=scale)
 
 
+def plain(q, k, v, biases):
+    """The reference with the op's signature, to stand in its place in layers."""
+    return evoformer_attention(q, k, v, *biases)
+
+
 def with_do(inputs):
     """inputs, with a random dO unless they have one."""
     if inputs.do is None:

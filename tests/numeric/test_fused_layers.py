@@ -15,7 +15,6 @@ from deepspeed4science import nn
 from deepspeed4science.errors import DoubleBackwardError
 from deepspeed4science.nn import fused
 from deepspeed4science.nn.fused import operators
-from deepspeed4science.reference import evoformer_attention
 from tests.numeric import law
 from tests.numeric.cases import DEVICES
 
@@ -66,10 +65,6 @@ CASES = [
 ]
 
 
-def plain(q, k, v, biases):
-    return evoformer_attention(q, k, v, *biases)
-
-
 def everywhere(device):
     """Layers take few passes."""
     if device == "cpu":
@@ -85,7 +80,7 @@ def by_parts():
     stack = ExitStack()
     stack.enter_context(mock.patch.object(fused, "serves", return_value=False))
     stack.enter_context(
-        mock.patch("deepspeed4science.nn.attention.DS4Sci_EvoformerAttention", plain)
+        mock.patch("deepspeed4science.nn.attention.DS4Sci_EvoformerAttention", law.plain)
     )
     stack.enter_context(
         mock.patch("deepspeed4science.nn.triangle.can_be_recorded", return_value=False)

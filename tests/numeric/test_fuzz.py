@@ -10,7 +10,7 @@ import torch
 
 from deepspeed4science.reference import evoformer_attention
 from tests.numeric import fuzz
-from tests.numeric.cases import DEVICES
+from tests.numeric.cases import DEVICES, cuda_reason
 from tests.numeric.law import check
 from tests.numeric.random_calls import MOST_ELEMENTS, MOST_SCORES, Call, draw, draw_large, smaller
 
@@ -32,7 +32,7 @@ def test_random_calls_keep_the_law(device, session_seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(cuda_reason() is not None, reason=cuda_reason() or "")
 def test_large_random_calls_keep_the_law(session_seed):
     """Many tiles for each block, and rows compared one by one."""
     fuzz.compile_kinds(LARGE_KINDS, alignments=(True,))
