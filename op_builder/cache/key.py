@@ -1,9 +1,9 @@
 """The components that decide the bytes of a shared library, and the key made of them.
 
 A key depends on content only: the generated source, the bytes of every header that the compiler
-really read, flags, the compiler's identity. It contains no path, time, torch or Python version: the
-same sources compiled with the same compiler have the same key on every machine and in every folder.
-It has two parts:
+really read, flags, the compiler's identity, and the variables that compilers read by themselves. It
+contains no other path, and no time, torch or Python version: the same sources compiled with the
+same compiler have the same key on every machine and in every folder. It has two parts:
 
     12 digits of the request: name, source, flags
     20 digits of that, the compiler's identity, the headers, and the machine and glibc it runs on
