@@ -1,4 +1,4 @@
-"""OpenFold 3 on this op: each of its three flags."""
+"""OpenFold 3 on this op: its flags for DeepSpeed's kernels and for its own in Triton."""
 
 import copy
 import importlib
@@ -158,6 +158,28 @@ def test_a_pairformer_block(client, device, autocast):
     block = compare.randomised(pairformer_block(), std=0.1).to(device)
     shapes = [(2, compare.L, 24), (2, compare.L, compare.L, compare.C)]
     compare.check(block, shapes, call, switched(FLAGS[0], call), autocast=autocast)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_only_triangles_of_a_pairformer_block_take_it(client, monkeypatch, flag):
+    """It calls its attention of tokens without a flag."""
+    attention = importlib.import_module("openfold3.core.model.primitives.attention")
+    rows = []
+    with drop_in.switch("openfold3"), monkeypatch.context() as patch:
+        ours = attention._deepspeed_evo_attn
+
+        def counted(q, k, v, biases):
+            rows.append(q.shape[-4])
+            return ours(q, k, v, biases)
+
+        for name in ("_deepspeed_evo_attn", "_triton_evo_attn"):
+            patch.setattr(attention, name, counted)
+        block, z = pairformer_block(), torch.randn(1, compare.L, compare.L, compare.C)
+        # Its Triton kernels of triangle multiplication want a GPU.
+        patch.setattr(block.pair_stack, "tri_mul_out_in", lambda z, **_: z)
+        with torch.no_grad():
+            block(z[:, 0], z, torch.ones(1, compare.L), torch.ones(z.shape[:3]), **{flag: True})
+    assert rows == [compare.L, compare.L]
 
 
 STEPS = 60
