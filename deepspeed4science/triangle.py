@@ -82,7 +82,7 @@ def triangle_attention(
 
     Returns:
         o: `[B, N, H, Q, D]` in q's dtype, always of five dimensions. A row n that sees no key gives
-            0 with zero gradients; cuEquivariance gives the mean of v there.
+            0 with zero gradients; under a mask, cuEquivariance gives the mean of v there.
         lse, max: `[B, N, H, Q]`, float32, without gradients: logarithm of the sum of exponentials
             of the scores, and largest score; `-inf` in a row that sees no key. max needs a second
             pass over the scores, in plain PyTorch.
