@@ -13,6 +13,7 @@ import pytest
 # With the requirements of the modules that are imported here.
 PACKAGES = {
     "boltz": ("boltz==2.2.1", "einops==0.8.2"),
+    "boltz-community": ("boltz-community==2.13.0", "einops==0.8.2"),
     "boltzgen": ("boltzgen==0.3.2", "einops==0.8.2"),
     "protenix": ("protenix==2.0.0", "optree==0.20.0"),
     "openfold3": ("openfold3==0.5.0", "ml_collections==1.1.0", "absl-py==2.5.1", "PyYAML==6.0.3"),
