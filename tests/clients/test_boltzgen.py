@@ -80,5 +80,13 @@ def test_our_attention_with_pair_bias_takes_its_parameters(client, monkeypatch):
     )
 
 
+def test_norms_of_queries_and_keys_are_refused(client):
+    theirs = importlib.import_module(f"{LAYERS}.attention").AttentionPairBias(
+        c_s=24, c_z=10, num_heads=3, use_qk_norm=True
+    )
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_norm"):
+        nn.AttentionPairBias(24, 10, 8, 3, norm_a=False).load_state_dict(theirs.state_dict())
+
+
 def test_recipes_of_the_readme(client, capsys):
     compare.check_recipes(CLIENT, capsys)
