@@ -91,9 +91,10 @@ def describe(call: Call) -> Problem:
             f"got Q {shape_of(q)}, K {shape_of(k)}, V {shape_of(v)}."
         )
     if dtype not in SUPPORTED_DTYPES:
+        float64 = ", or use deepspeed4science.reference.evoformer_attention, which takes float64"
         raise InvalidInputError(
-            f"Q: expected float32, bfloat16 or float16; got {dtype}. Cast it, or use "
-            "deepspeed4science.reference.evoformer_attention for other dtypes."
+            f"Q: expected float32, bfloat16 or float16; got {dtype}. Cast it"
+            f"{float64 if dtype == torch.float64 else ''}."
         )
     if k.dtype != dtype or v.dtype != dtype:
         raise InvalidInputError(

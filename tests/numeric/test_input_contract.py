@@ -107,8 +107,12 @@ BAD = {
         {"q": lambda q: q[0], "k": lambda k: k[0, :1], "v": lambda v: v[0], "biases": lambda b: []},
         "leading dimensions",
     ),
-    "float64": ({name: lambda t: t.double() for name in "qkv"}, "float32, bfloat16 or float16"),
-    "int": ({name: lambda t: t.int() for name in "qkv"}, "float32, bfloat16 or float16"),
+    "float64": ({name: lambda t: t.double() for name in "qkv"}, "or float16; .* takes float64"),
+    # The reference does not take integers either.
+    "int": (
+        {name: lambda t: t.int() for name in "qkv"},
+        r"or float16; got torch.int32. Cast it\.$",
+    ),
     "dtypes-differ-by-float64": ({"k": lambda k: k.double()}, "got torch.float64"),
     "dtypes-differ-by-integers": ({"k": lambda k: k.long()}, "dtype of Q"),
     "devices-differ": ({"k": lambda k: k.to("meta")}, "device of Q"),
