@@ -11,6 +11,7 @@ from deepspeed4science.dtensor import is_sharded
 from deepspeed4science.errors import InvalidInputError
 from deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 from deepspeed4science.nn.parameters import Linear, project
+from deepspeed4science.problem import shape_of
 
 
 class EvoformerAttention(nn.Module):
@@ -47,6 +48,7 @@ class EvoformerAttention(nn.Module):
         init: str = "glorot",
     ) -> None:
         super().__init__()
+        self.c_q, self.c_k = c_q, c_k
         self.no_heads, self.c_hidden = no_heads, c_hidden
         width = no_heads * c_hidden
         self.linear_q = Linear(c_q, width, init, bias=0.0 if bias_q else None)
@@ -68,13 +70,20 @@ class EvoformerAttention(nn.Module):
             `[*, Lq, c_q]`.
 
         Raises:
-            InvalidInputError: kv_x is no tensor, or q_x is a DTensor and kv_x another one.
+            InvalidInputError: kv_x is no tensor, q_x or kv_x has other channels, or q_x is a
+                DTensor and kv_x another one.
         """
         if not (kv_x is None or isinstance(kv_x, Tensor)):
             raise InvalidInputError(
                 f"kv_x: expected a tensor or None; got {type(kv_x).__name__}. Biases are passed as "
                 "biases=[bias1, bias2]."
             )
+        for name, form, x, channels in (
+            ("q_x", "[*, Lq, c_q], c_q", q_x, self.c_q),
+            ("kv_x", "[*, Lk, c_k], c_k", kv_x, self.c_k),
+        ):
+            if x is not None and (x.dim() < 2 or x.shape[-1] != channels):
+                raise InvalidInputError(f"{name}: expected {form} = {channels}; got {shape_of(x)}.")
         if kv_x is None or kv_x is q_x:
             if is_sharded(q_x, self.linear_q):
                 from deepspeed4science.distributed.axial import attention

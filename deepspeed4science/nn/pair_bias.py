@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from deepspeed4science.dtensor import is_sharded
@@ -60,6 +62,7 @@ class AttentionPairBias(nn.Module):
         norm_z: bool = True,
     ) -> None:
         super().__init__()
+        self.c_a, self.c_z = c_a, c_z
         self.layer_norm_a: nn.Module | None = LayerNorm(c_a) if norm_a else None
         self.linear_ada_out = None
         if c_s is not None:
@@ -95,13 +98,17 @@ class AttentionPairBias(nn.Module):
             `[*, L, c_a]`.
 
         Raises:
-            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; z, s
-                or mask has too few dimensions; or a is a DTensor, while parameters are none.
+            InvalidInputError: s is there for a layer without c_s, or is not for one with c_s; a
+                shape does not fit; or a is a DTensor, while parameters are none.
         """
         if is_sharded(a, self):
             raise InvalidInputError(
                 "a: expected a tensor; got a DTensor. Where batches or samples are sharded, call "
                 "the layer with local tensors: a.to_local(), z.to_local(), ..."
+            )
+        if a.dim() < 2 or a.shape[-1] != self.c_a:
+            raise InvalidInputError(
+                f"a: expected tokens [*, L, c_a], c_a = {self.c_a}; got {shape_of(a)}."
             )
         if (s is None) != (self.linear_ada_out is None):
             raise InvalidInputError(
@@ -121,6 +128,17 @@ class AttentionPairBias(nn.Module):
                     f"{name}: expected {form} with the leading dimensions of a, or 1 in their "
                     f"place; got {shape_of(given)} for a of {shape_of(a)}."
                 )
+        lead, L = a.shape[:-2], a.shape[-2]
+        if z.shape[-1] != self.c_z or not _fits(z.shape[:-1], (*lead, L, L)):
+            raise InvalidInputError(
+                f"z: expected [*, L, L, c_z], c_z = {self.c_z}, with L and the leading dimensions "
+                f"of a; got {shape_of(z)} for a of {shape_of(a)}."
+            )
+        if mask is not None and not _fits(mask.shape, (*lead, L)):
+            raise InvalidInputError(
+                "mask: expected [*, L], one number for each token, with L and the leading "
+                f"dimensions of a; got {shape_of(mask)} for a of {shape_of(a)}."
+            )
         if self.layer_norm_a is not None:
             a = self.layer_norm_a(a) if s is None else self.layer_norm_a(a, s)
         if self.layer_norm_z is not None:
@@ -136,3 +154,9 @@ class AttentionPairBias(nn.Module):
             o = o * self.linear_ada_out(s).sigmoid()
         result: Tensor = o
         return result
+
+
+def _fits(given: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a tensor of the shape `given` can be broadcast to `sizes`."""
+    pairs = zip(reversed(given), reversed(sizes), strict=False)
+    return len(given) <= len(sizes) and all(own == full or own == 1 for own, full in pairs)

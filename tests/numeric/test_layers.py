@@ -208,8 +208,32 @@ def test_arguments_of_pair_bias_that_do_not_fit():
     for fewer in ((a, z[0, 0]), (a[0, 0], z[0, 0, 0])):
         with pytest.raises(InvalidInputError, match=r"z: expected \[\*, L, L, c_z\].*; got"):
             plain(*fewer)
+    square = torch.ones(2, 3, L, L)  # a mask of pairs
+    for wrong, match in (
+        ((a[..., :-1], z), rf"a: expected tokens \[\*, L, c_a\], c_a = {C}; got"),
+        ((a[0, 0, 0], z), "a: expected tokens"),
+        ((a, z[..., :-1]), rf"z: expected .*c_z = {CZ}.*; got"),
+        ((a, z[..., :-1, :-1, :]), "z: expected .* with L and the leading dimensions of a; got"),
+        ((a, z.expand(2, *z.shape)), "z: expected .* with L and the leading dimensions of a; got"),
+        ((a, z, None, square), "mask: expected .*one number for each token.*; got"),
+        ((a, z, None, square[..., 0, :-1]), "mask: expected .*one number for each token.*; got"),
+    ):
+        with pytest.raises(InvalidInputError, match=match):
+            plain(*wrong)
     with pytest.raises(InvalidInputError, match="norm_a: expected True with c_s"):
         nn.AttentionPairBias(C, CZ, D, H, c_s=CS, norm_a=False)
+
+
+def test_inputs_of_attention_that_do_not_fit():
+    layer = nn.EvoformerAttention(C, CZ, CZ, D, H)
+    x, keys = torch.randn(2, L, C), torch.randn(2, L, CZ)
+    for wrong, match in (
+        ((x[..., :-1], keys), rf"q_x: expected .*c_q = {C}; got \[2, 9, {C - 1}\]"),
+        ((x, x), rf"kv_x: expected .*c_k = {CZ}; got \[2, 9, {C}\]"),
+        ((x[0, 0], keys), "q_x: expected"),
+    ):
+        with pytest.raises(InvalidInputError, match=match):
+            layer(*wrong)
 
 
 def test_an_initialisation_that_there_is_not():
