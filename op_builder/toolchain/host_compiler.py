@@ -21,7 +21,7 @@ from .tool import Candidate, Ran, Tool, UnfitError, conda_prefixes, first_fit, o
 
 _INSTALL_COMPILER = (
     "install a C++17 compiler (apt-get install g++, dnf install gcc-c++, "
-    "conda install cxx-compiler) or set CXX to one"
+    "conda install cxx-compiler)"
 )
 _CCBIN = re.compile(r"(?:^|\s)--?(?:ccbin|compiler-bindir)(?:=|\s+)(\S+)")
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
@@ -49,7 +49,7 @@ def find_host_compiler() -> Tool:
         _compiler_candidates(),
         _examine_compiler,
         missing=_no_compiler(),
-        remedy=_INSTALL_COMPILER,
+        remedy=_remedy(""),
     )
 
 
@@ -113,6 +113,17 @@ def _no_compiler() -> str:
     return "no C++ compiler was found: no CXX, and no c++, g++ or clang++ on PATH"
 
 
+def _remedy(failure: str) -> str:
+    """Names CXX first, which may be misspelt; then the settings that a compiler that failed read,
+    which may be the cause.
+    """
+    settings = [name for name, _ in env.settings_of_compilers() if not name.startswith("NVCC_")]
+    unset = f"unset {' and '.join(settings)}, or " if failure and settings else ""
+    if env.text("CXX"):
+        return f"correct or unset CXX, or {unset}{_INSTALL_COMPILER}"
+    return f"{unset}{_INSTALL_COMPILER} or set CXX to one"
+
+
 def _sibling(c_compiler: Path) -> Path | None:
     """gcc-12 -> g++-12, clang -> clang++, x86_64-linux-gnu-cc -> x86_64-linux-gnu-c++."""
     for c, cxx in (("clang", "clang++"), ("gcc", "g++"), ("cc", "c++"), ("icx", "icpx")):
@@ -129,7 +140,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
         key = f"{memo.file_stamp(path)} {env.settings_line()} {_behind(path)}".rstrip()
         identity: str = memo.remember("compiler-3", key, lambda: _try_compiler(str(path)))
     except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
-        remedy = shortages.remedy(str(unfit)) or _full_disk() or _INSTALL_COMPILER
+        remedy = shortages.remedy(str(unfit)) or _full_disk() or _remedy(str(unfit))
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)

@@ -102,6 +102,22 @@ def test_a_cxx_that_is_not_there_is_an_error_and_not_passed_over(
     tool = host_compiler.find_host_compiler()
     assert not tool.ok
     assert f"CXX={cxx}" in tool.reason
+    assert tool.remedy.startswith("correct or unset CXX, or install a C++17 compiler (")
+
+
+def test_settings_of_a_compiler_that_failed_may_be_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a cluster's module that is loaded for another compiler."""
+    real_compiler()
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-w")  # which a host compiler does not read
+    broken = str(fakes.program(tmp_path / "programs" / "as", "#!/bin/sh\nexit 1\n").parent)
+    monkeypatch.setenv("COMPILER_PATH", broken)
+    tool = host_compiler.find_host_compiler()
+    assert not tool.ok
+    assert tool.remedy.startswith("unset COMPILER_PATH, or install a C++17 compiler (")
+    assert tool.remedy.endswith(") or set CXX to one")
 
 
 @pytest.mark.parametrize(
