@@ -71,7 +71,8 @@ def _op(name: str, builder: Any, no_gpu: str, probes: Probes) -> OpRow:
     if state == "not":
         return OpRow(name, device, state, detail if broken else "", whys or _NO_REASON)
     for why in whys:
-        probes.warn(f"{name}: no other kernel can be compiled: {why.reason}; {why.remedy}")
+        obstacle = "; ".join(filter(None, (why.reason, why.remedy)))
+        probes.warn(f"{name}: no other kernel can be compiled: {obstacle}")
     return OpRow(name, device, state, detail)
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from .. import offered
+from .. import env, offered
 from ..cache.key import CompileJob
 from ..cache.loaded_kernel import LoadedKernel
 from ..errors import BuildError, UnfitToolkitError
@@ -108,6 +108,14 @@ class OpBuilder(ABC, Generic[KernelT]):
     def obstacles(self) -> list[Obstacle]:
         """Why the op cannot be compiled here, with remedies; empty when it can. Never raises."""
 
+    def setting_obstacles(self) -> list[Obstacle]:
+        """The settings of builds that every compilation would refuse."""
+        try:
+            env.positive_int("MAX_JOBS")
+        except BuildError as error:
+            return [Obstacle(str(error), "")]
+        return []
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the op can be compiled here; `verbose`: log each obstacle as a warning."""
         obstacles = self.obstacles()
@@ -123,6 +131,7 @@ class OpBuilder(ABC, Generic[KernelT]):
         """
         obstacles = self.obstacles()
         try:
+            env.flag("DS4S_VERBOSE")  # every load reads it, whatever is compiled already
             jobs = self.jobs(self.kernels_here())
         except BuildError as error:
             return OpStatus("not", obstacles=tuple(obstacles) or (Obstacle(str(error), ""),))

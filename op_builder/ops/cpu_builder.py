@@ -65,7 +65,7 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
             cpu_isa.detect()
         except BuildError as error:
             found.append(Obstacle(str(error), ""))
-        return found
+        return found + self.setting_obstacles()
 
     def jobs(self, kernels: Sequence[IsaKernelT]) -> list[CompileJob]:
         compiler = host_compiler.find_host_compiler()

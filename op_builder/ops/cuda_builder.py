@@ -159,7 +159,7 @@ class CUDAOpBuilder(OpBuilder[ArchKernelT]):
                 self.archs_here()
             except BuildError as error:
                 found.append(Obstacle(str(error), ""))
-        return found
+        return found + self.setting_obstacles()
 
     def _obstacles_without_gpu(self) -> list[Obstacle]:
         """Nothing where kernels are compiled for another machine."""

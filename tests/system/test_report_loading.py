@@ -71,8 +71,12 @@ op.load(verbose=False, kernels=[op.kernel(direction="fwd", dtype="fp32")])
 
 def fill(tmp_path: Path) -> None:
     """One real kernel in the machine's cache, compiled with all that this system has."""
+    subprocess.run([sys.executable, "-c", LOAD], env=seen_by_a_call(tmp_path), check=True)
+
+
+def seen_by_a_call(tmp_path: Path) -> dict[str, str]:
     own = {"PYTHONPATH": str(ROOT), "DS4S_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", LOAD], env=dict(os.environ) | own, check=True)
+    return dict(os.environ) | own
 
 
 def test_a_kernel_that_ends_the_process_that_loads_it(tmp_path):
@@ -86,6 +90,21 @@ def test_a_kernel_that_ends_the_process_that_loads_it(tmp_path):
     seen = report(Machine(tmp_path, prelude=sound))
     assert (seen.code, seen.op()["state"]) == (0, "buildable")
     assert "1 cannot be loaded: loading it ended the process with -" in seen.op()["detail"]
+
+
+@pytest.mark.parametrize(("variable", "code"), [("MAX_JOBS", 0), ("DS4S_VERBOSE", 1)])
+def test_a_refused_setting_beside_a_compiled_kernel(variable, code, tmp_path):
+    """Compilations read MAX_JOBS, and every load reads DS4S_VERBOSE."""
+    fill(tmp_path)
+    seen = report(Machine(tmp_path, variables={variable: "many"}))
+    assert (seen.code, seen.op()["state"]) == (code, "not" if code else "cached")
+    command = [sys.executable, "-c", LOAD]
+    called = subprocess.run(
+        command, env=seen_by_a_call(tmp_path) | {variable: "many"}, capture_output=True
+    )
+    assert called.returncode == code, called.stderr
+    others = [one for one in seen.json["warnings"] if "no other kernel can be compiled" in one]
+    assert [one.endswith("correct or unset it") for one in others] == [True] * (1 - code)
 
 
 def test_variables_in_force(tmp_path):

@@ -273,9 +273,16 @@ def test_an_architecture_list_that_nobody_can_read(tmp_path: Path) -> None:
     assert "'sm_90'; write 9.0" in warning
 
 
-@pytest.mark.parametrize(
-    "variable", ["MAX_JOBS", "DS4S_VERBOSE", "DS_BUILD_EVOFORMER_ATTN_CPU", "DS4S_CUDA_FAMILY"]
-)
+@pytest.mark.parametrize("variable", ["MAX_JOBS", "DS4S_VERBOSE"])
+def test_a_setting_that_every_first_call_would_refuse(variable: str, tmp_path: Path) -> None:
+    seen = report(Machine(tmp_path, variables={variable: "many"}))
+    assert (seen.code, seen.op()["state"]) == (1, "not")
+    assert f"{variable}: expected" in seen.op()["reason"]
+    assert "got 'many'" in seen.op()["reason"]
+    assert seen.json["warnings"] == []  # said already
+
+
+@pytest.mark.parametrize("variable", ["DS_BUILD_EVOFORMER_ATTN_CPU", "DS4S_CUDA_FAMILY"])
 def test_a_setting_that_a_build_would_refuse(variable: str, tmp_path: Path) -> None:
     seen = report(Machine(tmp_path, variables={variable: "many"}))
     assert seen.code == 0
