@@ -230,7 +230,7 @@ def _no_gpu(torch: TorchAnswer) -> str:
         present = answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else ""
     except (OSError, subprocess.SubprocessError):
         present = ""
-    if not torch.ok:
+    if not torch.version:
         return "PyTorch could not be asked" + (f"; the driver has {present}" if present else "")
     if present and not torch.cuda:
         return f"the driver has {present}, but this PyTorch is built for the CPU only"

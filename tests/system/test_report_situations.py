@@ -99,6 +99,7 @@ def test_torch_too_old(tmp_path: Path) -> None:
     seen = report(Machine(tmp_path, torch=old))
     assert seen.code == 1
     assert "2.9.1; 2.10 is the oldest" in seen.software("torch")["reason"]
+    assert seen.json["no_gpu"] == "neither PyTorch nor the driver sees one"  # it was asked
 
 
 # --- the cache -----------------------------------------------------------------------------------
