@@ -115,7 +115,9 @@ def _jobs(options: argparse.Namespace) -> list[CompileJob]:
     cuda = EvoformerAttnBuilder()
     targets = arch.parse(options.arch, source="--arch")
     if not targets and (obstacles := cuda.obstacles()):
-        raise BuildError("; ".join(map(str, obstacles)) + "; or name one with --arch")
+        without_gpu = any(obstacle.reason.startswith("no GPU") for obstacle in obstacles)
+        hint = "; or name one with --arch, or compile the CPU op with --cpu" if without_gpu else ""
+        raise BuildError("; ".join(map(str, obstacles)) + hint)
     targets = targets or cuda.requested_archs() or cuda.target_archs()
     cuda.require(targets)
     alignments = (True, False) if options.unaligned else (True,)

@@ -167,7 +167,7 @@ def test_a_gpu_that_is_not_here(run, tmp_path):
 REFUSED = {
     "architecture": (("--arch", "sm_90"), 1, "got 'sm_90'; write 9.0"),
     "old architecture": (("--arch", "6.1"), 1, "cannot be compiled for 6.1"),
-    "no GPU": ((), 1, "or name one with --arch"),
+    "no GPU": ((), 1, "or name one with --arch, or compile the CPU op with --cpu"),
     "dtype": (("--dtype", "fp64"), 2, "expected some of fp32, tf32, fp16, bf16, got 'fp64'"),
     "head dimension": (("--head-dim", "32,256"), 2, "expected numbers from 1 to 128"),
     "preset and more": (("--preset", "af3", "--bias", "both"), 2, "leave it or them out"),
