@@ -74,13 +74,22 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
     const Vec shift = V::set1(state.shift[i]);
     const Vec center = V::set1(state.center[i]);
     Vec sum = V::zero();  // of this tile: many short sums round less than a long one
+    Vec lost = V::zero();
+    auto add_to_sum = [&](Vec p) {
+      if constexpr (kPrecise && kWidth < 16) {  // Kahan's summation: equal weights of few lanes all round alike
+        const Vec y = V::sub(p, lost), t = V::add(sum, y);
+        lost = V::sub(V::sub(t, sum), y), sum = t;
+      } else {
+        sum = V::add(sum, p);
+      }
+    };
     Vec dot = V::load(state.dots + i * kWidth);
     for (int j = 0; j < whole; j += kWidth) {
       const Vec biases = add_bias2<V, kKind>(V::load(bias1 + j), bias2, bias_row + j);
       const Vec s = V::fma(V::load(row + j), scales, biases);
       const Vec p = exp<kPrecise, V>(V::sub(s, shift));
       V::store(row + j, p);
-      sum = V::add(sum, p);
+      add_to_sum(p);
       if (dprobs != nullptr) dot = V::fma(p, centered<kPrecise, V>(dprobs_row + j, center), dot);
     }
     if (tail != 0) {
@@ -88,7 +97,7 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
       const Vec s = V::fma(V::load(row + whole), scales, biases);
       const Vec p = V::select(V::first(tail), exp<kPrecise, V>(V::sub(s, shift)), V::zero());
       V::store(row + whole, p);
-      sum = V::add(sum, p);
+      add_to_sum(p);
       if (dprobs != nullptr) {
         // Past the last key dP may be 0 * inf.
         const Vec dprob = centered<kPrecise, V>(dprobs_row + whole, center);
