@@ -49,7 +49,7 @@ def find_host_compiler() -> Tool:
         _compiler_candidates(),
         _examine_compiler,
         missing=_no_compiler(),
-        remedy=_remedy(""),
+        remedy=_remedy(failed=False),
     )
 
 
@@ -113,12 +113,10 @@ def _no_compiler() -> str:
     return "no C++ compiler was found: no CXX, and no c++, g++ or clang++ on PATH"
 
 
-def _remedy(failure: str) -> str:
-    """Names CXX first, which may be misspelt; then the settings that a compiler that failed read,
-    which may be the cause.
-    """
+def _remedy(*, failed: bool) -> str:
+    """CXX first, which may be misspelt; then, if a compiler failed, the settings that it read."""
     settings = [name for name, _ in env.settings_of_compilers() if not name.startswith("NVCC_")]
-    unset = f"unset {' and '.join(settings)}, or " if failure and settings else ""
+    unset = f"unset {' and '.join(settings)}, or " if failed and settings else ""
     if env.text("CXX"):
         return f"correct or unset CXX, or {unset}{_INSTALL_COMPILER}"
     return f"{unset}{_INSTALL_COMPILER} or set CXX to one"
@@ -140,7 +138,7 @@ def _examine_compiler(candidate: Candidate) -> Tool:
         key = f"{memo.file_stamp(path)} {env.settings_line()} {_behind(path)}".rstrip()
         identity: str = memo.remember("compiler-3", key, lambda: _try_compiler(str(path)))
     except (UnfitError, OSError) as unfit:  # OSError: no folder to try it in
-        remedy = shortages.remedy(str(unfit)) or _full_disk() or _remedy(str(unfit))
+        remedy = shortages.remedy(str(unfit)) or _full_disk() or _remedy(failed=True)
         return Tool(name, path, where_found=where, reason=str(unfit), remedy=remedy)
     version = re.search(r"\d+\.\d+(\.\d+)?", identity)
     return Tool(name, path, version[0] if version else "", where, ok=True, identity=identity)

@@ -76,7 +76,8 @@ inline void probabilities_kind(float* scores, const float* dprobs, int rows, int
     Vec sum = V::zero();  // of this tile: many short sums round less than a long one
     Vec lost = V::zero();
     auto add_to_sum = [&](Vec p) {
-      if constexpr (kPrecise && kWidth < 16) {  // Kahan's summation: equal weights of few lanes all round alike
+      // Kahan's summation: additions of equal weights round alike, and fewer lanes have more of them each.
+      if constexpr (kPrecise && kWidth < 16) {
         const Vec y = V::sub(p, lost), t = V::add(sum, y);
         lost = V::sub(V::sub(t, sum), y), sum = t;
       } else {
