@@ -58,6 +58,7 @@ class PackedBackwardCall(NamedTuple):
     bias2: Tensor  # [B, 1, H, L, L], a copy of the columns of `product`
     ending: bool
     apart: bool = False  # bias2 is no part of product
+    transpose_bias: bool = False
 
 
 class TriangleForward(NamedTuple):
@@ -82,6 +83,7 @@ class TriangleForward(NamedTuple):
     eps: float
     ending: bool
     residual: bool  # x is added to y
+    transpose_bias: bool = False  # of z
 
 
 class TriangleBackward(NamedTuple):
@@ -108,6 +110,7 @@ class TriangleBackward(NamedTuple):
     eps: float
     ending: bool
     residual: bool
+    transpose_bias: bool = False
 
 
 class LargestScores(NamedTuple):

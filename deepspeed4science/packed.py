@@ -19,15 +19,20 @@ from deepspeed4science.call import BackwardCall, PackedBackwardCall, schema
 from deepspeed4science.non_differentiable import non_differentiable
 
 
-def columns(
-    product: Tensor, H: int, D: int, ending: bool, *, pair_bias: bool = True
-) -> list[Tensor]:
-    """Views of product: q, k, v and gate `[*, N, L, H * D]`; with pair_bias also the pair bias
-    `[*, L, L, H]`.
+def columns(product: Tensor, H: int, D: int, ending: bool) -> list[Tensor]:
+    """Views of product: q, k, v and gate `[*, N, L, H * D]`, and the rest of its columns
+    `[*, I, J, W - 4 H D]`.
     """
-    sizes = [H * D] * 4 + [H] * pair_bias
-    parts = product.split([*sizes, product.shape[-1] - sum(sizes)], dim=-1)[: len(sizes)]
-    return [part.transpose(-2, -3) for part in parts] if ending else list(parts)
+    *parts, rest = product.split([*[H * D] * 4, product.shape[-1] - 4 * H * D], dim=-1)
+    return [*(part.transpose(-2, -3) if ending else part for part in parts), rest]
+
+
+def pair_bias(rest: Tensor, H: int, transposed: bool) -> Tensor:
+    """The pair bias `[*, 1, H, L, L]`, a view of the last of `columns`. Its queries are I and its
+    keys J, or the reverse where it is transposed.
+    """
+    z = rest[..., :H].movedim(-1, -3).unsqueeze(-4)
+    return z.mT if transposed else z
 
 
 def heads(parts: list[Tensor], H: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,9 +48,9 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     used = 4 * H * D + H * (not call.apart)
     for padding in _in_widest_elements(gradient[..., used:]):
         padding.zero_()
-    *dqkv, dgate = columns(gradient, H, D, call.ending, pair_bias=False)
+    *dqkv, dgate, rest = columns(gradient, H, D, call.ending)
     into = heads(dqkv, H)
-    q, k, v = heads(columns(call.product, H, D, call.ending, pair_bias=False), H)
+    q, k, v = heads(columns(call.product, H, D, call.ending), H)
     wanted = [True, True, True, False, True]
     whole = BackwardCall(call.do_, q, k, v, call.o, call.lse, call.bias1, call.bias2, wanted)
     dbias2 = below_autograd.backward_into(whole, into)
@@ -53,8 +58,8 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     to.copy_(of)
     if call.apart:
         return gradient, dbias2
-    dz = columns(gradient, H, D, call.ending)[4]
-    dz.copy_(dbias2.squeeze(1).movedim(1, -1).reshape(dz.shape))
+    dz = pair_bias(rest, H, call.ending != call.transpose_bias)
+    dz.copy_(dbias2.reshape(dz.shape))
     return gradient, dbias2.new_empty(0)
 
 

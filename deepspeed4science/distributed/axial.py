@@ -95,13 +95,14 @@ def _by_parts(
     mha, ending = layer.mha, layer.is_ending
     x = layer.layer_norm(x)
     z = layer.linear_z(x).movedim(-1, -3).unsqueeze(-4)
-    gather = gathers(z.mT if ending else z)
+    gather = gathers(z.mT if ending != layer.transpose_bias else z)
     product = join(x, mha.projections())
     H, D = mha.no_heads, mha.c_hidden
     if can_be_recorded(product) and not torch.compiler.is_compiling():
-        o: Tensor = mha.linear_o(gated_attention(product, seen, H, D, ending, gather))
+        gated = gated_attention(product, seen, H, D, ending, layer.transpose_bias, gather)
+        o: Tensor = mha.linear_o(gated)
     else:
-        q, k, v, gate = columns(product, H, D, ending, pair_bias=False)
+        q, k, v, gate, _ = columns(product, H, D, ending)
         # Sizes are written out so that processes with shards of different sizes have different
         # keys in torch.compile's cache.
         q, k, v = (part.view(*part.shape[:-1], H, D) for part in (q, k, v))
@@ -112,12 +113,12 @@ def _by_parts(
 def _gather_pair_bias(
     layer: TriangleAttentionStartingNode, x: DTensor, mesh_dim: int, z: Tensor
 ) -> Gather:
-    """Starts to gather z, `[*, 1, H, L, L]`, whose queries are sharded as the rows n of x are."""
-    batch, lengths = x.shape[:-3], x.shape[-3:-1]
-    lengths = lengths[::-1] if layer.is_ending else lengths
-    shape = (*batch, 1, z.shape[-3], *lengths)
+    """Starts to gather z, `[*, 1, H, L, L]`, whose queries are sharded as the rows n of x are; with
+    transpose_bias its keys are.
+    """
+    shape = (*x.shape[:-3], 1, z.shape[-3], *x.shape[-3:-1])
     placements = list(x.placements)
-    placements[mesh_dim] = Shard(len(shape) - 2)
+    placements[mesh_dim] = Shard(len(shape) - (1 if layer.transpose_bias else 2))
     return Gather(z, shape, x.device_mesh, placements, mesh_dim)
 
 

@@ -13,7 +13,7 @@ from deepspeed4science import autocast
 from deepspeed4science.arguments import canonicalise
 from deepspeed4science.dtensor import is_dtensor
 from deepspeed4science.operators import forward_op, is_transformed
-from deepspeed4science.packed import backward_packed_op, columns
+from deepspeed4science.packed import backward_packed_op, columns, pair_bias
 
 if TYPE_CHECKING:
     from deepspeed4science.distributed.gather import Gather
@@ -37,6 +37,7 @@ def gated_attention(
     no_heads: int,
     c_hidden: int,
     ending: bool,
+    transpose_bias: bool,
     gather: Gather | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(c_hidden) + z + mask) v * sigmoid(gate) with q, k, v, gate and z, the
@@ -44,6 +45,7 @@ def gated_attention(
 
     Args:
         product: `[*, I, J, W]`, as in packed.py.
+        transpose_bias: of z, which has I and J in the order of q and k otherwise.
         seen: `[*, N, 1, 1, L]`, bool: keys that are seen.
         gather: gathers z, `[*, 1, H, L, L]`, from all processes; product then has no columns for z.
 
@@ -59,6 +61,7 @@ def gated_attention(
         no_heads,
         c_hidden,
         ending,
+        transpose_bias,
         gather,
     )
     return result
@@ -74,11 +77,12 @@ class _GatedAttention(torch.autograd.Function):
         H: int,
         D: int,
         ending: bool,
+        transpose_bias: bool,
         gather: Gather | None,
     ) -> Tensor:
-        *qkv, gate = columns(product, H, D, ending, pair_bias=False)
+        *qkv, gate, rest = columns(product, H, D, ending)
         if gather is None:
-            z = columns(product, H, D, ending)[4].movedim(-1, -3).unsqueeze(-4)
+            z = pair_bias(rest, H, ending != transpose_bias)
             # Both directions repack z, which is eight times as fast from contiguous rows.
             z = z.contiguous()
         else:
@@ -88,7 +92,7 @@ class _GatedAttention(torch.autograd.Function):
         q, k, v, bias1, bias2 = canonicalise(q, k, v, seen, z)
         o, lse = forward_op(q, k, v, bias1, bias2, True, None, None)
         ctx.save_for_backward(product, o, lse, bias1, bias2)
-        ctx.ending, ctx.apart = ending, gather is not None
+        ctx.ending, ctx.transpose_bias, ctx.apart = ending, transpose_bias, gather is not None
         gated: Tensor = (o.reshape(gate.shape) * _sigmoid(gate)).to(o.dtype)
         return gated
 
@@ -96,15 +100,15 @@ class _GatedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         product, o, lse, bias1, bias2 = ctx.saved_tensors
         H, D = o.shape[3:]
-        gate = columns(product, H, D, ctx.ending, pair_bias=False)[3]
+        gate = columns(product, H, D, ctx.ending)[3]
         opened = _sigmoid(gate)
         do_ = (gradient * opened).to(o.dtype).reshape(o.shape)
         of_opened = (gradient * o.reshape(gate.shape)).to(opened.dtype)
         dgate = torch.ops.aten.sigmoid_backward(of_opened, opened).to(o.dtype)
-        arguments = (do_, dgate, product, o, lse, bias1, bias2, ctx.ending, ctx.apart)
-        dproduct, dbias2 = backward_packed_op(*arguments)
+        tensors = (do_, dgate, product, o, lse, bias1, bias2)
+        dproduct, dbias2 = backward_packed_op(*tensors, ctx.ending, ctx.apart, ctx.transpose_bias)
         dshard = ctx.gather.reduce_scatter(dbias2.view(ctx.shape)) if ctx.apart else None
-        return dproduct, dshard, *(None,) * 5
+        return dproduct, dshard, *(None,) * 6
 
 
 def _sigmoid(gate: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.names import TRIANGLE, accept
 from deepspeed4science.nn.parameters import LayerNorm, Linear, is_untouched, join, leaves_out
-from deepspeed4science.packed import columns
+from deepspeed4science.packed import columns, pair_bias
 from deepspeed4science.problem import shape_of
 
 
@@ -29,13 +29,24 @@ class TriangleAttentionStartingNode(nn.Module):
         no_heads: number of heads.
         bias: mha.linear_g and mha.linear_o have a bias, as in AlphaFold 2; in AlphaFold 3 and Boltz
             they have none.
+        transpose_bias: the bias is that of (k, j). For the ending node: that of (i, k), as in
+            OpenFold 3's pair blocks, IntelliFold and RosettaFold 3.
     """
 
     is_ending: ClassVar[bool] = False
 
-    def __init__(self, c_in: int, c_hidden: int, no_heads: int, *, bias: bool = True) -> None:
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int,
+        no_heads: int,
+        *,
+        bias: bool = True,
+        transpose_bias: bool = False,
+    ) -> None:
         super().__init__()
         self.c_in = c_in
+        self.transpose_bias = transpose_bias
         self.layer_norm = LayerNorm(c_in)
         self.linear_z = Linear(c_in, no_heads, "normal")
         self.mha = EvoformerAttention(c_in, c_in, c_in, c_hidden, no_heads, bias=bias)
@@ -94,22 +105,24 @@ class TriangleAttentionStartingNode(nn.Module):
     def _by_modules(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """The layer as calls of its modules."""
         x = self.layer_norm(x)
-        z = self.linear_z(x)
-        if self.is_ending:
-            x, z = x.transpose(-2, -3), z.transpose(-2, -3)
-        o: Tensor = self.mha(x, biases=(seen, z.movedim(-1, -3).unsqueeze(-4)))
+        z = self.linear_z(x).movedim(-1, -3).unsqueeze(-4)
+        z = z.mT if self.is_ending != self.transpose_bias else z
+        x = x.transpose(-2, -3) if self.is_ending else x
+        o: Tensor = self.mha(x, biases=(seen, z))
         return o.transpose(-2, -3) if self.is_ending else o
 
     def _by_parts(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """The layer in plain PyTorch around the op."""
         product = join(self.layer_norm(x), [*self.mha.projections(), self.linear_z])
-        H, D = self.mha.no_heads, self.mha.c_hidden
+        H, D, ending = self.mha.no_heads, self.mha.c_hidden, self.is_ending
         if can_be_recorded(product):
-            o: Tensor = self.mha.linear_o(gated_attention(product, seen, H, D, self.is_ending))
+            gated = gated_attention(product, seen, H, D, ending, self.transpose_bias)
+            o: Tensor = self.mha.linear_o(gated)
         else:
-            q, k, v, gate, z = columns(product, H, D, self.is_ending)  # views: no pair is moved
-            o = self.mha.attend(q, k, v, [gate], (seen, z.movedim(-1, -3).unsqueeze(-4)))
-        return o.transpose(-2, -3) if self.is_ending else o
+            q, k, v, gate, rest = columns(product, H, D, ending)  # views: no pair is moved
+            z = pair_bias(rest, H, ending != self.transpose_bias)
+            o = self.mha.attend(q, k, v, [gate], (seen, z))
+        return o.transpose(-2, -3) if ending else o
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):

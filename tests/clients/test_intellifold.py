@@ -92,12 +92,17 @@ def test_its_own_operators(client, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_our_triangle_attention_takes_its_parameters(client):
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+def test_our_triangle_attention_takes_its_parameters(client, starting):
     """Its ending node has the pair bias of (i, k), where algorithm 14 has that of (k, i)."""
     seen = compare.pair_mask("ragged", "cpu")
+    sizes, options = (compare.C, compare.D, compare.H), {"bias": False}
+    ours = nn.TriangleAttentionStartingNode(*sizes, **options)
+    if not starting:
+        ours = nn.TriangleAttentionEndingNode(*sizes, **options, transpose_bias=True)
     compare.check_same(
-        nn.TriangleAttentionStartingNode(compare.C, compare.D, compare.H, bias=False),
-        triangle(),
+        ours,
+        triangle(starting),
         [(2, compare.L, compare.L, compare.C)],
         lambda module, x: module(x, seen),
         lambda module, x: module(x, mask=seen.to(x.dtype)),

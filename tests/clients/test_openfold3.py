@@ -90,22 +90,19 @@ def test_our_triangle_attention_takes_its_parameters(client, node):
     )
 
 
-def test_the_ending_node_of_its_pair_blocks_has_another_bias(client):
-    """That of (i, k), where algorithm 14 and ours have that of (k, i)."""
+def test_the_ending_node_of_its_pair_blocks(client):
+    """Its bias is that of (i, k), where algorithm 14 has that of (k, i)."""
     pair = compare.randomised(pairformer_block()).pair_stack
     torch.nn.init.zeros_(pair.tri_att_start.mha.linear_o.weight)
-    ours = nn.TriangleAttentionEndingNode(compare.C, compare.D, compare.H, bias=False)
-    ours.load_state_dict(pair.tri_att_end.state_dict())
+    sizes = (compare.C, compare.D, compare.H)
     z = torch.randn(2, compare.L, compare.L, compare.C)
     seen = compare.pair_mask("ragged", "cpu")
     with torch.no_grad():
         theirs = pair.tri_att_start_end(z, None, seen, False, False) - z
-        x = ours.layer_norm(z)
-        bias1 = seen.mT.bool()[:, :, None, None, :]
-        bias2 = ours.linear_z(x).movedim(-1, -3).unsqueeze(-4)
-        expected = ours.mha(x.transpose(-2, -3), biases=(bias1, bias2)).transpose(-2, -3)
-        torch.testing.assert_close(theirs, expected, rtol=1e-4, atol=1e-4)
-        assert (theirs - ours(z, seen)).abs().max() > 0.01
+        for transposed in (True, False):
+            ours = nn.TriangleAttentionEndingNode(*sizes, bias=False, transpose_bias=transposed)
+            ours.load_state_dict(pair.tri_att_end.state_dict())
+            assert torch.allclose(theirs, ours(z, seen), rtol=1e-4, atol=1e-4) == transposed
 
 
 @pytest.mark.parametrize("diffusion", [False, True])

@@ -38,13 +38,14 @@ class Layer:
     shape: tuple = (1, 21, 21, C)
     dtype: torch.dtype = torch.float32
     masked: bool = True
+    transpose_bias: bool = False
 
     def layer(self, world):
         torch.manual_seed(world.seed)
         if self.kind is EvoformerAttention:
             layer = EvoformerAttention(C, C, C, WIDTH, HEADS)
         else:
-            layer = self.kind(C, WIDTH, HEADS)
+            layer = self.kind(C, WIDTH, HEADS, transpose_bias=self.transpose_bias)
         for parameter in layer.parameters():  # some begin at 0
             torch.nn.init.normal_(parameter, std=0.3)
         return layer.to(world.device)
@@ -148,17 +149,21 @@ CASES = [
     Layer("layer-end", END, COLUMNS),
     Layer("layer-end-moved", END, ROWS),
     Layer("layer-end-bf16", END, COLUMNS, (1, 24, 24, C), torch.bfloat16),
+    Layer("layer-start-transposed", START, ROWS, transpose_bias=True),
+    Layer("layer-end-transposed", END, COLUMNS, (2, 9, 9, C), transpose_bias=True),
 ]
 FUSED = [  # in few passes, as GPUs take them in 16 bits
     Layer("layer-start-fused", START, ROWS),
     Layer("layer-start-fused-batch", START, ROWS, (2, 12, 12, C)),
     Layer("layer-end-fused", END, COLUMNS),
     Layer("layer-end-fused-moved", END, ROWS),
+    Layer("layer-end-fused-transposed", END, COLUMNS, transpose_bias=True),
     Layer("layer-end-fused-bf16", END, COLUMNS, (1, 24, 24, C), torch.bfloat16),
 ]
 TWO_DIMENSIONS = [
     Layer("layer-start-batches-and-rows", START, (Shard(0), Shard(1)), (2, 9, 9, C)),
     Layer("layer-end-batches-and-columns", END, (Shard(0), Shard(2)), (2, 9, 9, C)),
+    Layer("layer-end-two-transposed", END, (Shard(0), Shard(2)), (2, 9, 9, C), transpose_bias=True),
 ]
 
 

@@ -30,6 +30,7 @@ class Case:
     heads: int = 4
     ending: bool = False
     bias: bool = False
+    transpose_bias: bool = False
     residual: bool = True
     masked: bool = False
     x: torch.dtype = torch.float32
@@ -37,7 +38,8 @@ class Case:
 
     def layer(self, device):
         kind = nn.TriangleAttentionEndingNode if self.ending else nn.TriangleAttentionStartingNode
-        layer = kind(self.channels, self.channels // self.heads, self.heads, bias=self.bias)
+        options = {"bias": self.bias, "transpose_bias": self.transpose_bias}
+        layer = kind(self.channels, self.channels // self.heads, self.heads, **options)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         return layer.to(device, torch.float32 if self.autocast else self.x)
@@ -50,8 +52,11 @@ CASES = [
     Case("ending", ending=True),
     Case("ending-alphafold2-mask", ending=True, bias=True, masked=True),
     Case("ending-without-residual", ending=True, residual=False),
+    Case("starting-transposed", transpose_bias=True),
+    Case("ending-transposed-mask", ending=True, transpose_bias=True, masked=True),
     Case("batch-odd", (2, 67, 67), masked=True),
     Case("batch-odd-ending", (2, 67, 67), ending=True, bias=True),
+    Case("batch-odd-ending-transposed", (2, 67, 67), ending=True, transpose_bias=True),
     Case("no-batch", (65, 65)),
     Case("64-channels", channels=64),
     Case("64-channels-ending", channels=64, ending=True, bias=True),

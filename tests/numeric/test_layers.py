@@ -44,10 +44,14 @@ def attention(x, w, mha, bias, seen):
     return linear(o * linear(x, w, f"{mha}linear_g").sigmoid(), w, f"{mha}linear_o")
 
 
-def triangle(x, w, seen, ending):
-    """Algorithms 13 and 14, the pairs (i, .) or (., j) one after the other."""
+def triangle(x, w, seen, ending, transposed=False):
+    """Algorithms 13 and 14, the pairs (i, .) or (., j) one after the other.
+
+    transposed   with b_kj in the place of b_jk, b_ik in that of b_ki
+    """
     x = norm(x, w, "layer_norm")
     z = linear(x, w, "linear_z")
+    z = z.transpose(1, 2) if transposed else z
     out = [None] * L
     for n in range(L):
         if ending:
@@ -59,14 +63,16 @@ def triangle(x, w, seen, ending):
     return torch.stack(out, dim=2 if ending else 1)
 
 
-def triangle_at_once(x, w, seen, ending):
+def triangle_at_once(x, w, seen, ending, transposed=False):
     """The same with all pairs in each product, as models have it: sums over rows n that are taken
     apart, as those above, are half as wrong.
     """
     if ending:
-        return triangle_at_once(x.transpose(1, 2), w, seen.mT, False).transpose(1, 2)
+        x, seen = x.transpose(1, 2), seen.mT
+        return triangle_at_once(x, w, seen, False, transposed).transpose(1, 2)
     x = norm(x, w, "layer_norm")
     bias = linear(x, w, "linear_z").permute(0, 3, 1, 2).unsqueeze(1)
+    bias = bias.mT if transposed else bias
     return attention(x, w, "mha.", bias, seen)
 
 
@@ -141,10 +147,15 @@ def check(layer, reference, eager, inputs, seen, dtype, device, *, autocast=Fals
 @pytest.mark.parametrize("device", DEVICES)
 @DTYPES
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
-@pytest.mark.parametrize("bias", [True, False], ids=["alphafold2", "alphafold3"])
-def test_triangle_attention(device, dtype, ending, bias):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"bias": False, "transpose_bias": True}],
+    ids=["alphafold2", "alphafold3", "transposed"],
+)
+def test_triangle_attention(device, dtype, ending, options):
     kind = nn.TriangleAttentionEndingNode if ending else nn.TriangleAttentionStartingNode
-    layer = randomised(kind(C, D, H, bias=bias))
+    layer = randomised(kind(C, D, H, **options))
+    transposed = options.get("transpose_bias", False)
     seen = torch.rand(2, L, L) < 0.7
     seen[0, :, 6:] = False  # padded, both ways
     seen[0, 6:] = False
@@ -152,8 +163,8 @@ def test_triangle_attention(device, dtype, ending, bias):
 
     check(
         layer,
-        partial(triangle, ending=ending),
-        partial(triangle_at_once, ending=ending),
+        partial(triangle, ending=ending, transposed=transposed),
+        partial(triangle_at_once, ending=ending, transposed=transposed),
         [torch.randn(2, L, L, C)],
         seen,
         dtype,

@@ -58,10 +58,10 @@ def exact_gradients(layer, x, mask, do_):
         return gradients(copy.deepcopy(layer).double(), wide, mask, do_.double())
 
 
-def inputs(shape, D, H, masked, device, dtype, ending):
+def inputs(shape, D, H, masked, device, dtype, ending, transposed=False):
     """(layer, x, mask, do_)"""
     kind = nn.TriangleAttentionEndingNode if ending else nn.TriangleAttentionStartingNode
-    layer = kind(24, D, H).to(device, dtype)
+    layer = kind(24, D, H, transpose_bias=transposed).to(device, dtype)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(*shape, 24, device=device, dtype=dtype, requires_grad=True)
@@ -73,13 +73,14 @@ def inputs(shape, D, H, masked, device, dtype, ending):
 @DTYPES
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
-def test_as_exact_as_the_parts(device, dtype, size, ending):
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_as_exact_as_the_parts(device, dtype, size, ending, transposed):
     """The error law, with the layer by its parts in place of eager: the order of additions, and so
     the rounding of each result, varies from run to run.
     """
 
     def draw():
-        layer, *tensors = inputs(*SIZES[size], device, dtype, ending)
+        layer, *tensors = inputs(*SIZES[size], device, dtype, ending, transposed)
         found = gradients(layer, *tensors)
         with plainly():
             by_parts = gradients(layer, *tensors)

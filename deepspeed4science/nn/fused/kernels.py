@@ -43,11 +43,11 @@ def _tile(t, rows, columns, R, BLOCK: tl.constexpr, ENDING: tl.constexpr):
 
 
 @triton.jit
-def _heads_offset(pair, h, rows, columns, H: tl.constexpr, ENDING: tl.constexpr):
+def _heads_offset(pair, h, rows, columns, H: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Offsets of heads h of the given pairs in pair biases [*, H, queries, keys]."""
     per_batch = _wide(rows) * columns
     b, p = pair // per_batch, pair % per_batch
-    if ENDING:
+    if TRANSPOSED:
         p = p % columns * rows + p // columns
     return (b * H * per_batch + p)[:, None] + h[None, :] * per_batch
 
@@ -66,7 +66,7 @@ def norm_pair_bias(
     eps,
     C: tl.constexpr,
     H: tl.constexpr,
-    ENDING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,9 @@ def norm_pair_bias(
     weight = tl.load(weight_ptr + h[None, :] * C + c[:, None], mask=(h < H)[None, :], other=0.0)
     z = tl.dot(normed, weight.to(normed.dtype)).to(z_ptr.dtype.element_ty)
     tl.store(
-        z_ptr + _heads_offset(pair, h, rows, columns, H, ENDING), z, mask=here & (h < H)[None, :]
+        z_ptr + _heads_offset(pair, h, rows, columns, H, TRANSPOSED),
+        z,
+        mask=here & (h < H)[None, :],
     )
 
 
@@ -206,7 +208,7 @@ def norm_pair_bias_backward(
     C: tl.constexpr,
     H: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    ENDING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -222,7 +224,7 @@ def norm_pair_bias_backward(
         first = t * BLOCK
         pair = first + r
         here = (pair < R)[:, None]
-        offset = _heads_offset(pair, h, rows, columns, H, ENDING)
+        offset = _heads_offset(pair, h, rows, columns, H, TRANSPOSED)
         dz = tl.load(dz_ptr + offset, mask=here & (h < H)[None, :], other=0.0).to(weight.dtype)
         normed = x.load([first, 0]).to(tl.float32)
         normed -= (tl.sum(normed, 1) / C)[:, None]

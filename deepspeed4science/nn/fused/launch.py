@@ -73,13 +73,13 @@ def norm_pair_bias(
     weight: Tensor,
     dtype: torch.dtype,
     eps: float,
-    ending: bool,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """normed, of x's shape, and z, `[*, 1, H, queries, keys]`."""
     normed = x.new_empty(x.shape, dtype=dtype)
     *batch, rows, columns, C = x.shape
     H = weight.shape[0]
-    heads = (columns, rows) if ending else (rows, columns)
+    heads = (columns, rows) if transposed else (rows, columns)
     z = x.new_empty((*batch, 1, H, *heads), dtype=dtype)
     num_pairs = x.numel() // C
     _norm_pair_bias.launch(
@@ -87,7 +87,7 @@ def norm_pair_bias(
         (),
         (x, norm_weight, norm_bias, weight, normed, z),
         (num_pairs, rows, columns, eps),
-        (C, H, ending, _BLOCK_OF_NORM),
+        (C, H, transposed, _BLOCK_OF_NORM),
     )
     return normed, z
 
@@ -171,7 +171,7 @@ def norm_pair_bias_backward(
     weight: Tensor,
     dresidual: Tensor | None,
     eps: float,
-    ending: bool,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, and of norm_weight, norm_bias and weight, one below the other."""
     *_, rows, columns, C = x.shape
@@ -190,7 +190,7 @@ def norm_pair_bias_backward(
         ),
         (dz, norm_weight, norm_bias, weight, dx, parts),
         (num_pairs, rows, columns, num_tiles, eps),
-        (C, H, dresidual is not None, ending, _BLOCK_OF_NORM, _STAGES),
+        (C, H, dresidual is not None, transposed, _BLOCK_OF_NORM, _STAGES),
     )
     return dx, parts.sum(0)
 

@@ -132,6 +132,7 @@ def triangle_attention(
         norm.eps,
         layer.is_ending,
         residual,
+        layer.transpose_bias,
         gathers,
     )
     return result
@@ -160,7 +161,7 @@ class _TriangleAttention(torch.autograd.Function):
             (y, *kept), ctx.gather = steps.forward(call, gathers)
         inputs = (call.x, call.norm_weight, call.norm_bias, call.z_weight, call.out_weight)
         ctx.save_for_backward(*inputs, *kept, call.bias1)
-        ctx.eps, ctx.ending, ctx.residual = call.eps, call.ending, call.residual
+        ctx.options = (call.eps, call.ending, call.residual, call.transpose_bias)
         weights: Any = call[_WEIGHTS]
         ctx.dtypes = [None if one is None else one.dtype for one in weights]
         return y
@@ -169,7 +170,7 @@ class _TriangleAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dtypes = ctx.dtypes
         has_bias = dtypes[5] is not None or dtypes[7] is not None
-        options: Any = (has_bias, ctx.eps, ctx.ending, ctx.residual)
+        options: Any = (has_bias, *ctx.options)
         call = TriangleBackward(dy.contiguous(), *ctx.saved_tensors, *options)
         gather = ctx.gather
         found = operators.backward(call) if gather is None else steps.backward(call, gather)
@@ -181,4 +182,4 @@ class _TriangleAttention(torch.autograd.Function):
                 (dnorm[2:], *dweights, dgate_bias, *of_output), dtypes, strict=True
             )
         )
-        return (dx, dnorm[0], dnorm[1], *own, *(None,) * 7)
+        return (dx, dnorm[0], dnorm[1], *own, *(None,) * 8)

@@ -16,12 +16,12 @@ def norm_pair_bias(
     weight: Tensor,
     dtype: torch.dtype,
     eps: float,
-    ending: bool,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     normed = functional.layer_norm(x.float(), x.shape[-1:], norm_weight, norm_bias, eps)
     normed = normed.to(dtype)
     z = functional.linear(normed, weight.to(dtype)).movedim(-1, -3).unsqueeze(-4)
-    return normed, (z.mT if ending else z).contiguous()
+    return normed, (z.mT if transposed else z).contiguous()
 
 
 def norm_pair_bias_backward(
@@ -33,13 +33,13 @@ def norm_pair_bias_backward(
     weight: Tensor,
     dresidual: Tensor | None,
     eps: float,
-    ending: bool,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     weight, wide = weight.to(dnormed.dtype), x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     wide = wide * scale
-    dz = (dz.mT if ending else dz).squeeze(-4).movedim(-3, -1)
+    dz = (dz.mT if transposed else dz).squeeze(-4).movedim(-3, -1)
     dz = dz.reshape(*x.shape[:-1], len(weight)).to(weight.dtype).float()
     scaled = (wide * norm_weight + norm_bias).to(weight.dtype).float()
     dweight = dz.flatten(0, -2).T @ scaled.flatten(0, -2)

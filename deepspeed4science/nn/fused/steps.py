@@ -40,7 +40,13 @@ def forward(
     x, H, dtype, ending = call.x, call.H, call.dtype, call.ending
     B, C = flattened(x.shape[:-3]), call.gate_weight.shape[0]
     normed, z = kernels.norm_pair_bias(
-        x, call.norm_weight, call.norm_bias, call.z_weight, dtype, call.eps, ending
+        x,
+        call.norm_weight,
+        call.norm_bias,
+        call.z_weight,
+        dtype,
+        call.eps,
+        ending != call.transpose_bias,
     )
     gather = None if gathers is None else gathers(z)  # while the product runs
     weights = (call.q_weight, call.k_weight, call.v_weight, call.gate_weight)
@@ -93,7 +99,7 @@ def backward(call: TriangleBackward, gather: Gather | None = None) -> tuple[Tens
         call.z_weight,
         call.dy if call.residual else None,
         call.eps,
-        ending,
+        ending != call.transpose_bias,
     )
     return dx, dnorm, dweight, dgate_bias, dout_weight, dout_bias
 
