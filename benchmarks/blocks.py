@@ -111,13 +111,12 @@ def measure_block(
 ) -> list[BlockRow]:
     """Measures every path in one run."""
     torch._dynamo.reset()  # otherwise layers would be compiled for dynamic sizes from here on
-    block = _block(device)
+    block = pairformer_block(device)
     s = torch.randn(1, crop, SINGLE, device=device, requires_grad=True)
     z = torch.randn(1, crop, crop, PAIR, device=device, requires_grad=True)
     gradients = torch.randn_like(s), torch.randn_like(z)
     steps = {
-        path.name: _step(path, _with_layers(block, path.layers), (s, z), gradients)
-        for path in paths
+        path.name: _step(path, with_layers(block, path.layers), (s, z), gradients) for path in paths
     }
     first, differences = None, {}
     for name, step in steps.items():
@@ -134,7 +133,7 @@ def measure_block(
     return rows
 
 
-def _block(device: torch.device) -> torch.nn.Module:
+def pairformer_block(device: torch.device) -> torch.nn.Module:
     module = importlib.import_module("openfold3.core.model.latent.pairformer")
     block: torch.nn.Module = module.PairFormerBlock(**CONFIG)
     for parameter in block.parameters():  # with parameters of 0, a branch would add nothing
@@ -165,7 +164,7 @@ class _Called(torch.nn.Module):
         return self.layer(*inputs, **{name: options[name] for name in self._names})
 
 
-def _with_layers(block: torch.nn.Module, mode: str) -> torch.nn.Module:
+def with_layers(block: torch.nn.Module, mode: str) -> torch.nn.Module:
     """The block, or a copy of it with our layers and its parameters."""
     if not mode:
         return block
@@ -173,7 +172,7 @@ def _with_layers(block: torch.nn.Module, mode: str) -> torch.nn.Module:
     stack: Any = block.pair_stack
     sizes = (PAIR, HEAD_DIM, HEADS)
     starting = nn.TriangleAttentionStartingNode(*sizes, bias=False)
-    ending = nn.TriangleAttentionEndingNode(*sizes, bias=False)
+    ending = nn.TriangleAttentionEndingNode(*sizes, bias=False, transpose_bias=True)
     single = nn.AttentionPairBias(SINGLE, PAIR, SINGLE_HEAD_DIM, SINGLE_HEADS)
     starting.load_state_dict(stack.tri_att_start.state_dict())
     ending.load_state_dict(stack.tri_att_end.state_dict())

@@ -6,8 +6,10 @@ import importlib
 import pytest
 import torch
 
+from benchmarks import blocks as benchmark
 from deepspeed4science import drop_in, nn
 from tests.clients import compare
+from tests.numeric import law
 
 CLIENT = "openfold3"
 pytestmark = pytest.mark.usefixtures("seed", "client")
@@ -103,6 +105,16 @@ def test_the_ending_node_of_its_pair_blocks(client):
             ours = nn.TriangleAttentionEndingNode(*sizes, bias=False, transpose_bias=transposed)
             ours.load_state_dict(pair.tri_att_end.state_dict())
             assert torch.allclose(theirs, ours(z, seen), rtol=1e-4, atol=1e-4) == transposed
+
+
+def test_the_benchmark_replaces_layers_of_a_block_by_equal_ones(client):
+    block = benchmark.pairformer_block(torch.device("cpu")).eval()
+    layers = benchmark.with_layers(block, "eager")
+    s, z = torch.randn(1, 10, benchmark.SINGLE), torch.randn(1, 10, 10, benchmark.PAIR)
+    with torch.no_grad():
+        (expected, found) = (through([one], (s, z), {}) for one in (block, layers))
+    for one, other, before in zip(found, expected, (s, z), strict=True):
+        assert law.relative_error(one - before, other - before) < 1e-5
 
 
 @pytest.mark.parametrize("diffusion", [False, True])
