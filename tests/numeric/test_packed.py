@@ -71,16 +71,17 @@ def inputs(shape, D, H, masked, device, dtype, ending, transposed=False):
 
 @EACH
 @DTYPES
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, "odd-transposed"])
 @pytest.mark.parametrize("ending", [False, True], ids=["starting", "ending"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_as_exact_as_the_parts(device, dtype, size, ending, transposed):
+def test_as_exact_as_the_parts(device, dtype, size, ending):
     """The error law, with the layer by its parts in place of eager: the order of additions, and so
     the rounding of each result, varies from run to run.
     """
 
+    size, _, transposed = size.partition("-")
+
     def draw():
-        layer, *tensors = inputs(*SIZES[size], device, dtype, ending, transposed)
+        layer, *tensors = inputs(*SIZES[size], device, dtype, ending, transposed == "transposed")
         found = gradients(layer, *tensors)
         with plainly():
             by_parts = gradients(layer, *tensors)
