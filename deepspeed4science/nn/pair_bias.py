@@ -62,7 +62,7 @@ class AttentionPairBias(nn.Module):
         norm_z: bool = True,
     ) -> None:
         super().__init__()
-        self.c_a, self.c_z = c_a, c_z
+        self.c_a, self.c_z, self.c_s = c_a, c_z, c_s
         self.layer_norm_a: nn.Module | None = LayerNorm(c_a) if norm_a else None
         self.linear_ada_out = None
         if c_s is not None:
@@ -116,29 +116,19 @@ class AttentionPairBias(nn.Module):
                 f"{None if s is None else shape_of(s)} for one "
                 f"{'without' if self.linear_ada_out is None else 'with'} c_s."
             )
-        for name, form, given, own, fewest in (
-            ("z", "[*, L, L, c_z]", z, 3, min(a.dim() + 1, 4)),
-            ("s", "[*, L, c_s]", s, 2, 0),
-            ("mask", "[*, L]", mask, 1, 0),
+        lead, L = a.shape[:-2], a.shape[-2]
+        for name, form, given, own, channels, fewest in (
+            ("z", f"[*, L, L, c_z], c_z = {self.c_z}", z, (L, L), self.c_z, min(a.dim() + 1, 4)),
+            ("s", f"[*, L, c_s], c_s = {self.c_s}", s, (L,), self.c_s, 0),
+            ("mask", "[*, L], one number for each token", mask, (L,), None, 0),
         ):
             if given is not None and (
-                given.dim() < fewest or leaves_out(given.shape[:-own], a.dim() - 2)
+                given.dim() < fewest or not _fits(given.shape, lead, own, channels)
             ):
                 raise InvalidInputError(
-                    f"{name}: expected {form} with the leading dimensions of a, or 1 in their "
-                    f"place; got {shape_of(given)} for a of {shape_of(a)}."
+                    f"{name}: expected {form}, with L and the leading dimensions of a, or 1 in "
+                    f"their place; got {shape_of(given)} for a of {shape_of(a)}."
                 )
-        lead, L = a.shape[:-2], a.shape[-2]
-        if z.shape[-1] != self.c_z or not _fits(z.shape[:-1], (*lead, L, L)):
-            raise InvalidInputError(
-                f"z: expected [*, L, L, c_z], c_z = {self.c_z}, with L and the leading dimensions "
-                f"of a; got {shape_of(z)} for a of {shape_of(a)}."
-            )
-        if mask is not None and not _fits(mask.shape, (*lead, L)):
-            raise InvalidInputError(
-                "mask: expected [*, L], one number for each token, with L and the leading "
-                f"dimensions of a; got {shape_of(mask)} for a of {shape_of(a)}."
-            )
         if self.layer_norm_a is not None:
             a = self.layer_norm_a(a) if s is None else self.layer_norm_a(a, s)
         if self.layer_norm_z is not None:
@@ -156,7 +146,18 @@ class AttentionPairBias(nn.Module):
         return result
 
 
-def _fits(given: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a tensor of the shape `given` can be broadcast to `sizes`."""
+def _fits(
+    given: Sequence[int], lead: Sequence[int], own: Sequence[int], channels: int | None
+) -> bool:
+    """Whether a tensor of the shape `given` can be broadcast to `[*lead, *own]`, and `channels`
+    behind it, which are not broadcast.
+    """
+    if channels is not None:
+        if len(given) == 0 or given[-1] != channels:
+            return False
+        given = given[:-1]
+    sizes = (*lead, *own)
+    if leaves_out(given[: -len(own)], len(lead)) or len(given) > len(sizes):
+        return False
     pairs = zip(reversed(given), reversed(sizes), strict=False)
-    return len(given) <= len(sizes) and all(own == full or own == 1 for own, full in pairs)
+    return all(size == full or size == 1 for size, full in pairs)

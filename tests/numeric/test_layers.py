@@ -224,13 +224,17 @@ def test_arguments_of_pair_bias_that_do_not_fit():
         ((a[..., :-1], z), rf"a: expected tokens \[\*, L, c_a\], c_a = {C}; got"),
         ((a[0, 0, 0], z), "a: expected tokens"),
         ((a, z[..., :-1]), rf"z: expected .*c_z = {CZ}.*; got"),
-        ((a, z[..., :-1, :-1, :]), "z: expected .* with L and the leading dimensions of a; got"),
-        ((a, z.expand(2, *z.shape)), "z: expected .* with L and the leading dimensions of a; got"),
+        ((a, z[..., :-1, :-1, :]), "z: expected .* with L and the leading dimensions of a,"),
+        ((a, z.expand(2, *z.shape)), "z: expected .* with L and the leading dimensions of a,"),
         ((a, z, None, square), "mask: expected .*one number for each token.*; got"),
         ((a, z, None, square[..., 0, :-1]), "mask: expected .*one number for each token.*; got"),
     ):
         with pytest.raises(InvalidInputError, match=match):
             plain(*wrong)
+    for wrong in (s[..., :-1], s[..., :-1, :], s.expand(2, *s.shape), s[..., 0, 0, 0]):
+        with pytest.raises(InvalidInputError, match=rf"s: expected .*c_s = {CS}.*; got"):
+            adaptive(a, z, wrong)
+    assert adaptive(a, z, s[:1, :1, :1]).shape == a.shape
     with pytest.raises(InvalidInputError, match="norm_a: expected True with c_s"):
         nn.AttentionPairBias(C, CZ, D, H, c_s=CS, norm_a=False)
 
