@@ -152,15 +152,6 @@ def spilled_bytes(log):
     return max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
 
 
-def has_host_part(unit):
-    """Whether the host's part of a unit is compiled, too, which takes as long as the device's: of
-    the first unit of each family and direction. The others' are the same templates, of which
-    test_every_kernel.py instantiates all.
-    """
-    kind = (unit.kernel.family, unit.kernel.direction)
-    return unit == next(x for x in UNITS if (x.kernel.family, x.kernel.direction) == kind)
-
-
 def compile_unit(unit, nvcc, includes, folder):
     """The compiler's log; PTX and machine code are kept in the folder."""
     arch = unit.kernel.arch.replace(".", "")
@@ -168,8 +159,9 @@ def compile_unit(unit, nvcc, includes, folder):
     source.write_text(unit.kernel.source())
     flags = [*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v"]
     kept = ["-keep", "-keep-dir", folder]
-    output = ("-c", folder / "unit.o") if has_host_part(unit) else ("-cubin", folder / "unit.cubin")
-    return compiled([nvcc.path, output[0], *flags, *kept, *includes, "-o", output[1], source])
+    return compiled(
+        [nvcc.path, "-c", *flags, *kept, *includes, "-o", source.with_suffix(".o"), source]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +195,9 @@ def machine_code(unit, compilations):
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.id)
 def test_unit(unit, nvcc, compilations):
-    """It compiles with the builder's flags; ptxas finds registers; the products are matrix ones."""
+    """It compiles with the builder's flags, the host's part too; ptxas finds registers; the
+    products are matrix ones.
+    """
     if unit not in compilations:
         pytest.skip(f"nvcc {nvcc.version} does not compile for {unit.kernel.arch}")
     folder, log = compilations[unit]

@@ -82,7 +82,7 @@ def compiled(gpus, folder):
     source.write_text("".join(lines))
     flags = [flag for one in targets for flag in one.unit_flags()]
     includes = [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
-    command = [nvcc.path, "-fatbin", *FLAGS, *flags, *includes, "-o", folder / "out.fatbin", source]
+    command = [nvcc.path, "-c", *FLAGS, *flags, *includes, "-o", folder / "out.o", source]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
