@@ -27,11 +27,11 @@ def columns(product: Tensor, H: int, D: int, ending: bool) -> list[Tensor]:
     return [*(part.transpose(-2, -3) if ending else part for part in parts), rest]
 
 
-def pair_bias(rest: Tensor, H: int, transposed: bool) -> Tensor:
-    """The pair bias `[*, 1, H, L, L]`, a view of the last of `columns`. Its queries are I and its
-    keys J, or the reverse where it is transposed.
+def pair_bias(z: Tensor, transposed: bool) -> Tensor:
+    """A view of z `[*, I, J, H]` as the pair bias `[*, 1, H, L, L]`: queries are I and keys J, or
+    the reverse where it is transposed.
     """
-    z = rest[..., :H].movedim(-1, -3).unsqueeze(-4)
+    z = z.movedim(-1, -3).unsqueeze(-4)
     return z.mT if transposed else z
 
 
@@ -58,7 +58,7 @@ def _backward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     to.copy_(of)
     if call.apart:
         return gradient, dbias2
-    dz = pair_bias(rest, H, call.ending != call.transpose_bias)
+    dz = pair_bias(rest[..., :H], call.ending != call.transpose_bias)
     dz.copy_(dbias2.reshape(dz.shape))
     return gradient, dbias2.new_empty(0)
 

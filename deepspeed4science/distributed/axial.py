@@ -36,7 +36,7 @@ from deepspeed4science.nn import fused
 from deepspeed4science.nn.attention import EvoformerAttention
 from deepspeed4science.nn.gated import can_be_recorded, gated_attention
 from deepspeed4science.nn.parameters import join, project
-from deepspeed4science.packed import columns
+from deepspeed4science.packed import columns, pair_bias
 
 if TYPE_CHECKING:
     from deepspeed4science.nn.triangle import TriangleAttentionStartingNode
@@ -94,8 +94,7 @@ def _by_parts(
     """`[*, N, L, c_in]`: transposed for the ending node."""
     mha, ending = layer.mha, layer.is_ending
     x = layer.layer_norm(x)
-    z = layer.linear_z(x).movedim(-1, -3).unsqueeze(-4)
-    gather = gathers(z.mT if ending != layer.transpose_bias else z)
+    gather = gathers(pair_bias(layer.linear_z(x), ending != layer.transpose_bias))
     product = join(x, mha.projections())
     H, D = mha.no_heads, mha.c_hidden
     if can_be_recorded(product) and not torch.compiler.is_compiling():

@@ -82,7 +82,7 @@ class _GatedAttention(torch.autograd.Function):
     ) -> Tensor:
         *qkv, gate, rest = columns(product, H, D, ending)
         if gather is None:
-            z = pair_bias(rest, H, ending != transpose_bias)
+            z = pair_bias(rest[..., :H], ending != transpose_bias)
             # Both directions repack z, which is eight times as fast from contiguous rows.
             z = z.contiguous()
         else:

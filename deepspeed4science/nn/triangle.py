@@ -105,8 +105,7 @@ class TriangleAttentionStartingNode(nn.Module):
     def _by_modules(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """The layer as calls of its modules."""
         x = self.layer_norm(x)
-        z = self.linear_z(x).movedim(-1, -3).unsqueeze(-4)
-        z = z.mT if self.is_ending != self.transpose_bias else z
+        z = pair_bias(self.linear_z(x), self.is_ending != self.transpose_bias)
         x = x.transpose(-2, -3) if self.is_ending else x
         o: Tensor = self.mha(x, biases=(seen, z))
         return o.transpose(-2, -3) if self.is_ending else o
@@ -120,7 +119,7 @@ class TriangleAttentionStartingNode(nn.Module):
             o: Tensor = self.mha.linear_o(gated)
         else:
             q, k, v, gate, rest = columns(product, H, D, ending)  # views: no pair is moved
-            z = pair_bias(rest, H, ending != self.transpose_bias)
+            z = pair_bias(rest[..., :H], ending != self.transpose_bias)
             o = self.mha.attend(q, k, v, [gate], (seen, z))
         return o.transpose(-2, -3) if ending else o
 
