@@ -33,7 +33,12 @@ def beside(
                 placements[i] = Shard(dim)
     if placements == list(tensor.placements):  # its gradient may then remain a partial sum
         return tensor
-    return tensor.redistribute(placements=placements)
+    moved = tensor.redistribute(placements=placements)
+    if torch.__version__ < "2.11" and any(one.is_partial() for one in tensor.placements):
+        # PyTorch 2.10 loses all but the local part of a gradient that is a partial sum, too. A step
+        # that moves nothing adds the parts first.
+        moved = moved.redistribute(placements=placements)
+    return moved
 
 
 def local_beside(tensor: DTensor, like: DTensor) -> Tensor:

@@ -425,7 +425,8 @@ def processes_outside_of_the_mesh(world):
             continue
         with pytest.raises(InvalidInputError, match="expected the mesh of this process; got"):
             call()
-    assert DS4Sci_EvoformerAttention(q, q, q).shape == q.shape
+    if torch.__version__ >= "2.11":  # DTensor of 2.10 has an AssertionError there
+        assert DS4Sci_EvoformerAttention(q, q, q).shape == q.shape
 
 
 def mask_for_all_batches(world):

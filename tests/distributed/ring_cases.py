@@ -247,10 +247,11 @@ def dtypes_on_their_way(world):
     ):
         o = ring_attention(q, k, v)
         assert seen == [{torch.bfloat16}] * (world.size - 1)
-        o.float().sin().sum().backward()
+        # Before PyTorch 2.12, `backward` gathers gradients of uneven shards.
+        found = torch.autograd.grad(o.float().sin().sum(), (q, k, v))
     assert seen.count({torch.float32}) == world.size
     assert len(seen) == 3 * world.size - 2
-    assert torch.equal(q.grad.to_local(), sum(dq).to(q.dtype))
+    assert torch.equal(found[0].to_local(), sum(dq).to(q.dtype))
     assert {call.args[0].dtype for call in merge.call_args_list} == {torch.float32}
 
 

@@ -158,6 +158,10 @@ def other_ranks(world):
     whole = DS4Sci_EvoformerAttention(six, six, six)
     for dim, placed in ((0, Shard(0)), (1, Replicate())):  # DTensor flattens no other shards
         shards = distribute(six, mesh, [dim])
+        if dim == 1 and torch.__version__ < "2.12":
+            with pytest.raises(RuntimeError, match="cannot be performed without redistribution"):
+                DS4Sci_EvoformerAttention(shards, shards, shards)
+            continue
         o = DS4Sci_EvoformerAttention(shards, shards, shards)
         assert o.placements == (placed,)
         torch.testing.assert_close(o.full_tensor(), whole)
