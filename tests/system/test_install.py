@@ -231,7 +231,8 @@ def test_asked_for_and_impossible(tree, tmp_path, changes, words):
     if not changes and gpu.detect().found:
         pytest.skip("there is a GPU here")
     if words.startswith("CUTLASS"):
-        changes = changes | {"PYTHONPATH": str(fakes.no_cutlass_package(tmp_path / "modules"))}
+        hidden = str(fakes.no_cutlass_package(tmp_path / "modules"))
+        changes = changes | {"PYTHONPATH": hidden, "CUTLASS_PATH": ""}
     made = backend(
         f"build_wheel({str(tmp_path)!r})", tree, **{"DS_BUILD_EVOFORMER_ATTN": "1"} | changes
     )
@@ -257,6 +258,7 @@ def test_isolation_that_hides_what_is_installed(tree, tmp_path):
         tree,
         python=str(tmp_path / "env" / "bin" / "python"),
         PYTHONPATH=str(packages),
+        CUTLASS_PATH="",
         DS_BUILD_EVOFORMER_ATTN="1",
         TORCH_CUDA_ARCH_LIST="9.0",
     )
