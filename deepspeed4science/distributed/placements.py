@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from deepspeed4science.errors import InvalidInputError
 
+# Where a partial sum is redistributed, and its gradient is a partial sum, too, PyTorch 2.10 takes
+# the local part of the gradient for all of it.
+_LOSES_SUMS = torch.__version__ < "2.11"
+
 
 def beside(
     tensor: DTensor, like: DTensor, dims: Mapping[int, int], kept: int | None = None
@@ -34,10 +38,8 @@ def beside(
     if placements == list(tensor.placements):  # its gradient may then remain a partial sum
         return tensor
     moved = tensor.redistribute(placements=placements)
-    if torch.__version__ < "2.11" and any(one.is_partial() for one in tensor.placements):
-        # PyTorch 2.10 loses all but the local part of a gradient that is a partial sum, too. A step
-        # that moves nothing adds the parts first.
-        moved = moved.redistribute(placements=placements)
+    if _LOSES_SUMS and any(one.is_partial() for one in tensor.placements):
+        moved = moved.redistribute(placements=placements)  # moves nothing, and adds these parts
     return moved
 
 
