@@ -117,14 +117,15 @@ def compile_kinds(kinds, alignments=(True, False)):
     builder.load(verbose=False, kernels=list(dict.fromkeys(kernels)))
 
 
-def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=(), drawn=draw):
+def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=(), drawn=draw, least=0):
     """The number of calls that kept the law, and the smallest failing call or None; only calls of
-    these dtypes and tiers of head dimensions, if any are given.
+    these dtypes and tiers of head dimensions, if any are given. `least`: so many calls at least,
+    however long they take.
     """
     generator = random.Random(seed)
     end = time.monotonic() + seconds
     done = 0
-    while time.monotonic() < end:
+    while time.monotonic() < end or done < least:
         call = drawn(generator)
         if kinds:
             call = of_kind(call, *generator.choice(kinds))

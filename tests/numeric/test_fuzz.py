@@ -26,9 +26,8 @@ def test_random_calls_keep_the_law(device, session_seed):
     kinds = () if device == "cpu" else KINDS
     if kinds:
         fuzz.compile_kinds(kinds)
-    done, call = fuzz.fuzz(40, session_seed, device, kinds=kinds)
+    _, call = fuzz.fuzz(40, session_seed, device, kinds=kinds, least=50)
     assert call is None, fuzz.report(session_seed, call, device)
-    assert done > 50, f"{done} calls in 40 seconds say little"
 
 
 @pytest.mark.gpu
@@ -37,9 +36,8 @@ def test_large_random_calls_keep_the_law(session_seed):
     """Many tiles for each block, and rows compared one by one."""
     fuzz.compile_kinds(LARGE_KINDS, alignments=(True,))
     broken = partial(fuzz.is_broken, rows=True)
-    done, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large)
+    _, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large, least=50)
     assert call is None, fuzz.report(session_seed, call, "cuda", rows=True)
-    assert done > 50, f"{done} calls in 40 seconds say little"
 
 
 def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None, scale=None):
