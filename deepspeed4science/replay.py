@@ -170,6 +170,7 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
         if type(tensor) not in _CLASSES or tensor.device.type not in _DEVICES:
             return False
         beyond = ((_keys_of(tensor) | on) - off) - _PLAIN_KEYS
-        if beyond.highestPriorityTypeId() != _NO_KEY:
+        is_plain = beyond.highestPriorityTypeId() == _NO_KEY  # Dynamo of PyTorch 2.12 fails at `!=`
+        if not is_plain:
             return False
     return True
