@@ -32,14 +32,10 @@ DRAWS = 16  # at least; as many as give each result law.MANY elements
 # An excess of one draw that may be chance. Of few elements, a larger one than the second would be
 # one of law.MANY draws together, too.
 MOST_OF_MANY_ELEMENTS, MOST_OF_FEW_ELEMENTS = 2, 16
-# Rows are compared one by one where so many queries give the worst of eager's a meaning. Of 32
-# queries, P, O and dS rounded as a kernel rounds them exceed it in 2 of 124 calls.
-QUERIES_OF_ROWS = 256
 
 
 def failure(call, device, function=ours, rows=False):
     """The failure of a call; empty where it keeps the law. Any exception is a failure."""
-    rows = rows and call.B * call.N * call.H * call.Lq >= QUERIES_OF_ROWS
     return said(partial(check, rows=rows), call.inputs(device), function)
 
 

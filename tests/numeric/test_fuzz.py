@@ -26,7 +26,7 @@ def test_random_calls_keep_the_law(device, session_seed):
     kinds = () if device == "cpu" else KINDS
     if kinds:
         fuzz.compile_kinds(kinds)
-    _, call = fuzz.fuzz(40, session_seed, device, kinds=kinds, least=50)
+    _, call = fuzz.fuzz(40, session_seed, device, kinds=kinds, least=60)
     assert call is None, fuzz.report(session_seed, call, device)
 
 
@@ -36,7 +36,7 @@ def test_large_random_calls_keep_the_law(session_seed):
     """Many tiles for each block, and rows compared one by one."""
     fuzz.compile_kinds(LARGE_KINDS, alignments=(True,))
     broken = partial(fuzz.is_broken, rows=True)
-    _, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large, least=50)
+    _, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large, least=60)
     assert call is None, fuzz.report(session_seed, call, "cuda", rows=True)
 
 
