@@ -185,6 +185,7 @@ CUTLASS_DEVICE void load_int(int& x, const int* gmem) {
 }
 
 // Makes a value opaque, so that it stays in its register and is not computed again in every iteration of a loop.
+CUTLASS_DEVICE void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 CUTLASS_DEVICE void keep(int& x) { asm volatile("" : "+r"(x)); }
 CUTLASS_DEVICE void keep(float& x) { asm volatile("" : "+f"(x)); }
 CUTLASS_DEVICE void keep(int64_t& x) { asm volatile("" : "+l"(x)); }

@@ -47,20 +47,24 @@ struct ForwardMainloop {
     at.sync();
   }
 
-  // Low words of the descriptors of this warpgroup's operands in stage 0, and the address that this lane passes to
-  // ldmatrix for bias2.
+  // Low words of the descriptors of this warpgroup's operands in stage 0, the offset of this lane's first values in a
+  // row of bias1, in bytes, and the address that it passes to ldmatrix for bias2.
   struct Operands {
     uint32_t k, v;
-    int bias2;
+    int bias1, bias2;
     static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
     static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
 
     CUTLASS_DEVICE Operands(const Shared& shared, const ConsumerCoord& at)
         : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
           v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
+          bias1(16 * (at.lane % 4)),
           bias2(shared_address(shared.keys[0].bias2[kHasBias2 ? at.tile : 0]) +
                 BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      if (kHasBias2) ptx::keep(bias2);  // otherwise every step computes it again
+      // Otherwise every step computes them again.
+      if (kHasBias1) ptx::keep(bias1);
+      if (kHasBias2) ptx::keep(bias2);
+      if (!Config::kPipelined) ptx::keep(v);
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
       return (KTile::kDescriptorHigh | (k + stage * kNextKeys)) + KTile::columns_step(step);
@@ -74,7 +78,7 @@ struct ForwardMainloop {
   template <int kCount>
   CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
                                           float f, const ConsumerCoord& at) {
-    const float* bias1 = shared.bias1[stage][at.row] + 4 * (at.lane % 4);
+    const auto* bias1 = reinterpret_cast<const uint8_t*>(shared.bias1[stage][at.row]) + operands.bias1;
     // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
     const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
     CUTLASS_PRAGMA_UNROLL
@@ -82,7 +86,7 @@ struct ForwardMainloop {
       uint32_t pairs[4];
       if constexpr (kHasBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
       float4 of_16_keys = make_float4(0.f, 0.f, 0.f, 0.f);
-      if constexpr (kHasBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * g);
+      if constexpr (kHasBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * sizeof(float) * g);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
         float2 b1 = i < 2 ? make_float2(of_16_keys.x, of_16_keys.y) : make_float2(of_16_keys.z, of_16_keys.w);
@@ -121,13 +125,21 @@ struct ForwardMainloop {
     }
   }
 
-  // Computes p from finished scores. Returns whether o must be multiplied by `factor`.
-  template <bool kFirst = false, int kCount>
-  CUTLASS_DEVICE static bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], float (&s)[kCount],
-                                          Softmax& softmax, int keys_left, const ConsumerCoord& at) {
+  // Finds the first reference in a tile's first scores.
+  template <int kCount>
+  CUTLASS_DEVICE static void begin_softmax(float (&s)[kCount], Softmax& softmax, int keys_left,
+                                           const ConsumerCoord& at) {
+    if constexpr (Softmax::kWide) {
+      if (!kHasBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
+      softmax.begin(s);
+    }
+  }
+  // Computes p from finished scores. Calls rescale(factor) where o must be multiplied by `factor`.
+  template <int kCount, typename Rescale>
+  CUTLASS_DEVICE static void exponentiate(uint32_t (&p)[kCount / 2], float (&s)[kCount], Softmax& softmax,
+                                          int keys_left, const ConsumerCoord& at, const Rescale& rescale) {
     if (!kHasBias1 && keys_left < 2 * kCount) hide_tail(s, keys_left, at.lane);
-    if constexpr (kFirst && Softmax::kWide) softmax.begin(s);
-    return softmax.exponentiate(p, factor, s);
+    softmax.exponentiate(p, s, rescale);
   }
   CUTLASS_DEVICE static void rescale(float (&o)[kHeadDim / 2], const float (&factor)[2]) {
     CUTLASS_PRAGMA_UNROLL
@@ -148,48 +160,64 @@ struct ForwardMainloop {
   }
 
   // Attends to all visible keys, one step after another; of a narrow last step only to its first 16 tail_units keys.
-  // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups.
+  // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups; O += P V runs while it
+  // reads the biases of the next step. The loop begins with finished scores: a loop that begins with a step's products
+  // has 22 instructions more (docs/history/sm90-forward.md).
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, const Keys& keys,
                                     const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                     Softmax& softmax, const ConsumerCoord& at) {
-    int last_stage = -1, key = 0;
+    int key = 0;
     Operands operands(shared, at);
-    auto step = [&](auto& s, auto& p) {
+    auto finish_scores = [&](auto& s) {
       shared.k_full[pipe.index].wait(pipe.phase);
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
       wgmma_wait<0>();
       fence_registers(s);
       fence_registers(o);
       shared.k_empty[pipe.index].arrive();
-      if (last_stage >= 0) {
-        shared.v_empty[last_stage].arrive();
-      } else {
-        pending.finish(shared.q_empty, at);
-      }
-      last_stage = pipe.index;
+    };
+    auto finish_next_scores = [&](auto& s) {
+      const int last_stage = pipe.index;
+      pipe.advance();
+      finish_scores(s);
+      shared.v_empty[last_stage].arrive();
+    };
+    auto add_values = [&](auto& s, auto& p) {
       const bool values_here = shared.v_full[pipe.index].test_wait(pipe.phase);  // early: the answer takes a while
-      float factor[2];
-      if (exponentiate(p, factor, s, softmax, args.Lk - key, at)) rescale(o, factor);
+      exponentiate(p, s, softmax, args.Lk - key, at, [&](const float (&factor)[2]) { rescale(o, factor); });
       if (!values_here) shared.v_full[pipe.index].wait(pipe.phase);
       start_output(o, p, operands, pipe.index);
     };
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
-    for (; key < keys.end; key += kKeys, pipe.advance()) step(s, p);
+    finish_scores(s);
+    pending.finish(shared.q_empty, at);
+    begin_softmax(s, softmax, args.Lk, at);
+    while (true) {
+      add_values(s, p);
+      key += kKeys;
+      if (key >= keys.end) break;
+      finish_next_scores(s);
+    }
+    auto last_step = [&](auto& s, auto& p) {
+      finish_next_scores(s);
+      add_values(s, p);
+      wgmma_wait<0>();  // p, the product's operand, ends here
+    };
     const int tail_units = Split::tail_units(seen);
-    if (tail_units == 1) last_step<16>(step, pipe);
-    if (tail_units == 2) last_step<32>(step, pipe);
+    if (tail_units == 1) {
+      float s[8];
+      uint32_t p[4];
+      last_step(s, p);
+    } else if (tail_units == 2) {
+      float s[16];
+      uint32_t p[8];
+      last_step(s, p);
+    }
     wgmma_wait<0>();
     fence_registers(o);
-    shared.v_empty[last_stage].arrive();
-  }
-  template <int kWidth, typename Step>
-  CUTLASS_DEVICE static void last_step(Step& step, Pipe& pipe) {
-    float s[kWidth / 2];
-    uint32_t p[kWidth / 4];
-    step(s, p);
+    shared.v_empty[pipe.index].arrive();
     pipe.advance();
-    wgmma_wait<0>();  // p, the product's operand, ends here
   }
 
   // As attend(), but O += P V of a step runs beside the exponentials of the next step, which is kSplits steps later.
@@ -206,7 +234,8 @@ struct ForwardMainloop {
     fence_registers(s);
     shared.k_empty[pipe.index].arrive();
     pending.finish(shared.q_empty, at);
-    exponentiate</*kFirst=*/true>(even, factor, s, softmax, args.Lk - keys.begin, at);  // o is still 0
+    begin_softmax(s, softmax, args.Lk - keys.begin, at);
+    exponentiate(even, s, softmax, args.Lk - keys.begin, at, [](const float (&)[2]) {});  // o is still 0
 
     int key = keys.begin + kSplits * kKeys;
     auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
@@ -221,7 +250,9 @@ struct ForwardMainloop {
       wgmma_wait<1>();
       fence_registers(s);
       shared.k_empty[pipe.index].arrive();
-      bool moves = exponentiate(p_next, factor, s, softmax, args.Lk - key, at);
+      bool moves = false;  // m of this warp; rescale(o, factor) follows the product, for which all warps wait together
+      exponentiate(p_next, s, softmax, args.Lk - key, at,
+                   [&](const float (&of_move)[2]) { moves = true, factor[0] = of_move[0], factor[1] = of_move[1]; });
       wgmma_wait<0>();
       fence_registers(o);
       if (moves) rescale(o, factor);

@@ -45,19 +45,20 @@ struct WarpgroupSoftmax {
     careful = false;
   }
 
-  // Computes p, packed, and adds it to l. Returns whether m has moved; if so, the accumulators must be multiplied by
+  // Computes p, packed, and adds it to l. If m has moved, calls rescale(factor): the accumulators must be multiplied by
   // `factor`.
-  template <int kCount>
-  CUTLASS_DEVICE bool exponentiate(uint32_t (&p)[kCount / 2], float (&factor)[2], const float (&s)[kCount]) {
+  template <int kCount, typename Rescale>
+  CUTLASS_DEVICE void exponentiate(uint32_t (&p)[kCount / 2], const float (&s)[kCount], const Rescale& rescale) {
     if (!careful) {
       float l_before[2] = {l[0], l[1]};
       exponentiate_common(p, s);
-      if (!ptx::any(exceeds(p))) return false;
+      if (!ptx::any(exceeds(p))) return;
       l[0] = l_before[0], l[1] = l_before[1];
     }
+    float factor[2];
     move(factor, s);
     exponentiate_careful(p, s);
-    return true;
+    rescale(factor);
   }
 
   // Adds the sum of row r over other keys, of reference `their_m`. Accumulators must then be multiplied by `factor`,
