@@ -21,7 +21,8 @@ struct ForwardTiles {
 template <int kHeadDim>
 struct ForwardChoice {
   // (1,768,768,4,32): 0.90; not pipelined 0.99, 1 x 4 tiles 0.95, 3 x 1 1.28, three stages 0.95; five 0.994 of four.
-  // (1,48,768,16,48): 0.288; pipelined 0.306 (spills). (1,256,1024,4,64): 0.648; pipelined 0.82 (spills), 1 x 2 0.76.
+  // (1,48,768,16,48): 0.288 (0.259 since); pipelined 0.306 (spills).
+  // (1,256,1024,4,64): 0.648 (0.595 since); pipelined 0.82 (spills), 1 x 2 0.76.
   // (1,64,1024,8,128): 0.507; not pipelined 0.64, 1 x 3 tiles 0.78.
   using ManyRows = std::conditional_t<kHeadDim <= 32, ForwardTiles<2, 2, 5, 1, /*kPipelined=*/true>,
                                       std::conditional_t<kHeadDim <= 64, ForwardTiles<2, 2, 3, 1, /*kPipelined=*/false>,
