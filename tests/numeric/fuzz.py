@@ -4,10 +4,11 @@
     python -m tests.numeric.fuzz --device cuda --kinds bf16:32,fp16:64 [--large]
     python -m tests.numeric.fuzz --call "seed=5 dtype=bf16 Lq=2 ..."
 
-A call that breaks the law is made smaller as long as it still breaks it, and printed as a line that
-repeats it. The law compares one draw of roundings with another (docs/math.md), so a correct call
-exceeds it now and then: by some percent, and where a result has few elements by more. Such an
-excess counts only if the stacked results of this call and of further draws exceed the law, too.
+A call that breaks the law is made smaller as long as it still breaks it, and both are printed as
+lines that repeat them. The law compares one draw of roundings with another (docs/math.md), so a
+correct call exceeds it now and then: by some percent, and where a result has few elements by more.
+Such an excess counts only if the stacked results of this call and of further draws exceed the law,
+too.
 
 `--kinds` compiles the GPU kernels of these dtypes and tiers of head dimensions at once and draws
 their calls only. `--large` draws calls of up to 4e7 scores and compares their rows one by one, too.
@@ -21,6 +22,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +34,11 @@ DRAWS = 16  # at least; as many as give each result law.MANY elements
 # An excess of one draw that may be chance. Of few elements, a larger one than the second would be
 # one of law.MANY draws together, too.
 MOST_OF_MANY_ELEMENTS, MOST_OF_FEW_ELEMENTS = 2, 16
+
+
+class Failing(NamedTuple):
+    drawn: Call
+    smallest: Call
 
 
 def failure(call, device, function=ours, rows=False):
@@ -114,9 +121,9 @@ def compile_kinds(kinds, alignments=(True, False)):
 
 
 def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=(), drawn=draw, least=0):
-    """The number of calls that kept the law, and the smallest failing call or None; only calls of
-    these dtypes and tiers of head dimensions, if any are given. `least`: so many calls at least,
-    however long they take.
+    """The number of calls that kept the law, and a `Failing` or None; only calls of these dtypes
+    and tiers of head dimensions, if any are given. `least`: so many calls at least, however long
+    they take.
     """
     generator = random.Random(seed)
     end = time.monotonic() + seconds
@@ -128,17 +135,20 @@ def fuzz(seconds, seed, device="cpu", broken=is_broken, kinds=(), drawn=draw, le
         if device != "cpu":
             call = within_limits(call)
         if broken(call, device):
-            return done, smallest(call, device, broken)
+            return done, Failing(call, smallest(call, device, broken))
         done += 1
     return done, None
 
 
-def report(seed, call, device, function=ours, rows=False):
-    """The lines to print for a failing call."""
-    options = f"--device {device}{' --large' * rows}"
+def report(seed, failing, device, function=ours, rows=False):
+    """The lines to print for a `Failing`: the smallest call may fail by chance, or for another
+    reason, so the one that was drawn is there, too.
+    """
+    command = f"python -m tests.numeric.fuzz --device {device}{' --large' * rows}"
     return (
-        f"seed {seed}: {failure(call, device, function, rows)}\n"
-        f'repeat: python -m tests.numeric.fuzz {options} --call "{call}"'
+        f"seed {seed}: {failure(failing.smallest, device, function, rows)}\n"
+        f'repeat: {command} --call "{failing.smallest}"\n'
+        f'found as: {command} --call "{failing.drawn}"'
     )
 
 
@@ -163,7 +173,7 @@ def main(arguments=None):
         return 1 if wrong else 0
     if options.kinds:
         compile_kinds(options.kinds, (True,) if options.large else (True, False))
-    done, call = fuzz(
+    done, failing = fuzz(
         options.seconds,
         options.seed,
         options.device,
@@ -172,9 +182,9 @@ def main(arguments=None):
         draw_large if options.large else draw,
     )
     print(f"seed {options.seed}: {done} calls keep the law")
-    if call is not None:
-        print(report(options.seed, call, options.device, rows=options.large))
-    return 0 if call is None else 1
+    if failing is not None:
+        print(report(options.seed, failing, options.device, rows=options.large))
+    return 0 if failing is None else 1
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def test_random_calls_keep_the_law(device, session_seed):
     kinds = () if device == "cpu" else KINDS
     if kinds:
         fuzz.compile_kinds(kinds)
-    _, call = fuzz.fuzz(40, session_seed, device, kinds=kinds, least=60)
-    assert call is None, fuzz.report(session_seed, call, device)
+    _, failing = fuzz.fuzz(40, session_seed, device, kinds=kinds, least=60)
+    assert failing is None, fuzz.report(session_seed, failing, device)
 
 
 @pytest.mark.gpu
@@ -36,8 +36,8 @@ def test_large_random_calls_keep_the_law(session_seed):
     """Many tiles for each block, and rows compared one by one."""
     fuzz.compile_kinds(LARGE_KINDS, alignments=(True,))
     broken = partial(fuzz.is_broken, rows=True)
-    _, call = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large, least=60)
-    assert call is None, fuzz.report(session_seed, call, "cuda", rows=True)
+    _, failing = fuzz.fuzz(40, session_seed, "cuda", broken, LARGE_KINDS, draw_large, least=60)
+    assert failing is None, fuzz.report(session_seed, failing, "cuda", rows=True)
 
 
 def transposed_pair_bias(q, k, v, bias1, bias2, row_mask=None, scale=None):
@@ -70,14 +70,16 @@ def without_pair_gradient(q, k, v, bias1, bias2, **options):
     ids=["transposed", "forgotten"],
 )
 def test_a_wrong_implementation_is_found_and_made_small(wrong, sizes, session_seed):
-    _, call = fuzz.fuzz(60, session_seed, "cpu", partial(fuzz.is_broken, function=wrong))
-    assert call is not None
+    _, failing = fuzz.fuzz(60, session_seed, "cpu", partial(fuzz.is_broken, function=wrong))
+    assert failing is not None
+    call = failing.smallest
     found = {name: getattr(call, name) for name in sizes}
     assert found == sizes and call.B == call.N == call.H == call.D == 1
     assert call.layout == call.do == "contiguous" and not call.row_mask
-    line = fuzz.report(session_seed, call, "cpu", wrong)
-    again = Call.parse(re.search(r'--call "(.*)"', line)[1])
-    assert again == call and fuzz.failure(again, "cpu", wrong)
+    lines = fuzz.report(session_seed, failing, "cpu", wrong)
+    again = [Call.parse(line) for line in re.findall(r'--call "(.*)"', lines)]
+    assert again == [failing.smallest, failing.drawn]
+    assert all(fuzz.failure(call, "cpu", wrong) for call in again)
 
 
 @pytest.mark.parametrize(
