@@ -32,6 +32,10 @@ class EvoformerAttention(nn.Module):
         bias_q: linear_q has a bias, as in AlphaFold 3's attention with pair bias.
         init: initialisation of linear_q, linear_k and linear_v: "glorot" (AlphaFold 2) or
             "default" (AlphaFold 3).
+
+    Raises:
+        InvalidInputError: there is no such initialisation, or a number of channels or heads is no
+            integer from 1 up.
     """
 
     def __init__(

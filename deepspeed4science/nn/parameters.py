@@ -30,12 +30,18 @@ class Linear(nn.Linear):
         bias: initial value of every element of the bias; None: no bias.
 
     Raises:
-        InvalidInputError: there is no such initialisation.
+        InvalidInputError: there is no such initialisation, or it maps from or to no channel.
     """
 
     def __init__(
         self, in_features: int, out_features: int, init: str, bias: float | None = None
     ) -> None:
+        for size in (in_features, out_features):
+            if not hasattr(size, "__index__") or size < 1:
+                raise InvalidInputError(
+                    "a layer's channels and heads: expected integers from 1 up; got a linear map "
+                    f"from {in_features} to {out_features} channels."
+                )
         self._init, self._fill = init, bias
         super().__init__(in_features, out_features, bias=bias is not None)
 

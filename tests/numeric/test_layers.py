@@ -251,6 +251,17 @@ def test_inputs_of_attention_that_do_not_fit():
             layer(*wrong)
 
 
+@pytest.mark.parametrize("heads", [0, -1, 1.5])
+def test_numbers_of_heads_that_there_are_not(heads):
+    for layer in (
+        partial(nn.EvoformerAttention, C, C, C, D),
+        partial(nn.AttentionPairBias, C, CZ, D),
+        partial(nn.TriangleAttentionEndingNode, C, D),
+    ):
+        with pytest.raises(InvalidInputError, match=r"heads: expected integers from 1 up; got"):
+            layer(heads)
+
+
 def test_an_initialisation_that_there_is_not():
     with pytest.raises(InvalidInputError, match=r"init: expected .*'zero'; got 'glorrot'"):
         nn.EvoformerAttention(C, C, C, D, H, init="glorrot")
