@@ -61,7 +61,7 @@ struct ForwardMainloop {
           bias1(16 * (at.lane % 4)),
           bias2(shared_address(shared.keys[0].bias2[kHasBias2 ? at.tile : 0]) +
                 BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      // Otherwise every step computes them again.
+      // Otherwise every step computes them again; v in loops that are not pipelined.
       if (kHasBias1) ptx::keep(bias1);
       if (kHasBias2) ptx::keep(bias2);
       if (!Config::kPipelined) ptx::keep(v);
@@ -162,7 +162,7 @@ struct ForwardMainloop {
   // Attends to all visible keys, one step after another; of a narrow last step only to its first 16 tail_units keys.
   // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups; O += P V runs while it
   // reads the biases of the next step. The loop begins with finished scores: a loop that begins with a step's products
-  // has 22 instructions more (docs/history/sm90-forward.md).
+  // has 17 instructions more (docs/history/sm90-forward.md).
   CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, const Keys& keys,
                                     const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                     Softmax& softmax, const ConsumerCoord& at) {
