@@ -158,7 +158,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
                               this->sK(0));
       if (p.head_dim > K::kHeadDim) load_q(channel);
       Base::wait_for_loads();
-      this->multiply_qk(s, q, 0, 0);
+      this->multiply_qk(s, q, this->first_stripe(0));
     }
     if constexpr (K::kExact) {
       CUTLASS_PRAGMA_UNROLL
@@ -198,7 +198,7 @@ struct ForwardBlockMultiValue : ForwardBlock<K> {
                             this->sV(0));
     Base::wait_for_loads();
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s, step, 0, 0);
+    for (int step = 0; step < K::kStepsKeys; ++step) this->multiply_pv(o, s, step, this->first_stripe(0));
   }
 
   // o of warp_n = 0 becomes the sum over the warps of a row.

@@ -62,6 +62,23 @@ struct ForwardWarp {
   CUTLASS_DEVICE scalar_t* sV(int stage) const {
     return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
   }
+  // Where this lane reads a stripe of a stage: bytes from `shared`. Three registers that advance by constants instead
+  // of places that are found again in every stripe: (1,768,768,4,32) 0.992 of the time.
+  struct Stripe {
+    int k, v, row_bias;
+    CUTLASS_DEVICE void advance() {
+      k += KTile::offset(K::kKeysPerBlock) * int(sizeof(scalar_t));
+      v += VTile::offset(K::kKeysPerBlock) * int(sizeof(scalar_t));
+      row_bias += K::kKeysPerBlock / 2 * int(sizeof(float4));
+    }
+  };
+  CUTLASS_DEVICE Stripe first_stripe(int stage) const {
+    constexpr int kElement = int(sizeof(scalar_t));
+    const int k = QTile::kBytes + stage * K::kStageBytes, v = k + KTile::kBytes, row_bias = v + VTile::kBytes;
+    Stripe x{k + lane_k * kElement, v + lane_v * kElement, row_bias + lane_pair * int(sizeof(float4))};
+    ptx::keep(x.k), ptx::keep(x.v), ptx::keep(x.row_bias);
+    return x;
+  }
   // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
   CUTLASS_DEVICE float4* sRowBias(int stage) const {
     return reinterpret_cast<float4*>(stage_begin(stage) + KTile::kBytes + VTile::kBytes);
@@ -121,25 +138,25 @@ struct ForwardWarp {
   // The initial value of the accumulator is the row bias, in raw units. In full precision it is not: every step would
   // be rounded at the size of the bias, which a finite mask makes large. There the biases are added to the finished,
   // scaled product.
-  CUTLASS_DEVICE void init_scores(float (&s)[4][8], int stage, int stripe) const {
+  CUTLASS_DEVICE void init_scores(float (&s)[4][8], const Stripe& stripe) const {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stage, stripe, j, half);
+        if constexpr (K::kHasRowBias && !K::kExact) x = row_bias(stripe, j, half);
         s[j][4 * half] = x.x, s[j][4 * half + 1] = x.y, s[j][4 * half + 2] = x.z, s[j][4 * half + 3] = x.w;
       }
     }
   }
-  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], int stage, int stripe) const {
+  CUTLASS_DEVICE void scale_scores(float (&s)[4][8], const Stripe& stripe) const {
     if constexpr (K::kExact) {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 4; ++j) {
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
           float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-          if constexpr (K::kHasRowBias) x = row_bias(stage, stripe, j, half);
+          if constexpr (K::kHasRowBias) x = row_bias(stripe, j, half);
           float* tile = &s[j][4 * half];
           tile[0] = fmaf(tile[0], scale_of(p), x.x), tile[1] = fmaf(tile[1], scale_of(p), x.y);
           tile[2] = fmaf(tile[2], scale_of(p), x.z), tile[3] = fmaf(tile[3], scale_of(p), x.w);
@@ -147,15 +164,15 @@ struct ForwardWarp {
       }
     }
   }
-  CUTLASS_DEVICE float4 row_bias(int stage, int stripe, int j, int half) const {
+  CUTLASS_DEVICE float4 row_bias(const Stripe& stripe, int j, int half) const {
     int pair = Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
-    return sRowBias(stage)[lane_pair + stripe * K::kKeysPerBlock / 2 + Mma::place_of_pair(pair)];
+    return reinterpret_cast<const float4*>(shared + stripe.row_bias)[Mma::place_of_pair(pair)];
   }
 
   CUTLASS_DEVICE void load_q(FragA& a, int step) const {
     Mma::template load_a<QTile>(a, sQ() + lane_q, 0, step * Mma::kStepK);
   }
-  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, int stage, int stripe) const {
+  CUTLASS_DEVICE void multiply_qk(float (&s)[4][8], const FragA* q, const Stripe& stripe) const {
     // FFMA's many short steps are not unrolled: together they would not fit into the registers.
     constexpr int kUnroll = Mma::kStepK < 8 ? 1 : K::kStepsD;
 #pragma unroll kUnroll
@@ -169,19 +186,20 @@ struct ForwardWarp {
       CUTLASS_PRAGMA_UNROLL
       for (int pair = 0; pair < 2; ++pair) {
         typename Mma::FragBnk b;
-        Mma::template load_b_nk<KTile>(b, sK(stage) + lane_k, stripe * K::kKeysPerBlock, pair, step * Mma::kStepK);
+        Mma::template load_b_nk<KTile>(b, reinterpret_cast<const scalar_t*>(shared + stripe.k), 0, pair,
+                                       step * Mma::kStepK);
         Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
       }
     }
   }
-  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step, int stage,
-                                  int stripe) const {
+  CUTLASS_DEVICE void multiply_pv(float (&o)[K::kTilesO][8], const float (&s)[4][8], int step,
+                                  const Stripe& stripe) const {
     FragA a;
     Mma::from_scores(a, s, step, lane);
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < K::kTilesO; n += 2) {
       typename Mma::FragBkn b;
-      Mma::template load_b_kn<VTile>(b, sV(stage) + lane_v, stripe * K::kKeysPerBlock, step, 8 * n);
+      Mma::template load_b_kn<VTile>(b, reinterpret_cast<const scalar_t*>(shared + stripe.v), 0, step, 8 * n);
       Mma::mma(o[n], o[n + 1], a, b);
     }
   }
