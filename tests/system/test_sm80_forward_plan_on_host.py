@@ -57,6 +57,39 @@ def test_of_a_bias2_that_repeats_one_slice_is_copied(plan):
     assert int(of["workspace_bytes"]) == -(-70 * 96 * 2 // 256) * 256
 
 
+TILED = {"N": 320, "Lq": 320, "Lk": 320, "D": 32, "bias1": 0, "tiles": 1}
+
+
+def test_bias2_is_copied_into_tiles_where_that_pays(plan):
+    """Where the call is long, and the copy a fiftieth of Q, K, V and O at most: N >= 12.5 Lk / D
+    here. Whole tiles of 32 x 32, and one more, which kernels read past the end.
+    """
+    of = plan(**TILED)
+    assert of["bias2_copy"] == "tiles" and of["bias2"] == "0"
+    assert int(of["workspace_bytes"]) == (4 * 10 * 10 + 1) * 32 * 32 * 2
+    for call in ({"tiles": 0}, {"bias2": 0}, {"N": 81}, {"N": 200, "D": 16}):
+        assert plan(**TILED | call)["workspace_bytes"] == "0", call
+    least = TILED | {"Lq": 128, "Lk": 128}
+    assert "bias2_copy" in plan(**least | {"N": 512})
+    assert "bias2_copy" not in plan(**least | {"N": 511})
+
+
+def test_a_copy_that_is_needed_consists_of_tiles(plan):
+    """Whatever the length of the call; past the ends are zeros."""
+    for call in ({"Lk": 90}, {"odd": 1}, {"row": 90}):
+        of = plan(**{"N": 3, "Lq": 70, "Lk": 88, "bias1": 0, "tiles": 1} | call)
+        assert of["bias2_copy"] == "tiles"
+        assert int(of["workspace_bytes"]) == (4 * 3 * 3 + 1) * 32 * 32 * 2
+    assert plan(N=3, Lq=70, Lk=88, bias1=0, tiles=1)["workspace_bytes"] == "0"
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied(plan):
+    """Offsets within 32 rows are counted in 16-byte vectors."""
+    call = {"N": 3, "Lq": 70, "Lk": 88, "bias1": 0, "tiles": 1}
+    assert "bias2" not in plan(**call, row=2**30 - 8)
+    assert "bias2" in plan(**call, row=2**30)
+
+
 def test_pieces_lie_one_behind_another(plan):
     """What is hidden, bias1 in rows of neighbours, bias2; each on 256 bytes."""
     of = plan(B=2, N=3, Lq=70, Lk=90, gap=2, row_mask=1)

@@ -62,7 +62,8 @@ struct Sm80Forward {
   }
 
  private:
-  static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kHasBias1, kHasBias2};
+  static constexpr ForwardUnit kUnit = {int(sizeof(scalar_t)), kTiles.queries, kTiles.keys, kHasBias1, kHasBias2,
+                                        Kernel::kReadsTiles};
 
   // Finds the visible keys and copies biases that the kernel cannot read as they are.
   static cudaError_t prepare(typename Kernel::Params& k, const FwdParams& p, const Sm80ForwardPlan& plan,
@@ -72,17 +73,40 @@ struct Sm80Forward {
     void* const bias1 = at<void>(p.workspace, plan.bias1);
     cudaError_t error = key_mask.template fill<scalar_t>(mask, bias1, stream);
     BiasRows bias2 = bias2_rows(p, kUnit);
-    if (error == cudaSuccess && plan.bias2 >= 0) error = copy(bias2, at<void>(p.workspace, plan.bias2), stream);
+    if (error == cudaSuccess && plan.bias2 >= 0) {
+      void* const to = at<void>(p.workspace, plan.bias2);
+      error = plan.bias2_in_tiles ? copy_tiles(bias2, to, stream) : copy(bias2, to, stream);
+    }
     k.key_mask = key_mask.at(mask);
     k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(bias1 != nullptr ? bias1 : p.bias1));
     k.bias1_strideB = bias1 != nullptr ? p.N * p.Lk : p.bias1_stride[0];
     k.bias1_strideN = bias1 != nullptr ? p.Lk : p.bias1_stride[1];
     k.bias2_ptr = static_cast<scalar_t*>(const_cast<void*>(bias2.ptr));
     k.bias2_strideB = bias2.stride[0], k.bias2_strideH = bias2.stride[1], k.bias2_strideM = bias2.stride[2];
+    k.bias2_key_stride = plan.bias2_in_tiles ? int32_t(BiasRows::kTile) : 1;
+    k.bias2_row_vectors =
+        uint32_t((plan.bias2_in_tiles ? BiasRows::kTile : bias2.stride[2]) * int64_t(sizeof(scalar_t)) / 16);
     k.group_log2 = plan.group_log2;
     return error;
   }
   // Copies the bias and makes `rows` describe the copy.
+  static cudaError_t copy_tiles(BiasRows& rows, void* to, cudaStream_t stream) {
+    if constexpr (sizeof(scalar_t) != 2) return cudaErrorInvalidValue;
+    const TileParams params{rows.ptr,
+                            to,
+                            {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
+                            uint32_t(rows.count(1)),
+                            uint32_t(ceil_div(rows.size[2], BiasRows::kTile)),
+                            uint32_t(rows.pitch() / BiasRows::kTile),
+                            rows.size[2],
+                            rows.size[3],
+                            rows.aligned()};
+    const int64_t blocks = rows.num_tiles();
+    rows = rows.tiles(to);
+    if constexpr (sizeof(scalar_t) == 2) {
+      return launch_overlapping(repack_tiles<scalar_t>, blocks, kTileThreads, /*shared=*/0, stream, params);
+    }
+  }
   static cudaError_t copy(BiasRows& rows, void* to, cudaStream_t stream) {
     const RepackParams params{rows.ptr,
                               to,

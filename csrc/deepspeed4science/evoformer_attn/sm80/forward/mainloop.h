@@ -72,16 +72,15 @@ struct ForwardBlock : ForwardLoads<K> {
     // Most rows n see all keys. ptxas uses no uniform registers in a loop whose bounds come from memory, and such a
     // loop takes 5 % longer; so only rows n with hidden keys take it.
     KeySegment segment = K::kSkips ? segments.first(mask) : all;
-    if (K::kHasWholeLoop && segment.begin == 0 && segment.end == p.num_keys) {
-      add_segment</*kWhole=*/true, K::kFixesReference>(o, softmax, all, start, /*is_sent=*/K::kSendsEarly,
-                                                       /*is_first=*/true);
+    const bool is_whole = segment.begin == 0 && segment.end == p.num_keys;
+    const bool is_tiled = K::kReadsTiles && p.bias2_key_stride != 1;
+    if (K::kHasWholeLoop && is_whole && is_tiled == K::kReadsTiles) {
+      add_segment</*kWhole=*/true, K::kFixesReference, K::kReadsTiles>(o, softmax, all, start,
+                                                                       /*is_sent=*/K::kSendsEarly, /*is_first=*/true);
+    } else if (is_tiled) {
+      add_segments<K::kReadsTiles>(o, softmax, segment, start, is_sent);
     } else {
-      bool is_first = true;
-      CUTLASS_PRAGMA_NO_UNROLL
-      do {
-        add_segment</*kWhole=*/false, K::kFixesReference>(o, softmax, segment, start, is_sent && is_first, is_first);
-        is_first = false;
-      } while (next_segment(segment));
+      add_segments</*kTiles=*/false>(o, softmax, segment, start, is_sent);
     }
 
     // A barrier: the last reads of K and V.
@@ -101,6 +100,18 @@ struct ForwardBlock : ForwardLoads<K> {
   }
 
  protected:
+  template <bool kTiles>
+  CUTLASS_DEVICE void add_segments(float (&o)[K::kTilesO][8], Softmax& softmax, KeySegment segment, SegmentStart& start,
+                                   bool is_sent) {
+    bool is_first = true;
+    CUTLASS_PRAGMA_NO_UNROLL
+    do {
+      add_segment</*kWhole=*/false, K::kFixesReference, kTiles>(o, softmax, segment, start, is_sent && is_first,
+                                                                is_first);
+      is_first = false;
+    } while (next_segment(segment));
+  }
+
   // Computes O again, with references that move: where those of the first keys were not right for some query.
   CUTLASS_DEVICE void repeat(float (&o)[K::kTilesO][8], Softmax& softmax) {
     softmax = Softmax(this->softmax_scale());
@@ -110,15 +121,15 @@ struct ForwardBlock : ForwardLoads<K> {
     SegmentStart start;
     CUTLASS_PRAGMA_NO_UNROLL
     do {
-      add_segment</*kWhole=*/false, /*kFixesReference=*/false>(o, softmax, segment, start, /*is_sent=*/false,
-                                                               /*is_first=*/false);
+      add_segment</*kWhole=*/false, /*kFixesReference=*/false, /*kTiles=*/false>(o, softmax, segment, start,
+                                                                                 /*is_sent=*/false, /*is_first=*/false);
     } while (next_segment(segment));
     softmax.finish();
   }
 
   // O += P V for the keys of a segment. kWhole: the segment is all keys. is_sent: the first loads have been issued.
-  // is_first: of a block's segments.
-  template <bool kWhole, bool kFixesReference>
+  // is_first: of a block's segments. kTiles: bias2 lies in tiles; else it may.
+  template <bool kWhole, bool kFixesReference, bool kTiles>
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   SegmentStart& start, bool is_sent, bool is_first) {
     constexpr bool kInRegisters = kWhole && K::kKeepsLoaders;
@@ -133,6 +144,7 @@ struct ForwardBlock : ForwardLoads<K> {
     if constexpr (K::kAsync) this->store_row(segment, segment.begin, 0, start.element, start.shift);
     FragA q[K::kQInRegisters ? K::kStepsD : 1];
     this->prepare_q(q, is_first);
+    typename Base::TileSequence tiles = this->tiles_from(segment.begin + K::kKeysPerBlock);
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = segment.begin, step = 0; first < segment.end; first += kKeys, ++step) {
@@ -166,7 +178,11 @@ struct ForwardBlock : ForwardLoads<K> {
         const int key = first + stripe * K::kKeysPerBlock;
         auto load_next_matrices = [&] {
           if constexpr (K::kStagesBias2) return;
-          this->load_matrices(bias1, bias2, segment, key + K::kKeysPerBlock);
+          if constexpr (kTiles) {
+            tiles.load(bias2);
+          } else {
+            this->load_matrices(bias1, bias2, segment, key + K::kKeysPerBlock);
+          }
         };
         if constexpr (K::kStagesBias2) this->fetch_bias2(bias2, stripe);
         this->init_scores(s, at);

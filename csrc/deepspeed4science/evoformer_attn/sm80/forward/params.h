@@ -41,6 +41,10 @@ struct ForwardParams {
   int64_t q_strideOuter = 0, k_strideOuter = 0, v_strideOuter = 0, o_strideOuter = 0;
   int64_t bias1_strideB = 0, bias1_strideN = 0;
   int64_t bias2_strideB = 0, bias2_strideH = 0, bias2_strideM = 0;
+  // K::kReadsTiles: bias2 lies in tiles of 32 x 32, or row by row. From one group of 32 keys to the next there are 32
+  // of the former strides, from a row to the next one within 32 rows so many vectors of 16 bytes.
+  int32_t bias2_key_stride = 1;
+  uint32_t bias2_row_vectors = 0;
 
   // Fills in fields that are zero: heads and batches become the grid's, Dv becomes D, O contiguous, a bias without
   // strides contiguous, too.

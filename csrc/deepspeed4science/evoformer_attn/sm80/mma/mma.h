@@ -46,6 +46,9 @@ struct QuadLayout {
   static constexpr int kVec = 16 / int(sizeof(scalar_t));
   static constexpr int kLaneRows = 4;  // rows of one lane
   static constexpr int kRowStep = 8;   // between them
+  // Row by row, a stripe of 32 x 32 elements of 16 bits consists of 128 vectors; a lane has those of the numbers
+  // lane + 32 lane_row.
+  static constexpr bool kVectorsInOrder = kVec == 8;
 
   CUTLASS_DEVICE static int row_of_lane(int lane) { return lane >> 2; }
   CUTLASS_DEVICE static bool leads_row(int lane) { return (lane & 3) == 0; }  // one lane of those that share a row

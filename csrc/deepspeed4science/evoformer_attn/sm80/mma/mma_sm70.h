@@ -12,6 +12,7 @@ struct WarpMma<cutlass::half_t, cutlass::arch::Sm70, false, void> {
   static constexpr int kVec = 8;
   static constexpr int kLaneRows = 2;
   static constexpr int kRowStep = 2;
+  static constexpr bool kVectorsInOrder = false;
 
   CUTLASS_DEVICE static int row_of_lane(int lane) { return 8 * ((lane >> 2) & 3) + 4 * (lane >> 4) + (lane & 1); }
   CUTLASS_DEVICE static bool leads_row(int lane) { return (lane & 2) == 0; }
