@@ -141,10 +141,29 @@ def test_no_kernel_asks_for_more_shared_memory_than_there_is(plan):
 
 
 def test_the_transpose_of_bias2_lies_in_dbias2_only_where_it_fits(plan):
-    """Its rows are whole 16-byte pieces: of 5 floats 8, which are more than dbias2 has."""
-    for Lq, fits in ((4, True), (5, False)):
-        values, offsets = plan(**shape(1, 3, Lq, 4, 128, Lk=64))
-        assert ("bias2_t" in values, "bias2_t" in offsets) == (fits, not fits)
+    """Its rows are whole 16-byte pieces: of 5 floats 8, which are more than dbias2 has. In 16 bits
+    it consists of tiles of 32 x 32, and four more.
+    """
+    for D, Lq, Lk, fits in (
+        (128, 4, 64, True),
+        (128, 5, 64, False),
+        (32, 64, 64, True),
+        (32, 64, 32, False),
+        (32, 33, 33, False),
+    ):
+        values, offsets = plan(**shape(1, 3, Lq, 1, D, Lk=Lk), deterministic=1)
+        assert ("bias2_t" in values, "bias2_t" in offsets) == (fits, not fits), (D, Lq, Lk)
+
+
+@pytest.mark.parametrize(
+    ("Lq", "Lk", "tiles"), [(64, 64, 4), (65, 64, 8), (64, 65, 6), (32, 1, 2)], ids=str
+)
+def test_the_transpose_consists_of_whole_tiles(Lq, Lk, tiles, plan):
+    """For the fused kernel 64 queries wide; four more tiles are read past the end."""
+    no_dbias2 = {"dbias2": 0, "bias1": 0, "deterministic": 1}
+    _, offsets = plan(**shape(1, 2, Lq, 3, Lk=Lk), **no_dbias2)
+    size = offsets["postprocess_flag"] - offsets["bias2_t"]
+    assert size == (3 * tiles + 4) * 32 * 32 * 2
 
 
 def test_long_calls_have_offsets_of_64_bits(plan):
@@ -161,7 +180,7 @@ def test_long_calls_have_offsets_of_64_bits(plan):
 def test_bias2_with_odd_or_distant_rows_is_copied(plan):
     """Kernels that read it as it is load 16 bytes at a time and compute with strides of 32 bits."""
     call = shape(1, 2, 16, 1)
-    for row, is_copied in ((16, False), (20, True), (2**31 - 8, False), (2**31, True)):
+    for row, is_copied in ((16, False), (20, True), (2**29 - 8, False), (2**29, True)):
         assert ("bias2" in plan(**call, bias2_row=row)[1]) == is_copied, row
     assert "bias2" in plan(**shape(1, 2, 16, 1, Lk=12), bias2_row=16)[1]  # a row's last 8 bytes
     of_keys = {"dq": 0, "dbias2": 0, "bias2_row": 18}  # only float's statistics read bias2 itself

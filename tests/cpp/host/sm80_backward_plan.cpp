@@ -55,6 +55,7 @@ ds4s::BackwardUnit unit(int head_dim, bool has_fused, int max_stages) {
   ds4s::BackwardUnit unit{};
   const bool is_exact = head_dim == 128;
   unit.element_bytes = is_exact ? 4 : 2, unit.head_dim = head_dim, unit.has_bias2 = number("bias2", 1) != 0;
+  unit.tiles_bias2 = !is_exact;
   unit.is_exact = unit.splits_dkdv = is_exact, unit.max_stages = max_stages;
   unit.tiles = ds4s::backward_tiles(head_dim * unit.element_bytes, unit.element_bytes, max_stages == 2);
   unit.dq_shared_bytes = is_exact ? 103168 : head_dim == 64 ? 57856 : 47104;

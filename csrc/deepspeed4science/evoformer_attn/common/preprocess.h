@@ -186,14 +186,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 8)
 }
 
 // 32 x 32 tiles of bias2 [nb, nh, Lq, Lk] into rows of pitch elements (if rows is given) and, transposed, into rows of
-// pitch_t. Past the end of a row: zeros.
-template <typename scalar_t>
+// pitch_t, or into tiles (kTiles), which lie like those of BiasRows::tiles; these fill pitch_t. Past the ends: zeros.
+template <typename scalar_t, bool kTiles>
 __global__ void __launch_bounds__(kPrepareThreads)
     copy_bias2(const __grid_constant__ BackwardInputs args, int64_t nh, scalar_t* rows, int64_t pitch,
                scalar_t* columns, int64_t pitch_t) {
   const BwdParams& p = args.p;
   __shared__ scalar_t sTile[32][33];
-  uint32_t col_blocks = uint32_t(p.Lk + 31) / 32, row_blocks = uint32_t(p.Lq + 31) / 32;
+  uint32_t col_blocks = uint32_t(p.Lk + 31) / 32, row_blocks = uint32_t(kTiles ? pitch_t : p.Lq + 31) / 32;
   uint32_t rest = blockIdx.x / col_blocks;
   int64_t k0 = int64_t(blockIdx.x - rest * col_blocks) * 32;
   int64_t bh = rest / row_blocks, q0 = int64_t(rest - uint32_t(bh) * row_blocks) * 32;
@@ -209,8 +209,13 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
   __syncthreads();
   if (!columns) return;
+  if (kTiles) columns += bh * ((p.Lk + 31) / 32 * 32) * pitch_t + k0 * pitch_t + q0 * 32;
   for (int y = threadIdx.x / 32; y < 32; y += kPrepareThreads / 32) {
-    if (k0 + y < p.Lk && q0 + x < pitch_t) columns[(bh * p.Lk + k0 + y) * pitch_t + q0 + x] = sTile[x][y];
+    if (kTiles) {
+      columns[y * 32 + x] = sTile[x][y];
+    } else if (k0 + y < p.Lk && q0 + x < pitch_t) {
+      columns[(bh * p.Lk + k0 + y) * pitch_t + q0 + x] = sTile[x][y];
+    }
   }
 }
 

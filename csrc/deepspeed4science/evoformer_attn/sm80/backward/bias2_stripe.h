@@ -1,7 +1,9 @@
 // Loads bias2 of the next 32 streamed queries or keys in the layout of a warp's scores.
 //
 //   Bias2Stripe       from global memory, where rows of the matrix belong to the owned side
-//   EarlyBias2Stripe  the same in the fused kernel: loads are issued where they are written, and take few registers
+//   TiledBias2Stripe  for a block that owns keys, in 16 bits: from a transposed copy in tiles of 32 x 32 (copy_bias2).
+//   In
+//                     the fused kernel loads are issued where they are written.
 //   TransposedBias2   for a block that owns keys: rows are queries, transposed through shared memory by ldmatrix
 //
 // TransposedBias2: each warp loads and reads the queries of its own 32 keys by itself. The memory of 32 queries is
@@ -23,57 +25,61 @@ struct Bias2Stripe {
   static constexpr int kBytes = 0;
 
   BiasFragment<Mma, scalar_t> fragment;
-  const scalar_t* g;  // owned 0, streamed 0
-  int64_t pitch;
-  int owned;  // this lane's first owned query or key
-  int last_owned, last_streamed, first_column;
-
-  CUTLASS_DEVICE Bias2Stripe(const scalar_t* g_, int64_t pitch_, int first, int num_owned, int num_streamed, char*,
-                             int warp_first, int lane)
-      : g(g_),
-        pitch(pitch_),
-        owned(first + warp_first + Mma::row_of_lane(lane)),
-        last_owned(num_owned - 1),
-        last_streamed((num_streamed - 1) / Mma::kVec * Mma::kVec),
-        first_column(Mma::first_column(lane)) {}
-
-  CUTLASS_DEVICE void load(int streamed) {
-    fragment.load(g, int(pitch), owned, last_owned, streamed + first_column, last_streamed);
-  }
-};
-
-template <typename Config>
-struct EarlyBias2Stripe {
-  using scalar_t = typename Config::scalar_t;
-  using Mma = typename Config::Mma;
-  static constexpr int kBytes = 0;
-  static constexpr int kElementBytes = int(sizeof(scalar_t));
-  static_assert(Mma::kGroups == 1, "one vector of a row");
-
-  BiasFragment<Mma, scalar_t> fragment;
-  const char* g;                  // the block's first owned query or key, streamed 0
-  uint32_t rows[Mma::kLaneRows];  // offsets of this lane's owned ones in bytes; the planner makes sure that 32 bits do
+  const scalar_t* g;                          // this lane's first owned row, streamed 0
+  uint32_t further_rows[Mma::kLaneRows - 1];  // vectors of 16 bytes from there to its other rows
   int last_streamed, first_column;
 
-  CUTLASS_DEVICE EarlyBias2Stripe(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed, char*,
-                                  int warp_first, int lane)
-      : g(reinterpret_cast<const char*>(g_ + first * pitch)),
-        last_streamed((num_streamed - 1) / Mma::kVec * Mma::kVec),
-        first_column(Mma::first_column(lane)) {
+  // Of rows and columns past the end, the last ones are read: P is 0 there, or not stored.
+  CUTLASS_DEVICE Bias2Stripe(const scalar_t* g_, int64_t pitch, int first, int num_owned, int num_streamed, char*,
+                             int warp_first, int lane)
+      : last_streamed((num_streamed - 1) / Mma::kVec * Mma::kVec), first_column(Mma::first_column(lane)) {
+    const int row = first + warp_first + Mma::row_of_lane(lane), first_row = min(row, num_owned - 1);
+    g = g_ + first_row * pitch;
     CUTLASS_PRAGMA_UNROLL
-    for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-      const int row = warp_first + Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
-      rows[lane_row] = uint32_t(min(row, num_owned - 1 - first)) * uint32_t(pitch) * kElementBytes;
+    for (int i = 0; i < Mma::kLaneRows - 1; ++i) {
+      further_rows[i] =
+          uint32_t(min(row + (i + 1) * Mma::kRowStep, num_owned - 1) - first_row) * uint32_t(pitch / Mma::kVec);
     }
   }
 
   CUTLASS_DEVICE void load(int streamed) {
-    const uint32_t column = uint32_t(min(streamed + first_column, last_streamed)) * kElementBytes;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < Mma::kGroups; ++group) {
+      const scalar_t* column = g + min(streamed + first_column + group * Mma::kGroupStep, last_streamed);
+      const uint4* const vectors = reinterpret_cast<const uint4*>(column);
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        fragment.set(lane_row, group, __ldg(vectors + (lane_row > 0 ? further_rows[lane_row - 1] : 0)));
+      }
+    }
+  }
+};
+
+template <typename Config>
+struct TiledBias2Stripe {
+  using scalar_t = typename Config::scalar_t;
+  using Mma = typename Config::Mma;
+  static constexpr int kBytes = 0;
+  static_assert(Mma::kVectorsInOrder, "an instruction of a warp loads 512 bytes side by side");
+  // The fused kernel, which has fewer registers, takes less than 2^24 queries.
+  using Offset = typename cutlass::platform::conditional<Config::kFusesDq, int, int64_t>::type;
+
+  BiasFragment<Mma, scalar_t> fragment;
+  const scalar_t* g;  // this lane's first vector in the tile of the warp's keys and the first queries
+
+  // pitch: of the tiles of 32 keys, divided by 32.
+  CUTLASS_DEVICE TiledBias2Stripe(const scalar_t* g_, int64_t pitch, int first, int num_owned, int /*num_streamed*/,
+                                  char*, int warp_first, int lane)
+      : g(g_ + min(first + warp_first, (num_owned - 1) & ~31) * pitch + lane * Mma::kVec) {}
+
+  // No bounds: the stripes of a tile of streamed queries exist, and memory for another tile follows the last one.
+  CUTLASS_DEVICE void load(int streamed) {
+    const scalar_t* tile = g + Offset(streamed) * 32;
     CUTLASS_PRAGMA_UNROLL
     for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-      const uint4 x = ptx::load_16(g + (rows[lane_row] + column));
-      uint32_t (&words)[4] = fragment.words[lane_row][0];
-      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+      const scalar_t* vector = tile + 32 * Mma::kVec * lane_row;
+      const uint4 x = Config::kFusesDq ? ptx::load_16(vector) : __ldg(reinterpret_cast<const uint4*>(vector));
+      fragment.set(lane_row, /*group=*/0, x);
     }
   }
 };

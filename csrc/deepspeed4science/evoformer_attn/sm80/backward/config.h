@@ -33,6 +33,9 @@ struct BackwardConfig {
   // score and the sum, and delta in two parts (statistics.h).
   using QueryValue = typename cutlass::platform::conditional<kExact, float2, float>::type;
 
+  // The transposed copy of bias2 consists of tiles of 32 x 32 (TiledBias2Stripe); else of rows.
+  static constexpr bool kTilesBias2 = Mma::kVectorsInOrder;
+
   static constexpr int kChannelBytes = kHeadDim * int(sizeof(scalar_t));
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "tiers are multiples of 16 up to 256");
   static_assert(kHeadDim <= 128 || sizeof(scalar_t) == 2, "a warp copies rows of 512 bytes at most");
@@ -82,9 +85,10 @@ struct OwnedTileConfig : Config {
   // scores and addresses.
   static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
-  // Narrow 16-bit keys: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve warps
-  // and two tiles (2.10 against 2.41 ms for (1,768,768,4,32)); for queries it is the other way round (1.82, 1.76).
-  static constexpr bool kFewWarps = kWhat == Gradients::kDkDv && kResident && Config::kChannelBytes <= 64;
+  // Narrow 16-bit heads: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve
+  // warps and two tiles: dk and dv 2.10 against 2.41 ms for (1,768,768,4,32), and with dq 0.98 of the whole backward.
+  static constexpr bool kFewWarps =
+      (kWhat == Gradients::kDkDv || kWhat == Gradients::kDq) && kResident && Config::kChannelBytes <= 64;
   static constexpr int kChunkTiles = kResident && !kFewWarps ? 2 : 4;  // score tiles alive at a time
   static constexpr int kMinBlocks =
       (Config::kChannelBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
@@ -129,6 +133,9 @@ struct Dbias2TileConfig : Config {
   static constexpr bool kResident = kIs16Bit && Config::kChannelBytes <= 128 && !kIsWide;
   static constexpr int kChunkTiles = kIs16Bit ? 2 : 4;
   static constexpr int kMinBlocks = 8 * 32 / kThreads;
+  // A thread's address in a tile of Q, dO, K or V is found once, not for each row n: fewer instructions, more
+  // registers. The three kernels of (1,256,1024,4,64): 0.987 of the time, of (1,384,384,4,32) 1.006.
+  static constexpr bool kKeepsAddresses = Config::kChannelBytes > 64 && Config::kChannelBytes <= 128;
 };
 
 }  // namespace ds4s

@@ -63,8 +63,8 @@ struct Dbias2Operands {
   const int thread, half, queries_left, keys_left;
   const bool has_query, has_key;
   const float column_unit;
-  const int64_t first_bn;  // index of row n = 0 among all B N
-  const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;
+  const int64_t first_bn;                                            // index of row n = 0 among all B N
+  const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;  // kKeepsAddresses: this thread's chunks
   int64_t query_index;
 
   CUTLASS_DEVICE Dbias2Operands(const BackwardInputs& args_, const Dbias2Position<Config>& at, char* shared_,
@@ -87,12 +87,24 @@ struct Dbias2Operands {
                             : element<const scalar_t>(p.q, p.q_stride, at.b, at.n_begin, at.query, at.h);
       g_keys[x] = second ? element<const scalar_t>(p.v, p.v_stride, at.b, at.n_begin, at.key, at.h)
                          : element<const scalar_t>(p.k, p.k_stride, at.b, at.n_begin, at.key, at.h);
+      if constexpr (Config::kKeepsAddresses) {
+        const int t = thread - half * Config::kLoadThreads, channels = second ? int(p.Dv) : int(p.D);
+        g_queries[x] = Loader<QueryTile>(g_queries[x], query_stride(second), channels, t).g;
+        g_keys[x] = Loader<KeyTile>(g_keys[x], key_stride(second), channels, t).g;
+      }
     }
     query_index = ((at.b * p.N + at.n_begin) * p.H + at.h) * p.Lq + at.query + thread;
     g_bias1 = static_cast<const scalar_t*>(args.bias1) + at.b * args.bias1_stride[0] +
               at.n_begin * args.bias1_stride[1] + at.key + thread;
   }
 
+  CUTLASS_DEVICE int64_t query_stride(bool is_dov) const { return is_dov ? args.p.do_stride[2] : args.p.q_stride[2]; }
+  CUTLASS_DEVICE int64_t key_stride(bool is_dov) const { return is_dov ? args.p.v_stride[2] : args.p.k_stride[2]; }
+  template <typename TileT>
+  CUTLASS_DEVICE static Loader<TileT> loader(const scalar_t* g, int64_t stride, int channels, int t) {
+    if constexpr (Config::kKeepsAddresses) return Loader<TileT>::at(g, stride, channels, t);
+    return Loader<TileT>(g, stride, channels, t);
+  }
   CUTLASS_DEVICE bool is_dov(int source) const { return source + half == 1; }
   CUTLASS_DEVICE scalar_t* tiles(int stage) const { return reinterpret_cast<scalar_t*>(shared + stage * kStageBytes); }
   CUTLASS_DEVICE float* key_vector(int stage) const {
@@ -111,9 +123,9 @@ struct Dbias2Operands {
       const bool second = is_dov(x);
       scalar_t* s = tiles(stage);
       const int channels = second ? int(p.Dv) : int(p.D);
-      Loader<QueryTile>(g_queries[x], second ? p.do_stride[2] : p.q_stride[2], channels, t)
+      loader<QueryTile>(g_queries[x], query_stride(second), channels, t)
           .load(s + (second ? kQueryElements : 0), queries_left);
-      Loader<KeyTile>(g_keys[x], second ? p.v_stride[2] : p.k_stride[2], channels, t)
+      loader<KeyTile>(g_keys[x], key_stride(second), channels, t)
           .load(s + 2 * kQueryElements + (second ? kKeyElements : 0), keys_left);
     }
     if constexpr (Config::kAsync) ptx::cp_async_commit();

@@ -69,7 +69,8 @@ class Sm80Backward : BackwardHost {
   static constexpr BackwardUnit unit() {
     BackwardUnit unit{};
     unit.element_bytes = int(sizeof(scalar_t)), unit.head_dim = kHeadDim;
-    unit.has_bias2 = kHasBias2, unit.is_exact = Config::kExact, unit.splits_dkdv = Config::kSplitsKeys;
+    unit.has_bias2 = kHasBias2, unit.tiles_bias2 = Config::kTilesBias2, unit.is_exact = Config::kExact,
+    unit.splits_dkdv = Config::kSplitsKeys;
     unit.max_stages = Config::kMaxStages, unit.tiles = Config::kTiles;
     unit.dq_shared_bytes = Kernel::template shared_bytes<Gradients::kDq>(2);
     unit.dk_shared_bytes = Kernel::template shared_bytes<Config::kSplitsKeys ? Gradients::kDk : Gradients::kDkDv>(2);
@@ -118,7 +119,7 @@ class Sm80Backward : BackwardHost {
     args.dbias2_slices = int32_t(plan_.num_slices);
     args.bias2 = {p_.bias2, p_.bias2_stride[0], p_.bias2_stride[1], p_.bias2_stride[2]};
     if (plan_.copies_bias2) args.bias2 = copy(at<void>(plan_.bias2), p_.Lq, plan_.bias2_pitch);
-    args.bias2_t = copy(transpose(), p_.Lk, plan_.bias2_t_pitch);
+    args.bias2_t = copy(transpose(), plan_.bias2_t_rows, plan_.bias2_t_pitch);
     return args;
   }
   scalar_t* transpose() const {
@@ -133,10 +134,11 @@ class Sm80Backward : BackwardHost {
   void prepare() {
     if (plan_.runs_fused && p_.dbias1) zero(p_.dbias1, p_.B * p_.N * p_.Lk);
     if constexpr (kHasBias2) {
-      int64_t tiles = ceil_div(p_.Lq, 32) * ceil_div(p_.Lk, 32) * plan_.bias2_copies_b * plan_.bias2_copies_h;
+      const int64_t queries = Config::kTilesBias2 ? plan_.bias2_t_pitch : p_.Lq;
+      int64_t tiles = ceil_div(queries, 32) * ceil_div(p_.Lk, 32) * plan_.bias2_copies_b * plan_.bias2_copies_h;
       if (plan_.copies_bias2 || plan_.transposes_bias2) {
-        start(copy_bias2<scalar_t>, tiles, kPrepareThreads, 0, args_, plan_.bias2_copies_h, at<scalar_t>(plan_.bias2),
-              plan_.bias2_pitch, transpose(), plan_.bias2_t_pitch);
+        start(copy_bias2<scalar_t, Config::kTilesBias2>, tiles, kPrepareThreads, 0, args_, plan_.bias2_copies_h,
+              at<scalar_t>(plan_.bias2), plan_.bias2_pitch, transpose(), plan_.bias2_t_pitch);
       }
     }
     check(KeyMaskBuffers<BwdParams>(p_).template fill<scalar_t>(at<void>(plan_.key_mask), at<void>(plan_.bias1),

@@ -19,6 +19,7 @@ namespace ds4s {
 struct BackwardUnit {
   int element_bytes, head_dim;
   bool has_bias2;
+  bool tiles_bias2;  // the transposed copy of bias2 consists of tiles of 32 x 32
   bool is_exact;     // float in full precision: statistics.h
   bool splits_dkdv;  // dk and dv have a kernel each
   int max_stages;
@@ -46,7 +47,7 @@ struct Sm80BackwardPlan {
   bool copies_bias2 = false;            // a copy whose rows are aligned to 16 bytes
   bool transposes_bias2 = false;        // a copy whose rows are keys
   bool transpose_is_in_dbias2 = false;  // the transpose lies in the memory of dbias2 until dbias2 is written
-  int64_t bias2_copies_b = 1, bias2_copies_h = 1, bias2_pitch = 0, bias2_t_pitch = 0;
+  int64_t bias2_copies_b = 1, bias2_copies_h = 1, bias2_pitch = 0, bias2_t_pitch = 0, bias2_t_rows = 0;
 
   // Offsets in the workspace.
   int64_t key_mask = kNotReserved, softmax = kNotReserved, delta = kNotReserved, bias1 = kNotReserved;
@@ -97,8 +98,7 @@ class Sm80BackwardPlanner {
   bool can_fuse() const {
     if (!unit_.has_fused || p_.deterministic || !p_.dq || !p_.dk || !p_.dv) return false;
     if (p_.dq_stride[2] >= int64_t(1) << 31) return false;  // DeltaInDq's stride is an int
-    // Offsets within an accumulator and in a row of dbias2 are ints. EarlyBias2Stripe: 128 rows of bias2, transposed,
-    // are less than 4 GiB.
+    // Offsets within an accumulator and in a row of dbias2 are ints.
     if (std::max(p_.Lq, p_.Lk) >= int64_t(1) << 24) return false;
     const int shared = unit_.fused_shared_bytes;
     return shared <= device_.shared_bytes_per_block &&
@@ -133,9 +133,13 @@ class Sm80BackwardPlanner {
     plan_.bias2_copies_b = p_.bias2_stride[0] == 0 ? 1 : p_.B;
     plan_.bias2_copies_h = p_.bias2_stride[1] == 0 ? 1 : p_.H;
     plan_.bias2_pitch = ceil_div(p_.Lk, unit_.vector()) * unit_.vector();
-    plan_.bias2_t_pitch = ceil_div(p_.Lq, unit_.vector()) * unit_.vector();
+    // Tiles: whole ones for the fused kernel, and memory for four more, which the kernels of keys read, and ignore.
+    const int64_t whole = unit_.tiles_bias2 ? unit_.tiles.fused_streamed : unit_.vector();
+    plan_.bias2_t_pitch = ceil_div(p_.Lq, whole) * whole;
+    plan_.bias2_t_rows = unit_.tiles_bias2 ? ceil_div(p_.Lk, 32) * 32 : p_.Lk;
     const int64_t size = plan_.bias2_copies_b * plan_.bias2_copies_h * unit_.element_bytes;
-    const int64_t transpose_bytes = size * p_.Lk * plan_.bias2_t_pitch;
+    const int64_t transpose_bytes =
+        size * plan_.bias2_t_rows * plan_.bias2_t_pitch + (unit_.tiles_bias2 ? 4 * 32 * 32 * unit_.element_bytes : 0);
     plan_.copies_bias2 = !bias2_is_aligned() && (p_.dq || p_.dbias2 || unit_.is_exact);
     plan_.bias2 = layout_.reserve(plan_.copies_bias2, size * p_.Lq * plan_.bias2_pitch);
 
@@ -159,7 +163,7 @@ class Sm80BackwardPlanner {
     const int64_t vector = unit_.vector(), (&stride)[4] = p_.bias2_stride;
     return is_on_16_bytes(p_.bias2) && stride[3] == 1 && p_.Lk % vector == 0 && stride[0] % vector == 0 &&
            stride[1] % vector == 0 && stride[2] % vector == 0 &&
-           stride[2] < int64_t(1) << 31;  // BiasFragment's stride is an int
+           stride[2] < int64_t(1) << 29;  // Bias2Stripe's offsets have 32 bits
   }
   static bool is_on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 

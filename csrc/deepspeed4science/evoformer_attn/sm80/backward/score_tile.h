@@ -149,11 +149,13 @@ struct BiasFragment {
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
         int64_t offset = int64_t(min(row + lane_row * Mma::kRowStep, last_row)) * stride;
-        uint4 x = __ldg(reinterpret_cast<const uint4*>(column + offset));
-        words[lane_row][group][0] = x.x, words[lane_row][group][1] = x.y;
-        words[lane_row][group][2] = x.z, words[lane_row][group][3] = x.w;
+        set(lane_row, group, __ldg(reinterpret_cast<const uint4*>(column + offset)));
       }
     }
+  }
+  CUTLASS_DEVICE void set(int lane_row, int group, const uint4& x) {
+    uint32_t (&w)[4] = words[lane_row][group];
+    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
   }
   // Stops the compiler from unpacking the tile once in front of the loop, which would take twice the registers.
   CUTLASS_DEVICE void keep_packed() {
