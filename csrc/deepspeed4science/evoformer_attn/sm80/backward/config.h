@@ -86,9 +86,11 @@ struct OwnedTileConfig : Config {
   static constexpr int kOperandRegisters = (1 + kWantsDs) * Config::kChannelBytes / 4;
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
   // Narrow 16-bit heads: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve
-  // warps and two tiles: dk and dv 2.10 against 2.41 ms for (1,768,768,4,32), and with dq 0.98 of the whole backward.
+  // warps and two tiles: dk and dv 2.10 against 2.41 ms for (1,768,768,4,32), and for dq 0.98 of the whole backward.
+  // Without cp.async, dq spills nothing with twelve, and they are faster.
   static constexpr bool kFewWarps =
-      (kWhat == Gradients::kDkDv || kWhat == Gradients::kDq) && kResident && Config::kChannelBytes <= 64;
+      (kWhat == Gradients::kDkDv || (kWhat == Gradients::kDq && Config::Traits::kHasCpAsync)) && kResident &&
+      Config::kChannelBytes <= 64;
   static constexpr int kChunkTiles = kResident && !kFewWarps ? 2 : 4;  // score tiles alive at a time
   static constexpr int kMinBlocks =
       (Config::kChannelBytes <= 64 && kAccumulators <= 64 && !kFewWarps ? 12 : 8) / Config::kWarps;
