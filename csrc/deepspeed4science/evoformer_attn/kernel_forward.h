@@ -131,9 +131,9 @@ struct AttentionKernel {
   static constexpr bool kLoadsLate =
       sizeof(scalar_t) == 2 && kSingleValueIteration && kHasRowBias && kHeadDimValue < 128;
   static constexpr bool kStagesBias2 = kStagesBias2_;
-  // bias2 may lie in tiles of 32 x 32 (sm80/bias2_tiles.h).
-  static constexpr bool kReadsTiles =
-      Bias2::kIsMatrix && kAligned && kIsComplete && kSingleValueIteration && !kStagesBias2 && Mma::kVectorsInOrder;
+  // bias2 may lie in tiles of 32 x 32 (BiasRows::tiles). Where O takes 128 registers, that would spill more.
+  static constexpr bool kReadsTiles = Bias2::kIsMatrix && kAligned && kIsComplete && kSingleValueIteration &&
+                                      !kStagesBias2 && Mma::kVectorsInOrder && kHeadDimValue < 128;
   static constexpr int kBias2Bytes =
       kStagesBias2 ? kStripes * kNumThreads * int(sizeof(typename Bias2::Matrix::Fragment)) : 0;
   static constexpr bool kSkips = Bias1::kIsRow;            // without bias1 a row n sees all of its keys or none

@@ -89,23 +89,23 @@ struct Sm80Forward {
     k.group_log2 = plan.group_log2;
     return error;
   }
-  // Copies the bias and makes `rows` describe the copy.
+  // Copies the bias into tiles, or by rows, and makes `rows` describe the copy.
   static cudaError_t copy_tiles(BiasRows& rows, void* to, cudaStream_t stream) {
-    if constexpr (sizeof(scalar_t) != 2) return cudaErrorInvalidValue;
-    const TileParams params{rows.ptr,
-                            to,
-                            {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
-                            uint32_t(rows.count(1)),
-                            uint32_t(ceil_div(rows.size[2], BiasRows::kTile)),
-                            uint32_t(rows.pitch() / BiasRows::kTile),
-                            rows.size[2],
-                            rows.size[3],
-                            rows.aligned()};
-    const int64_t blocks = rows.num_tiles();
-    rows = rows.tiles(to);
-    if constexpr (sizeof(scalar_t) == 2) {
+    if constexpr (Kernel::kReadsTiles) {
+      const TileParams params{rows.ptr,
+                              to,
+                              {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
+                              uint32_t(rows.count(1)),
+                              uint32_t(ceil_div(rows.size[2], BiasRows::kTile)),
+                              uint32_t(rows.pitch() / BiasRows::kTile),
+                              rows.size[2],
+                              rows.size[3],
+                              rows.aligned()};
+      const int64_t blocks = rows.num_tiles();
+      rows = rows.tiles(to);
       return launch_overlapping(repack_tiles<scalar_t>, blocks, kTileThreads, /*shared=*/0, stream, params);
     }
+    return cudaErrorInvalidValue;
   }
   static cudaError_t copy(BiasRows& rows, void* to, cudaStream_t stream) {
     const RepackParams params{rows.ptr,

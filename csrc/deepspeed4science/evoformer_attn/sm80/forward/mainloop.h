@@ -171,7 +171,7 @@ struct ForwardBlock : ForwardLoads<K> {
       int keys_left = segment.end - first;
       typename Base::Stripe at = this->first_stripe(stage);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int stripe = 0; stripe < K::kStripes; ++stripe, at.advance()) {
+      for (int stripe = 0; stripe < K::kStripes; at.advance(++stripe)) {
         if (stripe * K::kKeysPerBlock >= keys_left) break;
         // Scores, math.md (1) and (1a): the shift of a row bias is already subtracted.
         float s[4][8];

@@ -62,22 +62,37 @@ struct ForwardWarp {
   CUTLASS_DEVICE scalar_t* sV(int stage) const {
     return reinterpret_cast<scalar_t*>(stage_begin(stage) + KTile::kBytes);
   }
-  // Where this lane reads a stripe of a stage: bytes from `shared`. Three registers that advance by constants instead
-  // of places that are found again in every stripe: (1,768,768,4,32) 0.992 of the time.
+  // Where this lane reads a stripe of a stage. Three offsets that advance by constants take fewer instructions than
+  // those that are found again in every stripe: (1,768,768,4,32) 0.992 of the time. Where O takes 128 registers, there
+  // are none for them: (1,64,1024,8,128) would take 1.4 of the time.
+  static constexpr bool kAdvances = K::kHeadDimValue < 128;
   struct Stripe {
-    int k, v, row_bias;
-    CUTLASS_DEVICE void advance() {
+    int k, v, row_bias;  // kAdvances: bytes from `shared`
+    int stage, number;   // else
+
+    // To stripe `next` of the stage, which follows the present one.
+    CUTLASS_DEVICE void advance(int next) {
+      number = next;
       k += KTile::offset(K::kKeysPerBlock) * int(sizeof(scalar_t));
       v += VTile::offset(K::kKeysPerBlock) * int(sizeof(scalar_t));
       row_bias += K::kKeysPerBlock / 2 * int(sizeof(float4));
     }
+    // The first row of K and V from the offsets on.
+    CUTLASS_DEVICE int row() const { return kAdvances ? 0 : number * K::kKeysPerBlock; }
   };
   CUTLASS_DEVICE Stripe first_stripe(int stage) const {
+    if constexpr (!kAdvances) return {0, 0, 0, stage, 0};
     constexpr int kElement = int(sizeof(scalar_t));
     const int k = QTile::kBytes + stage * K::kStageBytes, v = k + KTile::kBytes, row_bias = v + VTile::kBytes;
-    Stripe x{k + lane_k * kElement, v + lane_v * kElement, row_bias + lane_pair * int(sizeof(float4))};
+    Stripe x{k + lane_k * kElement, v + lane_v * kElement, row_bias + lane_pair * int(sizeof(float4)), stage, 0};
     ptx::keep(x.k), ptx::keep(x.v), ptx::keep(x.row_bias);
     return x;
+  }
+  CUTLASS_DEVICE const scalar_t* keys_of(const Stripe& stripe) const {
+    return kAdvances ? reinterpret_cast<const scalar_t*>(shared + stripe.k) : sK(stripe.stage) + lane_k;
+  }
+  CUTLASS_DEVICE const scalar_t* values_of(const Stripe& stripe) const {
+    return kAdvances ? reinterpret_cast<const scalar_t*>(shared + stripe.v) : sV(stripe.stage) + lane_v;
   }
   // One float4 (x, y, x, y) for each pair of keys: the C operand of two rows.
   CUTLASS_DEVICE float4* sRowBias(int stage) const {
@@ -166,7 +181,10 @@ struct ForwardWarp {
   }
   CUTLASS_DEVICE float4 row_bias(const Stripe& stripe, int j, int half) const {
     int pair = Mma::Permuted::at(j, Mma::column_of(0, 4 * half)) / 2;
-    return reinterpret_cast<const float4*>(shared + stripe.row_bias)[Mma::place_of_pair(pair)];
+    if constexpr (kAdvances) {
+      return reinterpret_cast<const float4*>(shared + stripe.row_bias)[Mma::place_of_pair(pair)];
+    }
+    return sRowBias(stripe.stage)[lane_pair + stripe.number * K::kKeysPerBlock / 2 + Mma::place_of_pair(pair)];
   }
 
   CUTLASS_DEVICE void load_q(FragA& a, int step) const {
@@ -186,8 +204,7 @@ struct ForwardWarp {
       CUTLASS_PRAGMA_UNROLL
       for (int pair = 0; pair < 2; ++pair) {
         typename Mma::FragBnk b;
-        Mma::template load_b_nk<KTile>(b, reinterpret_cast<const scalar_t*>(shared + stripe.k), 0, pair,
-                                       step * Mma::kStepK);
+        Mma::template load_b_nk<KTile>(b, keys_of(stripe), stripe.row(), pair, step * Mma::kStepK);
         Mma::mma(s[2 * pair], s[2 * pair + 1], a, b);
       }
     }
@@ -199,7 +216,7 @@ struct ForwardWarp {
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < K::kTilesO; n += 2) {
       typename Mma::FragBkn b;
-      Mma::template load_b_kn<VTile>(b, reinterpret_cast<const scalar_t*>(shared + stripe.v), 0, step, 8 * n);
+      Mma::template load_b_kn<VTile>(b, values_of(stripe), stripe.row(), step, 8 * n);
       Mma::mma(o[n], o[n + 1], a, b);
     }
   }
