@@ -17,15 +17,8 @@ struct WarpGradients {
   using StreamedTile = typename StreamedTiles<Config>::TileT;
   using Left = LeftOperand<Mma, OwnedTile, scalar_t, Config::kResident>;
   using Exponent = Probabilities<Config, StreamedTile, Config::kChunkTiles, /*kLseInColumns=*/Config::kOwnsKeys>;
-  template <bool kTiles, typename C>
-  struct ChooseBias2 {
-    using Type = Bias2Stripe<C>;
-  };
-  template <typename C>
-  struct ChooseBias2<true, C> {
-    using Type = TiledBias2Stripe<C>;
-  };
-  using DirectBias2 = typename ChooseBias2<Config::kOwnsKeys && Config::kTilesBias2, Config>::Type;
+  using DirectBias2 = typename cutlass::platform::conditional<Config::kOwnsKeys && Config::kTilesBias2,
+                                                              TiledBias2Stripe<Config>, Bias2Stripe<Config>>::type;
   using Bias2 =
       typename cutlass::platform::conditional<Config::kTransposesBias2, TransposedBias2<Config>, DirectBias2>::type;
   static constexpr bool kOwnsKeys = Config::kOwnsKeys;
