@@ -1,9 +1,7 @@
 // Loads bias2 of the next 32 streamed queries or keys in the layout of a warp's scores.
 //
 //   Bias2Stripe       from global memory, where rows of the matrix belong to the owned side
-//   TiledBias2Stripe  for a block that owns keys, in 16 bits: from a transposed copy in tiles of 32 x 32 (copy_bias2).
-//   In
-//                     the fused kernel loads are issued where they are written.
+//   TiledBias2Stripe  for a block that owns keys, in 16 bits: from a transposed copy in tiles of 32 x 32 (copy_bias2)
 //   TransposedBias2   for a block that owns keys: rows are queries, transposed through shared memory by ldmatrix
 //
 // TransposedBias2: each warp loads and reads the queries of its own 32 keys by itself. The memory of 32 queries is
@@ -72,7 +70,8 @@ struct TiledBias2Stripe {
                                   char*, int warp_first, int lane)
       : g(g_ + min(first + warp_first, (num_owned - 1) & ~31) * pitch + lane * Mma::kVec) {}
 
-  // No bounds: the stripes of a tile of streamed queries exist, and memory for another tile follows the last one.
+  // No bounds: the stripes of a tile of streamed queries exist, and memory for another tile follows the last one. In
+  // the fused kernel, loads are issued where they are written.
   CUTLASS_DEVICE void load(int streamed) {
     const scalar_t* tile = g + Offset(streamed) * 32;
     CUTLASS_PRAGMA_UNROLL

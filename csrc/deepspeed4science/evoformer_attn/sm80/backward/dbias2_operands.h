@@ -63,8 +63,9 @@ struct Dbias2Operands {
   const int thread, half, queries_left, keys_left;
   const bool has_query, has_key;
   const float column_unit;
-  const int64_t first_bn;                                            // index of row n = 0 among all B N
-  const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;  // kKeepsAddresses: this thread's chunks
+  const int64_t first_bn;  // index of row n = 0 among all B N
+  // Of the next n; kKeepsAddresses: this thread's chunks of its tiles.
+  const scalar_t *g_queries[kSources], *g_keys[kSources], *g_bias1;
   int64_t query_index;
 
   CUTLASS_DEVICE Dbias2Operands(const BackwardInputs& args_, const Dbias2Position<Config>& at, char* shared_,

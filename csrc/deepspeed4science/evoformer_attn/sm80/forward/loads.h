@@ -196,7 +196,7 @@ struct ForwardLoads : ForwardWarp<K> {
     }
   }
 
-  // This lane's elements of bias2 in tiles, of one stripe after another from `key` on. No bounds: a tile is whole, and
+  // This lane's elements of bias2 in tiles, of one tile after another from `key` on. No bounds: a tile is whole, and
   // memory for one more follows the last. Addresses are known before the loads, and constant distances apart; otherwise
   // ptxas places the exponentials of the stripe behind one another: (1,768,768,4,32) 0.98 instead of 0.925 of the time.
   struct TileSequence {

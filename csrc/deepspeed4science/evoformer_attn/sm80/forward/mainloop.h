@@ -77,10 +77,25 @@ struct ForwardBlock : ForwardLoads<K> {
     if (K::kHasWholeLoop && is_whole && is_tiled == K::kReadsTiles) {
       add_segment</*kWhole=*/true, K::kFixesReference, K::kReadsTiles>(o, softmax, all, start,
                                                                        /*is_sent=*/K::kSendsEarly, /*is_first=*/true);
-    } else if (is_tiled) {
-      add_segments<K::kReadsTiles>(o, softmax, segment, start, is_sent);
     } else {
-      add_segments</*kTiles=*/false>(o, softmax, segment, start, is_sent);
+      bool is_first = true, has_more = true;
+      if constexpr (K::kReadsTiles) {
+        // A stripe that begins within a tile ends in one of other queries: from there on, the other loop.
+        CUTLASS_PRAGMA_NO_UNROLL
+        while (is_tiled && has_more && segment.begin % 32 == 0) {
+          add_segment</*kWhole=*/false, K::kFixesReference, /*kTiles=*/true>(o, softmax, segment, start,
+                                                                             is_sent && is_first, is_first);
+          is_first = false, has_more = next_segment(segment);
+        }
+      }
+      if (has_more) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        do {
+          add_segment</*kWhole=*/false, K::kFixesReference, /*kTiles=*/false>(o, softmax, segment, start,
+                                                                              is_sent && is_first, is_first);
+          is_first = false;
+        } while (next_segment(segment));
+      }
     }
 
     // A barrier: the last reads of K and V.
@@ -100,18 +115,6 @@ struct ForwardBlock : ForwardLoads<K> {
   }
 
  protected:
-  template <bool kTiles>
-  CUTLASS_DEVICE void add_segments(float (&o)[K::kTilesO][8], Softmax& softmax, KeySegment segment, SegmentStart& start,
-                                   bool is_sent) {
-    bool is_first = true;
-    CUTLASS_PRAGMA_NO_UNROLL
-    do {
-      add_segment</*kWhole=*/false, K::kFixesReference, kTiles>(o, softmax, segment, start, is_sent && is_first,
-                                                                is_first);
-      is_first = false;
-    } while (next_segment(segment));
-  }
-
   // Computes O again, with references that move: where those of the first keys were not right for some query.
   CUTLASS_DEVICE void repeat(float (&o)[K::kTilesO][8], Softmax& softmax) {
     softmax = Softmax(this->softmax_scale());
@@ -128,7 +131,8 @@ struct ForwardBlock : ForwardLoads<K> {
   }
 
   // O += P V for the keys of a segment. kWhole: the segment is all keys. is_sent: the first loads have been issued.
-  // is_first: of a block's segments. kTiles: bias2 lies in tiles; else it may.
+  // is_first: of a block's segments. kTiles: bias2 lies in tiles, and the segment
+  // begins with one; else it may.
   template <bool kWhole, bool kFixesReference, bool kTiles>
   CUTLASS_DEVICE void add_segment(float (&o)[K::kTilesO][8], Softmax& softmax, const KeySegment& segment,
                                   SegmentStart& start, bool is_sent, bool is_first) {

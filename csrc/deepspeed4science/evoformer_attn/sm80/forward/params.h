@@ -41,8 +41,8 @@ struct ForwardParams {
   int64_t q_strideOuter = 0, k_strideOuter = 0, v_strideOuter = 0, o_strideOuter = 0;
   int64_t bias1_strideB = 0, bias1_strideN = 0;
   int64_t bias2_strideB = 0, bias2_strideH = 0, bias2_strideM = 0;
-  // K::kReadsTiles: bias2 lies in tiles of 32 x 32, or row by row. From one group of 32 keys to the next there are 32
-  // of the former strides, from a row to the next one within 32 rows so many vectors of 16 bytes.
+  // K::kReadsTiles: bias2 lies in tiles of 32 x 32, or row by row. 32 keys further, from a multiple of 32 on, are 32
+  // times the first number of elements; the next of 32 rows is the second number of 16-byte vectors further.
   int32_t bias2_key_stride = 1;
   uint32_t bias2_row_vectors = 0;
 
