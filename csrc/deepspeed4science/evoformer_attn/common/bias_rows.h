@@ -43,8 +43,8 @@ struct BiasRows {
   // (row & ~31) pitch + (column & ~31) 32 + (row & 31) 32 + (column & 31).
   static constexpr int64_t kTile = 32;
   int64_t tiles_of_matrix() const { return (size[2] + kTile - 1) / kTile * (pitch() / kTile); }
-  // Whether blocks can be counted by 31 bits, and a lane's offset in 32 rows.
-  bool fits_in_tiles() const { return num_tiles() < int64_t(1) << 31 && size[3] < int64_t(1) << 26; }
+  // Whether 31 bits count the blocks of the copy, and the elements of 32 rows and one more tile.
+  bool fits_in_tiles() const { return num_tiles() < int64_t(1) << 31 && size[3] < int64_t(1) << 25; }
   int64_t num_tiles() const { return count(0) * count(1) * tiles_of_matrix(); }
   // With one more tile, which kernels read, and ignore, past the last.
   int64_t elements_of_tiles() const { return (num_tiles() + 1) * kTile * kTile; }

@@ -59,6 +59,7 @@ struct TiledBias2Stripe {
   using Mma = typename Config::Mma;
   static constexpr int kBytes = 0;
   static_assert(Mma::kVectorsInOrder, "an instruction of a warp loads 512 bytes side by side");
+  static_assert(Config::kStreamed <= 32 * kTilesPastEnd, "the stripe after the last one lies in the copy's memory");
   // The fused kernel, which has fewer registers, takes less than 2^24 queries.
   using Offset = typename cutlass::platform::conditional<Config::kFusesDq, int, int64_t>::type;
 
@@ -70,7 +71,7 @@ struct TiledBias2Stripe {
                                   char*, int warp_first, int lane)
       : g(g_ + min(first + warp_first, (num_owned - 1) & ~31) * pitch + lane * Mma::kVec) {}
 
-  // No bounds: the stripes of a tile of streamed queries exist, and memory for another tile follows the last one. In
+  // No bounds: the stripes of a tile of streamed queries exist, and memory for kTilesPastEnd follows the last one. In
   // the fused kernel, loads are issued where they are written.
   CUTLASS_DEVICE void load(int streamed) {
     const scalar_t* tile = g + Offset(streamed) * 32;

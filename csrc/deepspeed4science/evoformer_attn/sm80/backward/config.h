@@ -87,7 +87,8 @@ struct OwnedTileConfig : Config {
   static constexpr bool kResident = sizeof(typename Config::scalar_t) == 2 && kAccumulators + kOperandRegisters <= 128;
   // Narrow 16-bit heads: eight warps and four score tiles alive at a time, without spills in the loop, beat twelve
   // warps and two tiles: dk and dv 2.10 against 2.41 ms for (1,768,768,4,32), and for dq 0.98 of the whole backward.
-  // Without cp.async, dq spills nothing with twelve, and they are faster.
+  // Without cp.async, dq spills nothing with twelve; with eight, 7.5's code took 1.03 of the backward's time on an
+  // H200.
   static constexpr bool kFewWarps =
       (kWhat == Gradients::kDkDv || (kWhat == Gradients::kDq && Config::Traits::kHasCpAsync)) && kResident &&
       Config::kChannelBytes <= 64;

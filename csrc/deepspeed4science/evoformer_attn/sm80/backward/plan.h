@@ -133,13 +133,13 @@ class Sm80BackwardPlanner {
     plan_.bias2_copies_b = p_.bias2_stride[0] == 0 ? 1 : p_.B;
     plan_.bias2_copies_h = p_.bias2_stride[1] == 0 ? 1 : p_.H;
     plan_.bias2_pitch = ceil_div(p_.Lk, unit_.vector()) * unit_.vector();
-    // Tiles: whole ones for the fused kernel, and memory for four more, which the kernels of keys read, and ignore.
+    // Tiles: whole ones of the fused kernel, and kTilesPastEnd.
     const int64_t whole = unit_.tiles_bias2 ? unit_.tiles.fused_streamed : unit_.vector();
     plan_.bias2_t_pitch = ceil_div(p_.Lq, whole) * whole;
     plan_.bias2_t_rows = unit_.tiles_bias2 ? ceil_div(p_.Lk, 32) * 32 : p_.Lk;
     const int64_t size = plan_.bias2_copies_b * plan_.bias2_copies_h * unit_.element_bytes;
-    const int64_t transpose_bytes =
-        size * plan_.bias2_t_rows * plan_.bias2_t_pitch + (unit_.tiles_bias2 ? 4 * 32 * 32 * unit_.element_bytes : 0);
+    const int64_t transpose_bytes = size * plan_.bias2_t_rows * plan_.bias2_t_pitch +
+                                    (unit_.tiles_bias2 ? kTilesPastEnd * 32 * 32 * unit_.element_bytes : 0);
     plan_.copies_bias2 = !bias2_is_aligned() && (p_.dq || p_.dbias2 || unit_.is_exact);
     plan_.bias2 = layout_.reserve(plan_.copies_bias2, size * p_.Lq * plan_.bias2_pitch);
 

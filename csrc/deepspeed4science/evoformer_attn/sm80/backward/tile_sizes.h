@@ -11,6 +11,10 @@ constexpr int kSideBySide = 16;
 // with 4. Wider heads: (1,256,1024,4,64) 3.62 with 8, 3.59 with 16; (1,48,768,16,48) 1.415 and 1.390.
 constexpr int fused_side_by_side(int head_dim) { return head_dim <= 32 ? 8 : 16; }
 
+// The number of tiles of 32 x 32 behind the transposed copy of bias2. Kernels of keys load the stripe that follows the
+// last tile of streamed queries, too, and ignore it.
+constexpr int kTilesPastEnd = 4;
+
 struct BackwardTileSizes {
   int warps;           // of a block of kernel_dq_dkdv.h, 32 queries or keys each
   int owned;           // queries whose dq, or keys whose dk and dv, a block computes
