@@ -152,9 +152,9 @@ struct Mainloop {
 #pragma unroll(kUnrolledStripes)
     for (int stripe = skips && !Config::kStaggers ? stripes : 0; stripe < stripes; ++stripe) {
       if constexpr (Config::kStaggers) {
-        static_assert(Config::kStripes == 2, "each half of the warps has a stripe of its own");
-        const int before = vectors.is_delta ? 1 : 0;  // that half of the warps which loads delta adds later
-        if (tile > 0 && stripe == before) add_ds<true, true>(tile - 1, more);
+        static_assert(Config::kStripes == 2 && Config::kWarps == 4, "three times of a tile, two warps at the last one");
+        const int before = vectors.is_delta ? 1 : 0;  // warps 2 and 3 load delta
+        if (tile > 0 && stripe == before && !adds_at_end()) add_ds<true, true>(tile - 1, more);
         if (skips) continue;
       }
       int next_first = tile * kStreamed + 32 * (stripe + 1);
@@ -162,6 +162,9 @@ struct Mainloop {
       warp.add_stripe(streamed.qk(stage) + StreamedTile::offset(32) * stripe,
                       streamed.dov(stage) + StreamedTile::offset(32) * stripe, streamed.vectors(stage) + 64 * stripe,
                       bias2, stripe, next_first, more, ds_tile(tile), partner, tile);
+    }
+    if constexpr (Config::kStaggers) {
+      if (tile > 0 && adds_at_end()) add_ds<true, true>(tile - 1, more);
     }
     if constexpr (Config::kFusesDq && kSkipsWarps) {
       if (skips && tile < 2) DsTile<Config>::clear(ds_tile(tile), warp.first, warp.lane);
@@ -171,6 +174,7 @@ struct Mainloop {
     }
   }
 
+  CUTLASS_DEVICE bool adds_at_end() const { return uniform(thread / 32) % 2 == 1; }
   CUTLASS_DEVICE void wait_for_accumulator() const {
     if (warp.is_thread_0()) dq_add.wait_for(outputs()->before);
   }
