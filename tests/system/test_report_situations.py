@@ -149,6 +149,7 @@ def test_a_kernel_in_the_cache(tmp_path: Path) -> None:
         "DS4S_CPU_ISA": "portable",
         "DS4S_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(ROOT),
+        "CXX": str(fakes.quick_compiler(tmp_path / "g++-quick")),
     }
     subprocess.run([sys.executable, "-c", build], env=environment, check=True, timeout=300)
     machine = Machine(tmp_path, variables={"DS4S_CPU_ISA": "portable"})
