@@ -146,6 +146,11 @@ def wrapper(path: Path, program_behind: Path) -> Path:
     return program(path, f'#!/bin/sh\nexec {program_behind} "$@"\n')
 
 
+def quick_compiler(path: Path) -> Path:
+    """g++ for kernels whose code does not matter: most of a real kernel's time is optimization."""
+    return program(path, '#!/bin/sh\nexec g++ "$@" -O0\n')
+
+
 def import_path(site_packages: Path) -> list[str]:
     """A `sys.path` with this folder for packages and no other; the standard library stays."""
     importlib.invalidate_caches()

@@ -44,16 +44,12 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
         return ["-std=c++17", "-O3", *arithmetic, "-fPIC", "-fvisibility=hidden"]
 
     def cpu_arch(self) -> str:
-        """The flag for exactly this processor; our units use `isa_args`, the same everywhere."""
+        """The flag for exactly this processor; units use `CpuIsa.flags`, the same everywhere."""
         return cpu_isa.cpu_arch()
 
     def simd_width(self) -> str:
         """The macro by which DeepSpeed's sources know this processor's vector width."""
         return cpu_isa.simd_width()
-
-    def isa_args(self, isa: str) -> list[str]:
-        """The compiler's flags for one of `cpu_isa.CPU_ISAS`."""
-        return list(cpu_isa.flags(isa))
 
     def obstacles(self) -> list[Obstacle]:
         tools = (host_compiler.find_host_compiler(), ninja.find_ninja())
@@ -68,14 +64,17 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
         return found + self.setting_obstacles()
 
     def jobs(self, kernels: Sequence[IsaKernelT]) -> list[CompileJob]:
-        compiler = host_compiler.find_host_compiler()
+        if not kernels:
+            return []
+        found = cpu_isa.detect()  # once: an unfit compiler is tried at each search for one
+        compiler = found.compiler
         return [
             CompileJob(
                 name=kernel.name,
                 source=kernel.source(),
                 suffix=".cpp",
                 compiler=compiler.path if compiler.ok else None,
-                flags=(*self.cxx_args(), *self.isa_args(kernel.isa)),
+                flags=(*self.cxx_args(), *found.flags(kernel.isa)),
                 include_dirs=(paths.csrc_root(),),
                 link_flags=tuple(self.extra_ldflags()),
                 identity=(("compiler", compiler.identity), *env.settings_of_compilers()),
@@ -85,7 +84,7 @@ class CPUOpBuilder(OpBuilder[IsaKernelT]):
                 memory_bytes=_MEMORY_BYTES,
                 usual_seconds=kernel.usual_seconds,
                 stand_ins=tuple(
-                    (*self.cxx_args(), *flags) for flags in cpu_isa.detect().stand_ins(kernel.isa)
+                    (*self.cxx_args(), *flags) for flags in found.stand_ins(kernel.isa)
                 ),
             )
             for kernel in kernels

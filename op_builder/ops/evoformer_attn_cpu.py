@@ -8,6 +8,7 @@ from .. import env
 from ..cache import search
 from ..system import process_exit
 from ..toolchain import cpu_isa
+from ..toolchain.cpu_isa import CpuIsa
 from . import presets
 from .cpu_builder import CPUOpBuilder
 from .instantiations import CPU_KERNELS, DIRECTIONS, CpuKernel
@@ -27,10 +28,7 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder[CpuKernel]):
         Raises ToolchainError or BuildError where `DS4S_CPU_ISA` names a set that cannot be used.
         """
         with process_exit.slow_section():
-            best = CpuKernel(direction, dtype, cpu_isa.best(dtype))
-            if cpu_isa.detect().compiler.ok or env.text("DS4S_CPU_ISA"):
-                return best
-            return next(_held(direction, dtype), best)
+            return _chosen(cpu_isa.detect(), direction, dtype)
 
     def default_kernels(self) -> list[CpuKernel]:
         return [self.kernel(direction=direction, dtype="fp32") for direction in DIRECTIONS]
@@ -43,8 +41,17 @@ class EvoformerAttnCPUBuilder(CPUOpBuilder[CpuKernel]):
         """The kernels that these calls would choose here, each once: one serves all biases and
         head dimensions.
         """
-        chosen = (self.kernel(direction=one.direction, dtype=one.dtype) for one in wanted)
-        return list(dict.fromkeys(chosen))
+        with process_exit.slow_section():
+            found = cpu_isa.detect()  # once: an unfit compiler is tried at each search for one
+            chosen = (_chosen(found, one.direction, one.dtype) for one in wanted)
+            return list(dict.fromkeys(chosen))
+
+
+def _chosen(found: CpuIsa, direction: str, dtype: str) -> CpuKernel:
+    best = CpuKernel(direction, dtype, found.best(dtype))
+    if found.compiler.ok or env.text("DS4S_CPU_ISA"):
+        return best
+    return next(_held(direction, dtype), best)
 
 
 def _held(direction: str, dtype: str) -> Iterator[CpuKernel]:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import fakes
+
 from .toys import REPOSITORY
 
 BUILD = ("-m", "deepspeed4science", "build", "--cpu", "--dtype", "fp32", "--quiet")
@@ -16,6 +18,7 @@ INSTALL = "from op_builder.ops import prebuild; from pathlib import Path; prebui
 def run(tmp_path, *arguments, without_rights=False, **changes):
     """Python in a process of its own; without rights root is as any user is."""
     own = {"HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "DS4S_CPU_ISA": "portable"}
+    own["CXX"] = str(fakes.quick_compiler(tmp_path / "g++-quick"))
     plain = []
     if without_rights and os.geteuid() == 0:
         if shutil.which("setpriv") is None:

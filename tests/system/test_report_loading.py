@@ -48,9 +48,8 @@ def test_nothing_can_be_loaded_from_the_cache(tmp_path, mount_noexec):
     assert any("set DS4S_CACHE_DIR" in warning for warning in seen.json["warnings"])
 
 
-def test_kernels_on_a_file_system_without_programs(tmp_path, mount_noexec):
+def test_kernels_on_a_file_system_without_programs(filled, tmp_path, mount_noexec):
     """They were compiled before it was mounted so."""
-    fill(tmp_path)
     seen = report(Machine(tmp_path))
     assert (seen.op()["state"], seen.op()["detail"]) == ("cached", "1 of 6 kernels compiled")
     place = mount_noexec(tmp_path / "noexec")
@@ -69,9 +68,19 @@ op.load(verbose=False, kernels=[op.kernel(direction="fwd", dtype="fp32")])
 """
 
 
-def fill(tmp_path: Path) -> None:
-    """One real kernel in the machine's cache, compiled with all that this system has."""
-    subprocess.run([sys.executable, "-c", LOAD], env=seen_by_a_call(tmp_path), check=True)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """A cache with one real kernel, compiled with all that this system has."""
+    folder = tmp_path_factory.mktemp("compiled")
+    quick = {"CXX": str(fakes.quick_compiler(folder / "g++-quick"))}
+    subprocess.run([sys.executable, "-c", LOAD], env=seen_by_a_call(folder) | quick, check=True)
+    return folder / "cache"
+
+
+@pytest.fixture
+def filled(compiled, tmp_path) -> None:
+    """The machine's cache has that kernel."""
+    shutil.copytree(compiled, tmp_path / "cache")
 
 
 def seen_by_a_call(tmp_path: Path) -> dict[str, str]:
@@ -79,9 +88,8 @@ def seen_by_a_call(tmp_path: Path) -> dict[str, str]:
     return dict(os.environ) | own
 
 
-def test_a_kernel_that_ends_the_process_that_loads_it(tmp_path):
+def test_a_kernel_that_ends_the_process_that_loads_it(filled, tmp_path):
     """The report prints nevertheless: it is loaded in another one."""
-    fill(tmp_path)
     (library,) = (tmp_path / "cache").glob("units/*/*.so")
     crash = "__attribute__((constructor)) static void crash() { __builtin_trap(); }"
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
@@ -93,9 +101,8 @@ def test_a_kernel_that_ends_the_process_that_loads_it(tmp_path):
 
 
 @pytest.mark.parametrize(("variable", "code"), [("MAX_JOBS", 0), ("DS4S_VERBOSE", 1)])
-def test_a_refused_setting_beside_a_compiled_kernel(variable, code, tmp_path):
+def test_a_refused_setting_beside_a_compiled_kernel(variable, code, filled, tmp_path):
     """Compilations read MAX_JOBS, and every load reads DS4S_VERBOSE."""
-    fill(tmp_path)
     seen = report(Machine(tmp_path, variables={variable: "many"}))
     assert (seen.code, seen.op()["state"]) == (code, "not" if code else "cached")
     command = [sys.executable, "-c", LOAD]

@@ -39,10 +39,16 @@ def test_exit_beside_a_daemon_thread(tmp_path, seconds):
     ends_quietly(SCRIPT.format(seconds=seconds), tmp_path)
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A cache for processes whose subject is what comes after the first call."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.mark.parametrize("first", [0, 1], ids=["replayed", "through the operator"])
-def test_exit_beside_daemon_threads_that_call_on_and_on(tmp_path, first):
+def test_exit_beside_daemon_threads_that_call_on_and_on(kernels, first):
     """They stop at the door."""
-    ends_quietly(LOOPS.format(first=first), tmp_path)
+    ends_quietly(LOOPS.format(first=first), kernels)
 
 
 BETWEEN_CALLS = """
@@ -71,13 +77,13 @@ sys.exit(3)
 """
 
 
-def test_a_daemon_thread_between_two_calls_is_stopped(tmp_path):
+def test_a_daemon_thread_between_two_calls_is_stopped(kernels):
     """PyTorch frees results without Python's lock: a thread unwound there aborts."""
-    assert ends_quietly(BETWEEN_CALLS, tmp_path) == "1\n"
+    assert ends_quietly(BETWEEN_CALLS, kernels) == "1\n"
 
 
-def ends_quietly(script, tmp_path):
-    environment = {"PYTHONPATH": str(REPOSITORY), "DS4S_CACHE_DIR": str(tmp_path)}
+def ends_quietly(script, cache):
+    environment = {"PYTHONPATH": str(REPOSITORY), "DS4S_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | environment,
