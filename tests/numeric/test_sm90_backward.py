@@ -262,7 +262,7 @@ def test_one_pass_is_what_runs(case, plans):
 @pytest.mark.parametrize(("N", "H", "D"), [(80, 8, 64), (24, 32, 128)])
 def test_peak_memory_is_that_of_results(N, H, D):
     """O, dq, dk, dv, and dbias2's sum in float32 beside its copy: what passes need besides is gone
-    by then, lse too. An allocator's block may have 1 MiB more than was asked for.
+    by then, lse too.
     """
     inputs = Case("memory", N=N, Lq=512, H=H, D=D).inputs(torch.bfloat16, "cuda")
     trained = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.bias2)]

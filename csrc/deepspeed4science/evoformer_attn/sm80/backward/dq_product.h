@@ -22,6 +22,9 @@ struct DqOutputs {
   int32_t num_blocks;                // blocks that add to dq of the pair
 };
 
+// What DqProduct::run adds: of dbias2 all of a warp's queries, or a half of them.
+enum class Additions { kDq, kDqAndDbias2, kDbias2, kDbias2FirstHalf, kDbias2SecondHalf };
+
 // A lane's part of the product. A warp computes 16 queries and all channels, or, where K's channels are many
 // (kQueryTiles = 2), 32 queries and half of the channels: at D = 64 it reads 4 + 4 KiB of dS and K instead of 2 + 8 for
 // 32 keys of a tile.
@@ -43,10 +46,16 @@ class DqProduct {
   using FragDs = uint32_t[4];  // queries q, q + 8 of keys 0, 1 (mod 4), then of keys 2, 3
 
  public:
-  // Adds dq, dbias2, or both. more: the row partner sends another tile to the same buffer.
-  template <bool kAddsDq, bool kAddsDbias2>
+  // more: the row partner sends another tile to the same buffer.
+  template <Additions kWhat>
   CUTLASS_DEVICE static void run(const scalar_t* sDs, const scalar_t* sK, const DqOutputs& where, int tile,
                                  PartnerBuffers<Config>* partner, bool more) {
+    constexpr bool kAddsDq = kWhat == Additions::kDq || kWhat == Additions::kDqAndDbias2;
+    constexpr bool kAddsDbias2 = kWhat != Additions::kDq;
+    // The query tiles whose dbias2 is added.
+    constexpr int kBegin = kWhat == Additions::kDbias2SecondHalf ? kQueryTiles / 2 : 0;
+    constexpr int kEnd = kWhat == Additions::kDbias2FirstHalf ? kQueryTiles / 2 : kQueryTiles;
+    static_assert(kBegin < kEnd, "a half is not empty");
     const DqOutputs outputs = where;
     // Computed for each tile: kept through the loop, they would be in local memory, whose loads wait for the additions.
     const int thread = int(ptx::thread_x()), lane = thread & 31;
@@ -76,7 +85,7 @@ class DqProduct {
         CUTLASS_PRAGMA_UNROLL
         for (int step = 0; step < kChunkSteps; ++step) {
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kQueryTiles; ++i) {
+          for (int i = kAddsDq ? 0 : kBegin; i < (kAddsDq ? kQueryTiles : kEnd); ++i) {
             // Two chunks of queries on; warp_row has no such bit.
             const int ds = (lane_ds ^ Layout::kRows * i) + part_key * Ds::kQueries;
             ptx::ldmatrix_trans(a[i][step], sDs + ds + 16 * (first + step) * Ds::kQueries);
@@ -115,7 +124,7 @@ class DqProduct {
         } else if constexpr (kAddsDbias2) {
           if (part > 0 || part_key + 16 * first >= outputs.dbias2_end) continue;
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kQueryTiles; ++i) {
+          for (int i = kBegin; i < kEnd; ++i) {
             add_dbias2(rows[i], outputs.dbias2_row_bytes, a[i], a[i], part_key + 16 * first, odd);
           }
         }

@@ -85,7 +85,7 @@ struct KernelDqDkdv {
                                   uint32_t partner_units) {
     const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
     bool hidden = false;  // all keys of this warp
-    if constexpr (Loop::kSkipsWarps) {
+    if constexpr (Loop::kSkipsWarps || Config::kFusesDq) {
       hidden = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit) == 0;
     }
     const int tile = loop.streamed.seek(0);

@@ -59,8 +59,9 @@ struct Mainloop {
   using Warp = WarpGradients<Config>;
   using Bias2 = typename Warp::Bias2;
   static constexpr int kStreamed = Config::kStreamed;
-  // Wider heads would spill outside of the fused kernel: 24 to 80 bytes more at D = 64.
-  static constexpr bool kSkipsWarps = Config::kOwnsKeys && (Config::kChannelBytes <= 64 || Config::kFusesDq);
+  // Whether a warp whose keys are all hidden leaves the computation out. At D = 64 the fused kernel has no registers for
+  // an addition of its own there, and the others would spill: 24 to 80 bytes more.
+  static constexpr bool kSkipsWarps = Config::kOwnsKeys && (Config::kChannelBytes <= 64 || Config::kStaggers);
 
   const int stages;
   char* shared;
@@ -112,7 +113,6 @@ struct Mainloop {
       typename Vectors::Loaded next;
       if (Config::kMaxStages == 2 && stages == 2 && more) streamed.load(next_tile, next_stage);
       if (more) next = vectors.load(next_tile * kStreamed);
-      if (Config::kFusesDq && !Config::kStaggers && tile > 0) add_ds<true, true>(tile - 1, more);
       add_tile(tile, next_tile, stage, more);
       if (stages == 1 && more) {
         __syncthreads();
@@ -124,11 +124,11 @@ struct Mainloop {
     if constexpr (Config::kFusesDq) {
       if (num_tiles == 1) wait_for_accumulator();
       __syncthreads();
-      add_ds<true, false>(num_tiles - 1, false);
+      add_ds<Additions::kDq>(num_tiles - 1, false);
     }
   }
   // To be called after run(): dbias2 of the last tile. No other block waits for it, unlike for dq.
-  CUTLASS_DEVICE void add_last_dbias2() const { add_ds<false, true>((streamed.num - 1) / kStreamed, false); }
+  CUTLASS_DEVICE void add_last_dbias2() const { add_ds<Additions::kDbias2>((streamed.num - 1) / kStreamed, false); }
 
   CUTLASS_DEVICE static void arrive() {
     if constexpr (Config::kAsync) ptx::cp_async_wait<0>();
@@ -151,11 +151,9 @@ struct Mainloop {
     if constexpr (kSkipsWarps) skips = warp.sees_nothing();
 #pragma unroll(kUnrolledStripes)
     for (int stripe = skips && !Config::kStaggers ? stripes : 0; stripe < stripes; ++stripe) {
-      if constexpr (Config::kStaggers) {
-        static_assert(Config::kStripes == 2 && Config::kWarps == 4, "three times of a tile, two warps at the last one");
-        const int before = vectors.is_delta ? 1 : 0;  // warps 2 and 3 load delta
-        if (tile > 0 && stripe == before && !adds_at_end()) add_ds<true, true>(tile - 1, more);
-        if (skips) continue;
+      if constexpr (Config::kFusesDq) {
+        if (tile > 0) add_ds_before(stripe, tile - 1, more);
+        if (Config::kStaggers && skips) continue;
       }
       int next_first = tile * kStreamed + 32 * (stripe + 1);
       if (Streamed::Keys::kSkips && stripe + 1 == stripes) next_first = next_tile * kStreamed;
@@ -163,8 +161,8 @@ struct Mainloop {
                       streamed.dov(stage) + StreamedTile::offset(32) * stripe, streamed.vectors(stage) + 64 * stripe,
                       bias2, stripe, next_first, more, ds_tile(tile), partner, tile);
     }
-    if constexpr (Config::kStaggers) {
-      if (tile > 0 && adds_at_end()) add_ds<true, true>(tile - 1, more);
+    if constexpr (Config::kFusesDq) {
+      if (tile > 0) add_ds_at_end(tile - 1, more);
     }
     if constexpr (Config::kFusesDq && kSkipsWarps) {
       if (skips && tile < 2) DsTile<Config>::clear(ds_tile(tile), warp.first, warp.lane);
@@ -174,17 +172,36 @@ struct Mainloop {
     }
   }
 
+  // The three times at which dS of the tile before is added (kStaggers): before the first stripe, before the second, and
+  // at the end.
+  CUTLASS_DEVICE void add_ds_before(int stripe, int tile, bool more) const {
+    static_assert(Config::kStripes == 2 && Config::kWarps == 4, "three times, two warps at the last one");
+    if constexpr (Config::kStaggers) {
+      const int before = vectors.is_delta ? 1 : 0;  // warps 2 and 3 load delta
+      if (stripe == before && !adds_at_end()) add_ds<Additions::kDqAndDbias2>(tile, more);
+    } else if (stripe == 0) {
+      add_ds<Additions::kDq>(tile, more);
+    } else {
+      add_ds<Additions::kDbias2FirstHalf>(tile, more);
+    }
+  }
+  CUTLASS_DEVICE void add_ds_at_end(int tile, bool more) const {
+    if constexpr (!Config::kStaggers) {
+      add_ds<Additions::kDbias2SecondHalf>(tile, more);
+    } else if (adds_at_end()) {
+      add_ds<Additions::kDqAndDbias2>(tile, more);
+    }
+  }
   CUTLASS_DEVICE bool adds_at_end() const { return uniform(thread / 32) % 2 == 1; }
   CUTLASS_DEVICE void wait_for_accumulator() const {
     if (warp.is_thread_0()) dq_add.wait_for(outputs()->before);
   }
   // Adds dq and dbias2 of a tile whose dS is complete. Their addresses are in shared memory: in registers they would be
   // kept through the whole loop. more: add_ds is called again two tiles later.
-  template <bool kAddsDq, bool kAddsDbias2>
+  template <Additions kWhat>
   CUTLASS_DEVICE void add_ds(int tile, bool more) const {
     if constexpr (Config::kFusesDq) {
-      DqProduct<Config>::template run<kAddsDq, kAddsDbias2>(ds_tile(tile), owned_tile(), *outputs(), tile,
-                                                            partner.buffers, more);
+      DqProduct<Config>::template run<kWhat>(ds_tile(tile), owned_tile(), *outputs(), tile, partner.buffers, more);
     }
   }
   CUTLASS_DEVICE scalar_t* ds_tile(int tile) const {
