@@ -52,6 +52,18 @@ struct KeyMask {
     if (bit + num_units > 32 && word + 1 < uint32_t(words)) high = __ldg(row + word + 1);
     return __funnelshift_r(low, high, bit) & all;
   }
+  // The units of kKeys keys from `key` on, a multiple of kKeys, in two steps: the first one only starts a load.
+  template <int kKeys>
+  CUTLASS_DEVICE uint32_t load_word(bool wanted, int64_t bn, int key) const {
+    static_assert(kWordKeys % kKeys == 0, "a tile's units are in one word");
+    uint32_t word = ~0u;
+    ptx::load_if(wanted && visible != nullptr, visible + bn * words + key / kWordKeys, word);
+    return word;
+  }
+  template <int kKeys>
+  CUTLASS_DEVICE static uint32_t units_in(uint32_t word, int key) {
+    return word >> (key / kUnit % 32) & ((1u << kKeys / kUnit) - 1);
+  }
   // Number of tiles of kKeys keys that contain a visible one.
   template <int kKeys>
   CUTLASS_DEVICE int num_visible(int64_t bn, int Lk) const {

@@ -145,7 +145,13 @@ CUTLASS_DEVICE uint4 load_16(const void* gmem) {
   return x;
 }
 
-// Loads 8 or 16 bytes into x if `wanted` (ld.global, 9.7.9.8). ptxas would wait for the load where a branch ends.
+// Loads 4, 8 or 16 bytes into x if `wanted` (ld.global, 9.7.9.8). ptxas would wait for the load where a branch ends.
+CUTLASS_DEVICE void load_if(bool wanted, const void* gmem, uint32_t& x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.b32 %0, [%1];\n}"
+               : "+r"(x)
+               : "l"(gmem), "r"(int(wanted))
+               : "memory");
+}
 CUTLASS_DEVICE void load_if(bool wanted, const void* gmem, uint32_t (&x)[2]) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.v2.b32 {%0, %1}, [%2];\n}"
                : "+r"(x[0]), "+r"(x[1])

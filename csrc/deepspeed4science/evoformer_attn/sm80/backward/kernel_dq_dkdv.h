@@ -20,6 +20,7 @@
 // kPairsRows together with the block of a neighbouring row n (row_partner.h).
 #pragma once
 
+#include "sm80/backward/fused_prologue.h"
 #include "sm80/backward/mainloop.h"
 #include "sm80/mma/tile_loader.h"
 
@@ -30,6 +31,7 @@ struct KernelDqDkdv {
   using scalar_t = typename Config::scalar_t;
   using Mma = typename Config::Mma;
   using Loop = Mainloop<Config>;
+  using Streamed = typename Loop::Streamed;
   using Exponent = typename Loop::Warp::Exponent;
   using QueryValue = typename Config::QueryValue;
   using Position = TilePosition<Config>;
@@ -41,100 +43,133 @@ struct KernelDqDkdv {
 
   CUTLASS_DEVICE static void run(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
                                  const DqAccumulatorPool& pool = {}) {
-    uint32_t number = blockIdx.x;
-    if constexpr (Config::kPairsRows) {
-      number = RowPartner<Config>::draw(pool.ticket, Loop::partner_buffers(shared, stages));
-      if (number >= order.num_blocks) return;
-    } else if constexpr (Config::kFusesDq) {
-      number = OrderedDqAdd<Config>::draw(pool, shared + Loop::Shared::ds(stages, 1));
-    }
-    if (Config::kExact && args.mask.range != nullptr) {
-      int opaque = int(number);  // Position is computed again below: kept until then, it would spill 48 bytes
-      ptx::keep(opaque);
-      const Position hidden(args.p, order, uint32_t(opaque));
-      if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
-    }
-    const Position at(args.p, order, number);
-    uint32_t partner_units = 0;
-    if constexpr (Config::kPairsRows) {
-      if (pool.dbias2) partner_units = RowPartner<Config>::units(args, at);
-    }
-    if constexpr (!Config::kExact) {  // computed once here: twice would spill 104 bytes for keys at D = 32 on 8.0
-      if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
-    }
-    const BiasMatrix& bias2 = Config::kOwnsKeys && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
-    const TileOperands<Config> operands(args.p, at);
-    Loop loop(args, pool, at, operands, bias2, stages, shared, int(threadIdx.x));
-    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;  // of this warp
-    loop.run(begin(loop, args, pool, at, operands, owned_left, partner_units));
-    // The position is not kept in registers through the loop.
     if constexpr (Config::kFusesDq) {
-      end(loop, args, *loop.position());
+      run_fused(args, order, stages, shared, pool);
     } else {
-      int again = int(number);
-      ptx::keep(again);
-      end(loop, args, Position(args.p, order, uint32_t(again)));
+      run_separate(args, order, stages, shared, pool);
     }
   }
 
  private:
-  // Prologue: starts the loads of the first tiles, and converts the owned side's vectors to the form that the loop
-  // reads. Returns the first tile.
-  CUTLASS_DEVICE static int begin(Loop& loop, const BackwardInputs& args, const DqAccumulatorPool& pool,
-                                  const Position& at, const TileOperands<Config>& operands, int owned_left,
-                                  uint32_t partner_units) {
-    const int thread = loop.thread, lane = loop.warp.lane, num_owned = at.num_owned(args.p);
+  CUTLASS_DEVICE static void run_separate(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
+                                          const DqAccumulatorPool& pool) {
+    if (Config::kExact && args.mask.range != nullptr) {
+      int opaque = int(blockIdx.x);  // Position is computed again below: kept until then, it would spill 48 bytes
+      ptx::keep(opaque);
+      const Position hidden(args.p, order, uint32_t(opaque));
+      if (hidden.is_hidden(args.mask)) return store_hidden(args, hidden, pool);
+    }
+    const Position at(args.p, order, blockIdx.x);
+    if constexpr (!Config::kExact) {  // computed once here: twice would spill 104 bytes for keys at D = 32 on 8.0
+      if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
+    }
+    const TileOperands<Config> operands(args.p, at);
+    const Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, int(threadIdx.x));
+    const BiasMatrix& bias2 = Config::kOwnsKeys ? args.bias2_t : args.bias2;
+    Loop loop(args, pool, at, streamed, bias2, stages, shared, int(threadIdx.x));
+    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first, tile = loop.streamed.seek(0);
     bool hidden = false;  // all keys of this warp
-    if constexpr (Loop::kSkipsWarps || Config::kFusesDq) {
+    if constexpr (Loop::kSkipsWarps) {
       hidden = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit) == 0;
     }
-    const int tile = loop.streamed.seek(0);
-
     // Loads of vectors are issued before those of tiles, and their values used after them.
-    const typename Loop::Vectors::Loaded first = loop.vectors.load(tile * Config::kStreamed);
-    OwnedValue owned[Mma::kLaneRows] = {};
-    auto load_owned = [&](auto load) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-        const int mine = Mma::row_of_lane(lane) + lane_row * Mma::kRowStep;
-        if (mine < owned_left) load(lane_row, at.first + loop.warp.first + mine);
-      }
-    };
-    if constexpr (Config::kOwnsKeys) {
-      load_owned([&](int lane_row, int k) { owned[lane_row] = loop.vectors.bias1.load(k); });
+    const Vectors vectors = load_vectors(loop, args, at, owned_left, tile);
+    load_tiles(args, at, operands, loop.streamed, tile, stages, shared);
+    begin(loop, vectors, hidden ? 0 : owned_left, tile);
+    loop.run(tile);
+    int again = int(blockIdx.x);  // the position is not kept in registers through the loop
+    ptx::keep(again);
+    end(loop, args, Position(args.p, order, uint32_t(again)));
+  }
+  CUTLASS_DEVICE static void run_fused(const BackwardInputs& args, const TileOrder& order, int stages, char* shared,
+                                       const DqAccumulatorPool& pool) {
+    uint32_t number;
+    if constexpr (Config::kPairsRows) {
+      number = RowPartner<Config>::draw(pool.ticket, Loop::partner_buffers(shared, stages));
+      if (number >= order.num_blocks) return;
     } else {
-      load_owned([&](int lane_row, int q) { owned[lane_row] = loop.vectors.negative_lse.load(q); });
-      load_owned([&](int lane_row, int q) { loop.warp.negative_delta[lane_row] = loop.vectors.negative_delta[q]; });
+      number = OrderedDqAdd<Config>::draw(pool, shared + Loop::Shared::ds(stages, 1));
     }
-    OwnedLoader owned_qk(operands.owned_qk.g, operands.owned_qk.stride, operands.owned_qk.channels, thread);
-    OwnedLoader owned_dov(operands.owned_dov.g, operands.owned_dov.stride, operands.owned_dov.channels, thread);
-    scalar_t* sQk = loop.owned_tile();
-    scalar_t* sDov = sQk + OwnedTile::kBytes / sizeof(scalar_t);
-    owned_qk.load(sQk, num_owned - at.first);
-    if constexpr (Config::kWantsDs) owned_dov.load(sDov, num_owned - at.first);
-    loop.streamed.load(tile, 0);
+    const Position at(args.p, order, number);
+    const VisibleUnits<Config> visible(args, at, pool.dbias2 != nullptr);
+    const TileOperands<Config> operands(args.p, at);
+    Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, int(threadIdx.x));
+    // Before all else, and of hidden keys, too: beside other blocks' additions, loads take about 2 us.
+    load_tiles(args, at, operands, streamed, /*tile=*/0, stages, shared);
+    if (visible.of_block() == 0) {
+      store_hidden(args, at, pool);
+      return ptx::cp_async_wait<0>();
+    }
+    const BiasMatrix& bias2 = Config::kTransposesBias2 ? args.bias2 : args.bias2_t;
+    Loop loop(args, pool, at, streamed, bias2, stages, shared, int(threadIdx.x));
+    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;
+    const Vectors vectors = load_vectors(loop, args, at, owned_left, /*tile=*/0);
     if constexpr (Config::kTransposesBias2) {
       CUTLASS_PRAGMA_UNROLL
       for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
     }
+    const uint32_t units = visible.of_block(), partner_units = visible.with_partner();
     if constexpr (Config::kPairsRows) loop.partner.begin(partner_units != 0, loop.warp.first);
-    if constexpr (Config::kFusesDq) {
-      if (thread == 0) *loop.outputs() = outputs_of(args, pool, at, partner_units), *loop.position() = at;
+    if (loop.warp.lane == 0) {
+      store_outputs(*loop.outputs(), *loop.position(), loop.warp.first / 32, args, pool, at, units, partner_units);
     }
-
+    begin(loop, vectors, visible.of_warp(loop.warp.first) == 0 ? 0 : owned_left, /*tile=*/0);
+    loop.run(0);
+    end(loop, args, *loop.position());
+  }
+  // Starts the loads of the owned tiles and of a streamed one.
+  CUTLASS_DEVICE static void load_tiles(const BackwardInputs& args, const Position& at,
+                                        const TileOperands<Config>& operands, Streamed& streamed, int tile, int stages,
+                                        char* shared) {
+    const int thread = int(threadIdx.x), count = at.num_owned(args.p) - at.first;
+    scalar_t* sQk = reinterpret_cast<scalar_t*>(shared + Loop::Shared::owned(stages));
+    auto load = [&](const TileOperand<scalar_t>& operand, scalar_t* s) {
+      OwnedLoader(operand.g, operand.stride, operand.channels, thread).load(s, count);
+    };
+    load(operands.owned_qk, sQk);
+    if constexpr (Config::kWantsDs) load(operands.owned_dov, sQk + OwnedTile::kBytes / sizeof(scalar_t));
+    streamed.load(tile, 0);
+  }
+  // Of the first streamed tile, and of a lane's owned rows.
+  struct Vectors {
+    typename Loop::Vectors::Loaded streamed;
+    OwnedValue owned[Mma::kLaneRows] = {};
+  };
+  // Starts their loads.
+  CUTLASS_DEVICE static Vectors load_vectors(Loop& loop, const BackwardInputs& args, const Position& at, int owned_left,
+                                             int tile) {
+    Vectors x{loop.vectors.load(tile * Config::kStreamed)};
+    auto for_each_row = [&](auto load) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
+        const int mine = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep;
+        if (mine < owned_left) load(lane_row, at.first + loop.warp.first + mine);
+      }
+    };
+    if constexpr (Config::kOwnsKeys) {
+      for_each_row([&](int lane_row, int k) { x.owned[lane_row] = loop.vectors.bias1.load(k); });
+    } else {
+      for_each_row([&](int lane_row, int q) { x.owned[lane_row] = loop.vectors.negative_lse.load(q); });
+      for_each_row([&](int lane_row, int q) { loop.warp.negative_delta[lane_row] = loop.vectors.negative_delta[q]; });
+    }
+    return x;
+  }
+  // Converts vectors to the form that the loop reads. num_visible: of the warp's rows, those before this one take part.
+  CUTLASS_DEVICE static void begin(Loop& loop, const Vectors& vectors, int num_visible, int tile) {
+    const int lane = loop.warp.lane;
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
-    set_exponents(loop, owned, hidden ? 0 : owned_left);
+    set_exponents(loop, vectors.owned, num_visible);
     if constexpr (!Config::kOwnsKeys && !Config::kExact) loop.warp.dp_begin.set(loop.warp.negative_delta);
-    loop.vectors.store(loop.streamed.vectors(0), first, tile * Config::kStreamed);
+    loop.vectors.store(loop.streamed.vectors(0), vectors.streamed, tile * Config::kStreamed);
     if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) loop.bias2.load(tile * Config::kStreamed);
+    const scalar_t* sQk = loop.owned_tile();
     loop.warp.left_qk.attach(sQk, loop.warp.first, lane);
-    loop.warp.left_dov.attach(sDov, loop.warp.first, lane);
+    loop.warp.left_dov.attach(sQk + OwnedTile::kBytes / sizeof(scalar_t), loop.warp.first, lane);
     if constexpr (Config::kResident) {
       Loop::arrive();
       loop.warp.left_qk.fetch();
       if constexpr (Config::kWantsDs) loop.warp.left_dov.fetch();
     }
-    return tile;
   }
   // num_visible: of the warp's rows, those before this one take part.
   CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kLaneRows], int num_visible) {
@@ -151,23 +186,6 @@ struct KernelDqDkdv {
       if (row >= num_visible) exponent = one_part<typename Exponent::Row>(-infinity());
     }
   }
-  CUTLASS_DEVICE static DqOutputs outputs_of(const BackwardInputs& args, const DqAccumulatorPool& pool,
-                                             const Position& at, uint32_t partner_units) {
-    const int64_t queries = (at.b * args.p.H + at.h) * pool.padded_queries;
-    constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
-    const uint32_t units = args.mask.units(at.bn, at.first, kUnits) | partner_units;
-    const int hidden_units = __clz(int(units << (32 - kUnits)));
-    const bool has_partner = partner_units != 0;
-    return {pool.accumulator(at.pair),
-            pool.dbias2 + queries * pool.padded_keys + at.first,
-            pool.padded_keys * int(sizeof(float)),
-            has_partner ? int(ptx::rank_in_cluster()) * PartnerBuffers<Config>::kKeys : 0,
-            pool.dbias2 ? Config::kOwned - hidden_units * KeyMask::kUnit : 0,
-            has_partner,
-            pool.before(at.pair),
-            args.mask.template num_visible<Config::kOwned>(at.bn, int(args.p.Lk))};
-  }
-
   // Epilogue: stores the gradients.
   CUTLASS_DEVICE static void end(const Loop& loop, const BackwardInputs& args, const Position& at) {
     const BwdParams& p = args.p;

@@ -59,8 +59,8 @@ struct Mainloop {
   using Warp = WarpGradients<Config>;
   using Bias2 = typename Warp::Bias2;
   static constexpr int kStreamed = Config::kStreamed;
-  // Whether a warp whose keys are all hidden leaves the computation out. At D = 64 the fused kernel has no registers for
-  // an addition of its own there, and the others would spill: 24 to 80 bytes more.
+  // Whether a warp whose keys are all hidden leaves the computation out. At D = 64 the fused kernel has no registers
+  // for an addition of its own there, and the others would spill: 24 to 80 bytes more.
   static constexpr bool kSkipsWarps = Config::kOwnsKeys && (Config::kChannelBytes <= 64 || Config::kStaggers);
 
   const int stages;
@@ -74,14 +74,13 @@ struct Mainloop {
   Bias2 bias2;
 
   CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
-                          const TileOperands<Config>& operands, const BiasMatrix& bias2_, int stages_, char* shared_,
-                          int thread_)
+                          const Streamed& streamed_, const BiasMatrix& bias2_, int stages_, char* shared_, int thread_)
       : stages(stages_),
         shared(shared_),
         thread(thread_),
         dq_add{pool, at.pair},
         partner{partner_buffers(shared_, stages_)},
-        streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared_, thread_),
+        streamed(streamed_),
         warp(args.p.scale, thread_, at.part),
         vectors(args, at, warp.probabilities.column_unit()),
         bias2(static_cast<const scalar_t*>(bias2_.ptr) + at.b * bias2_.stride_b + at.h * bias2_.stride_h,
@@ -172,8 +171,8 @@ struct Mainloop {
     }
   }
 
-  // The three times at which dS of the tile before is added (kStaggers): before the first stripe, before the second, and
-  // at the end.
+  // The three times at which dS of the tile before is added (kStaggers): before the first stripe, before the second,
+  // and at the end.
   CUTLASS_DEVICE void add_ds_before(int stripe, int tile, bool more) const {
     static_assert(Config::kStripes == 2 && Config::kWarps == 4, "three times, two warps at the last one");
     if constexpr (Config::kStaggers) {

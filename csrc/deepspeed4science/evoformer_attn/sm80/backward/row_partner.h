@@ -73,16 +73,18 @@ struct RowPartner {
     return uniform(buffers->number);
   }
 
-  // The visible keys of a block and its partner, as KeyMask::units; 0: it has no partner.
-  CUTLASS_DEVICE static uint32_t units(const BackwardInputs& args, const TilePosition<Config>& at) {
+  // Whether the other block of the cluster has a neighbouring row n of the same b.
+  CUTLASS_DEVICE static bool is_neighbour(const BwdParams& p, const TilePosition<Config>& at) {
     constexpr int kRows = TilePosition<Config>::kRows;
     static_assert(kRows % 2 == 0, "the blocks of a cluster are in the same group of rows n");
-    const int64_t rows = args.p.B * args.p.N;
-    if (rows % 2 != 0 && at.bn >= rows / kRows * kRows) return 0;  // an odd group: other blocks are neighbours
-    if (at.bn % 2 == 0 ? at.n + 1 == args.p.N : at.n == 0) return 0;
-    constexpr int kUnits = Config::kOwned / KeyMask::kUnit, kHalf = kUnits / 2;
-    const uint32_t theirs = args.mask.units(at.bn ^ 1, at.first, kUnits);
-    const uint32_t units = theirs | args.mask.units(at.bn, at.first, kUnits);
+    const int64_t rows = p.B * p.N;
+    const bool is_odd_group = rows % 2 != 0 && at.bn >= rows / kRows * kRows;  // other blocks are neighbours there
+    return !is_odd_group && (at.bn % 2 == 0 ? at.n + 1 != p.N : at.n != 0);
+  }
+  // The visible keys of a block and its partner, from KeyMask::units of both; 0: it has no partner.
+  CUTLASS_DEVICE static uint32_t units(uint32_t mine, uint32_t theirs) {
+    constexpr int kHalf = Config::kOwned / KeyMask::kUnit / 2;
+    const uint32_t units = mine | theirs;
     return theirs != 0 && units >> kHalf != 0 && units % (1u << kHalf) != 0 ? units : 0;
   }
 
