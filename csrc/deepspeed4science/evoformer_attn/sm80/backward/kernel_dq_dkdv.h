@@ -64,19 +64,22 @@ struct KernelDqDkdv {
       if (at.is_hidden(args.mask)) return store_hidden(args, at, pool);
     }
     const TileOperands<Config> operands(args.p, at);
-    const Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, int(threadIdx.x));
-    const BiasMatrix& bias2 = Config::kOwnsKeys ? args.bias2_t : args.bias2;
-    Loop loop(args, pool, at, streamed, bias2, stages, shared, int(threadIdx.x));
-    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first, tile = loop.streamed.seek(0);
+    const int thread = int(threadIdx.x);
+    const Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
+    const typename Loop::Vectors vectors(args, at);
+    Loop loop(args, pool, at, streamed, vectors, Loop::bias2_of(args, at, stages, shared, thread), stages, shared,
+              thread);
+    const int tile = loop.streamed.seek(0);
     bool hidden = false;  // all keys of this warp
     if constexpr (Loop::kSkipsWarps) {
       hidden = args.mask.units(at.bn, at.first + loop.warp.first, 32 / KeyMask::kUnit) == 0;
     }
     // Loads of vectors are issued before those of tiles, and their values used after them.
-    const Vectors vectors = load_vectors(loop, args, at, owned_left, tile);
+    const FirstVectors first = load_vectors(loop.vectors, args, at, tile);
     load_tiles(args, at, operands, loop.streamed, tile, stages, shared);
-    begin(loop, vectors, hidden ? 0 : owned_left, tile);
-    loop.run(tile);
+    begin(loop, first, hidden ? 0 : num_owned(args, at), tile);
+    if constexpr (Config::kHasBias2) loop.bias2.load(tile * Config::kStreamed);
+    run_loop(loop, tile);
     int again = int(blockIdx.x);  // the position is not kept in registers through the loop
     ptx::keep(again);
     end(loop, args, Position(args.p, order, uint32_t(again)));
@@ -93,28 +96,27 @@ struct KernelDqDkdv {
     const Position at(args.p, order, number);
     const VisibleUnits<Config> visible(args, at, pool.dbias2 != nullptr);
     const TileOperands<Config> operands(args.p, at);
-    Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, int(threadIdx.x));
-    // Before all else, and of hidden keys, too: beside other blocks' additions, loads take about 2 us.
+    const int thread = int(threadIdx.x);
+    // Loads come before all else, also those of hidden keys: beside other blocks' additions they take about 2 us.
+    Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
     load_tiles(args, at, operands, streamed, /*tile=*/0, stages, shared);
+    auto bias2 = Loop::bias2_of(args, at, stages, shared, thread);
+    CUTLASS_PRAGMA_UNROLL
+    for (int stripe = 0; stripe < (Config::kTransposesBias2 ? Config::kStripes : 1); ++stripe) bias2.load(stripe);
+    typename Loop::Vectors vectors(args, at);
+    const FirstVectors first = load_vectors(vectors, args, at, /*tile=*/0);
     if (visible.of_block() == 0) {
       store_hidden(args, at, pool);
       return ptx::cp_async_wait<0>();
     }
-    const BiasMatrix& bias2 = Config::kTransposesBias2 ? args.bias2 : args.bias2_t;
-    Loop loop(args, pool, at, streamed, bias2, stages, shared, int(threadIdx.x));
-    const int owned_left = at.num_owned(args.p) - at.first - loop.warp.first;
-    const Vectors vectors = load_vectors(loop, args, at, owned_left, /*tile=*/0);
-    if constexpr (Config::kTransposesBias2) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int stripe = 0; stripe < Config::kStripes; ++stripe) loop.bias2.load(stripe);
-    }
+    Loop loop(args, pool, at, streamed, vectors, bias2, stages, shared, thread);
     const uint32_t units = visible.of_block(), partner_units = visible.with_partner();
     if constexpr (Config::kPairsRows) loop.partner.begin(partner_units != 0, loop.warp.first);
     if (loop.warp.lane == 0) {
       store_outputs(*loop.outputs(), *loop.position(), loop.warp.first / 32, args, pool, at, units, partner_units);
     }
-    begin(loop, vectors, visible.of_warp(loop.warp.first) == 0 ? 0 : owned_left, /*tile=*/0);
-    loop.run(0);
+    begin(loop, first, visible.of_warp(loop.warp.first) == 0 ? 0 : num_owned(args, at), /*tile=*/0);
+    run_loop(loop, /*tile=*/0);
     end(loop, args, *loop.position());
   }
   // Starts the loads of the owned tiles and of a streamed one.
@@ -130,46 +132,57 @@ struct KernelDqDkdv {
     if constexpr (Config::kWantsDs) load(operands.owned_dov, sQk + OwnedTile::kBytes / sizeof(scalar_t));
     streamed.load(tile, 0);
   }
-  // Of the first streamed tile, and of a lane's owned rows.
-  struct Vectors {
+  // Rows of the block from the warp's first one on.
+  CUTLASS_DEVICE static int num_owned(const BackwardInputs& args, const Position& at) {
+    return at.num_owned(args.p) - at.first - int(threadIdx.x) / 32 * 32;
+  }
+  // Vectors of the first streamed tile, and of a lane's owned rows.
+  struct FirstVectors {
     typename Loop::Vectors::Loaded streamed;
     OwnedValue owned[Mma::kLaneRows] = {};
+    QueryValue negative_delta[Mma::kLaneRows] = {};  // where queries are owned
   };
   // Starts their loads.
-  CUTLASS_DEVICE static Vectors load_vectors(Loop& loop, const BackwardInputs& args, const Position& at, int owned_left,
-                                             int tile) {
-    Vectors x{loop.vectors.load(tile * Config::kStreamed)};
+  CUTLASS_DEVICE static FirstVectors load_vectors(typename Loop::Vectors& vectors, const BackwardInputs& args,
+                                                  const Position& at, int tile) {
+    FirstVectors x{vectors.load(tile * Config::kStreamed)};
+    const int thread = int(threadIdx.x), first = at.first + thread / 32 * 32, count = num_owned(args, at);
     auto for_each_row = [&](auto load) {
       CUTLASS_PRAGMA_UNROLL
       for (int lane_row = 0; lane_row < Mma::kLaneRows; ++lane_row) {
-        const int mine = Mma::row_of_lane(loop.warp.lane) + lane_row * Mma::kRowStep;
-        if (mine < owned_left) load(lane_row, at.first + loop.warp.first + mine);
+        const int mine = Mma::row_of_lane(thread & 31) + lane_row * Mma::kRowStep;
+        if (mine < count) load(lane_row, first + mine);
       }
     };
     if constexpr (Config::kOwnsKeys) {
-      for_each_row([&](int lane_row, int k) { x.owned[lane_row] = loop.vectors.bias1.load(k); });
+      for_each_row([&](int lane_row, int k) { x.owned[lane_row] = vectors.bias1.load(k); });
     } else {
-      for_each_row([&](int lane_row, int q) { x.owned[lane_row] = loop.vectors.negative_lse.load(q); });
-      for_each_row([&](int lane_row, int q) { loop.warp.negative_delta[lane_row] = loop.vectors.negative_delta[q]; });
+      for_each_row([&](int lane_row, int q) { x.owned[lane_row] = vectors.negative_lse.load(q); });
+      for_each_row([&](int lane_row, int q) { x.negative_delta[lane_row] = vectors.negative_delta[q]; });
     }
     return x;
   }
   // Converts vectors to the form that the loop reads. num_visible: of the warp's rows, those before this one take part.
-  CUTLASS_DEVICE static void begin(Loop& loop, const Vectors& vectors, int num_visible, int tile) {
-    const int lane = loop.warp.lane;
+  CUTLASS_DEVICE static void begin(Loop& loop, const FirstVectors& first, int num_visible, int tile) {
     loop.vectors.bias1.shift = uniform(loop.vectors.bias1.shift);
-    set_exponents(loop, vectors.owned, num_visible);
-    if constexpr (!Config::kOwnsKeys && !Config::kExact) loop.warp.dp_begin.set(loop.warp.negative_delta);
-    loop.vectors.store(loop.streamed.vectors(0), vectors.streamed, tile * Config::kStreamed);
-    if constexpr (Config::kHasBias2 && !Config::kTransposesBias2) loop.bias2.load(tile * Config::kStreamed);
+    set_exponents(loop, first.owned, num_visible);
+    if constexpr (!Config::kOwnsKeys) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Mma::kLaneRows; ++i) loop.warp.negative_delta[i] = first.negative_delta[i];
+      if constexpr (!Config::kExact) loop.warp.dp_begin.set(loop.warp.negative_delta);
+    }
+    loop.vectors.store(loop.streamed.vectors(0), first.streamed, tile * Config::kStreamed);
+  }
+  CUTLASS_DEVICE static void run_loop(Loop& loop, int tile) {
     const scalar_t* sQk = loop.owned_tile();
-    loop.warp.left_qk.attach(sQk, loop.warp.first, lane);
-    loop.warp.left_dov.attach(sQk + OwnedTile::kBytes / sizeof(scalar_t), loop.warp.first, lane);
+    loop.warp.left_qk.attach(sQk, loop.warp.first, loop.warp.lane);
+    loop.warp.left_dov.attach(sQk + OwnedTile::kBytes / sizeof(scalar_t), loop.warp.first, loop.warp.lane);
     if constexpr (Config::kResident) {
       Loop::arrive();
       loop.warp.left_qk.fetch();
       if constexpr (Config::kWantsDs) loop.warp.left_dov.fetch();
     }
+    loop.run(tile);
   }
   // num_visible: of the warp's rows, those before this one take part.
   CUTLASS_DEVICE static void set_exponents(Loop& loop, const OwnedValue (&owned)[Mma::kLaneRows], int num_visible) {

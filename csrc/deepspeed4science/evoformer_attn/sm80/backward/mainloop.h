@@ -73,8 +73,10 @@ struct Mainloop {
   Vectors vectors;
   Bias2 bias2;
 
+  // streamed_, vectors_, bias2_: their first loads may have been started.
   CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
-                          const Streamed& streamed_, const BiasMatrix& bias2_, int stages_, char* shared_, int thread_)
+                          const Streamed& streamed_, const Vectors& vectors_, const Bias2& bias2_, int stages_,
+                          char* shared_, int thread_)
       : stages(stages_),
         shared(shared_),
         thread(thread_),
@@ -82,10 +84,17 @@ struct Mainloop {
         partner{partner_buffers(shared_, stages_)},
         streamed(streamed_),
         warp(args.p.scale, thread_, at.part),
-        vectors(args, at, warp.probabilities.column_unit()),
-        bias2(static_cast<const scalar_t*>(bias2_.ptr) + at.b * bias2_.stride_b + at.h * bias2_.stride_h,
-              bias2_.stride_row, at.first, at.num_owned(args.p), at.num_streamed(args.p),
-              shared_ + Shared::bias2(stages_), warp.first, warp.lane) {}
+        vectors(vectors_),
+        bias2(bias2_) {
+    vectors.unit = warp.probabilities.column_unit();
+  }
+  CUTLASS_DEVICE static Bias2 bias2_of(const BackwardInputs& args, const TilePosition<Config>& at, int stages,
+                                       char* shared, int thread) {
+    const BiasMatrix& matrix = Config::kOwnsKeys && !Config::kTransposesBias2 ? args.bias2_t : args.bias2;
+    const scalar_t* g = static_cast<const scalar_t*>(matrix.ptr) + at.b * matrix.stride_b + at.h * matrix.stride_h;
+    return Bias2(g, matrix.stride_row, at.first, at.num_owned(args.p), at.num_streamed(args.p),
+                 shared + Shared::bias2(stages), thread / 32 * 32, thread & 31);
+  }
 
   CUTLASS_DEVICE scalar_t* owned_tile() const { return reinterpret_cast<scalar_t*>(shared + Shared::owned(stages)); }
   CUTLASS_DEVICE DqOutputs* outputs() const { return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages)); }

@@ -113,15 +113,13 @@ struct StreamedVectors {
   NegativeLse<QueryValue> negative_lse;
   Bias1Row<scalar_t> bias1;
   const QueryValue* negative_delta;
-  float unit;
+  float unit = 0.f;  // the factor of terms of scores (Probabilities::column_unit), to be set before store()
   int count;
 
-  // unit: the factor of terms of scores (Probabilities::column_unit).
-  CUTLASS_DEVICE StreamedVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)
+  CUTLASS_DEVICE StreamedVectors(const BackwardInputs& args, const TilePosition<Config>& at)
       : negative_lse(args, at.b, at.n, at.h),
         bias1(args, at.b, at.n),
         negative_delta(static_cast<const QueryValue*>(args.negative_delta) + (at.bn * args.p.H + at.h) * args.p.Lq),
-        unit(unit_),
         count(at.num_streamed(args.p)) {}
 
   // first: of the tile.
@@ -165,13 +163,12 @@ struct QueryVectors {
   Bias1Row<scalar_t> bias1;
   const float* ptr;  // of the next tile
   int64_t step;
-  float unit;
+  float unit = 0.f;       // likewise
   int kept_query, count;  // kept_query: used if kKeepsThread
   bool is_delta;
 
-  CUTLASS_DEVICE QueryVectors(const BackwardInputs& args, const TilePosition<Config>& at, float unit_)
+  CUTLASS_DEVICE QueryVectors(const BackwardInputs& args, const TilePosition<Config>& at)
       : bias1(args, at.b, at.n),
-        unit(unit_),
         kept_query(int(threadIdx.x) % kStreamed),
         count(at.num_streamed(args.p)),
         is_delta(uniform(uint32_t(threadIdx.x / kStreamed)) != 0) {
