@@ -1,5 +1,6 @@
 // What a block of the fused kernel finds before its loop: the keys that are visible, and the memory to which it adds.
-// At (1,384,384,4,32) the beginning is a tenth of a block's time. So loads are started early, and warps share the rest.
+// Beside other blocks' additions a load takes about 2 us. So loads are started early, and warps share the rest: 0.976
+// of the time at (1,384,384,4,32).
 #pragma once
 
 #include "sm80/backward/dq_product.h"

@@ -14,7 +14,7 @@
 //
 // Hidden keys (common/key_mask.h): where queries are owned, tiles without a visible key are not loaded, and stripes
 // after a tile's last visible key are not computed. A block that owns hidden keys stores zeros, and a warp of hidden
-// keys computes nothing.
+// keys computes nothing (kSkipsWarps).
 //
 // With kFusesDq (the fused kernel) a block that owns keys also adds to dq and dbias2 (dq_accumulator.h), with
 // kPairsRows together with the block of a neighbouring row n (row_partner.h).
