@@ -84,7 +84,7 @@ def _peak_extra_bytes_of_gpu(call: Callable[[], object], device: torch.device) -
     """
 
     def requested(when: str) -> int:
-        return torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]
+        return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
 
     torch.cuda.synchronize(device)
     before = requested("current")
