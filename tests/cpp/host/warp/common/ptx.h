@@ -129,8 +129,9 @@ namespace ptx {
 inline void wait_for_kernel_before() {}
 inline void let_next_kernel_start() {}
 inline int load_acquire(const int* flag) { return *flag; }
-int wait_for(const int* counter, int at_least);  // not called
-void store_release(int* flag, int value);        // of the program
+int wait_for(const int* counter, int at_least);            // not called
+void store_release(int* flag, int value);                  // of the program
+void load_if(bool wanted, const void* from, uint32_t& x);  // not called
 inline bool any(bool x) { return __ballot_sync(~0u, x) != 0; }
 uint32_t to_tf32(float);  // not called
 inline uint32_t shfl_xor(uint32_t x, int mask) { return exchange(x)[threadIdx.x % 32 ^ mask]; }
