@@ -127,6 +127,25 @@ def test_memory_of_a_call_is_seen():
     assert 0.9 * size < peak < 1.5 * size
 
 
+@pytest.mark.parametrize("counted", ["requested_bytes", "allocated_bytes"])
+def test_memory_of_a_call_on_a_gpu(monkeypatch, counted):
+    """What was asked for, or, of an allocator that does not count that, its blocks."""
+    kinds = {"requested_bytes": 0, "allocated_bytes": 2**21}  # a block is larger than asked for
+    kinds = kinds if counted == "requested_bytes" else {"allocated_bytes": 0}
+    stats = dict.fromkeys(("requested_bytes.all.current", "requested_bytes.all.peak"), 0)
+
+    def use(current, peak):
+        for kind, more in kinds.items():
+            stats[f"{kind}.all.current"], stats[f"{kind}.all.peak"] = current, peak + more
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    use(current=1_000, peak=50_000)
+    peak = peak_extra_bytes(lambda: use(current=1_000, peak=8_000), torch.device("cuda"))
+    assert peak == 7_000
+
+
 def test_timing_orders_its_samples():
     timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (timing.p20_ms, timing.median_ms, timing.p80_ms) == (2.0, 3.0, 4.0)
