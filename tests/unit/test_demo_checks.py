@@ -127,16 +127,16 @@ def test_memory_of_a_call_is_seen():
     assert 0.9 * size < peak < 1.5 * size
 
 
-@pytest.mark.parametrize("counted", ["requested_bytes", "allocated_bytes"])
+@pytest.mark.parametrize("counted", ["requested", "allocated"])
 def test_memory_of_a_call_on_a_gpu(monkeypatch, counted):
     """What was asked for, or, of an allocator that does not count that, its blocks."""
-    kinds = {"requested_bytes": 0, "allocated_bytes": 2**21}  # a block is larger than asked for
-    kinds = kinds if counted == "requested_bytes" else {"allocated_bytes": 0}
-    stats = dict.fromkeys(("requested_bytes.all.current", "requested_bytes.all.peak"), 0)
+    stats = {}
 
-    def use(current, peak):
-        for kind, more in kinds.items():
-            stats[f"{kind}.all.current"], stats[f"{kind}.all.peak"] = current, peak + more
+    def use(**bytes_used):
+        for when, size in bytes_used.items():
+            stats[f"requested_bytes.all.{when}"] = 0
+            stats[f"allocated_bytes.all.{when}"] = 3 * size  # blocks are larger than asked for
+            stats[f"{counted}_bytes.all.{when}"] = size
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)

@@ -180,8 +180,8 @@ struct Mainloop {
     }
   }
 
-  // The three times at which dS of the tile before is added (kStaggers): before the first stripe, before the second,
-  // and at the end.
+  // The three times at which dS of the tile before is added: before the first stripe, before the second, and at the
+  // end. kStaggers: each warp adds all of it at one of them.
   CUTLASS_DEVICE void add_ds_before(int stripe, int tile, bool more) const {
     static_assert(Config::kStripes == 2 && Config::kWarps == 4, "three times, two warps at the last one");
     if constexpr (Config::kStaggers) {
