@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(256) repack_rows(RepackParams p) {
   }
 }
 
-// The copy in tiles of 32 x 32 (BiasRows::tiles), a tile for each block, a vector of 16 bytes for each thread, with
-// zeros past the ends. A warp that owns 32 x 32 scores then loads 512 bytes side by side with one instruction instead
-// of eight rows of 64.
+// The copy in tiles of 32 x 32 (BiasRows::tiles), with zeros past the ends. A warp that owns 32 x 32 scores then loads
+// 512 bytes side by side with one instruction instead of eight rows of 64.
 constexpr int kTileThreads = 128;
 struct TileParams {
   const void* src;
@@ -49,16 +48,16 @@ struct TileParams {
   bool is_aligned;  // vectors of src are aligned to 16 bytes
 };
 
+// Copies one tile. Called by a block of kTileThreads threads, a vector of 16 bytes for each.
 template <typename T>
-__global__ void __launch_bounds__(kTileThreads) repack_tiles(TileParams p) {
+CUTLASS_DEVICE void repack_tile(const TileParams& p, uint32_t tile) {
   constexpr int kVec = 16 / int(sizeof(T));
   static_assert(32 * 32 == kTileThreads * kVec, "a thread copies one vector");
-  const uint32_t strip = blockIdx.x / p.column_tiles, matrix = strip / p.row_tiles, outer = matrix / p.middle;
+  const uint32_t strip = tile / p.column_tiles, matrix = strip / p.row_tiles, outer = matrix / p.middle;
   const int64_t row = int64_t(strip - matrix * p.row_tiles) * 32 + threadIdx.x / (32 / kVec);
-  const int64_t column = int64_t(blockIdx.x - strip * p.column_tiles) * 32 + threadIdx.x % (32 / kVec) * kVec;
+  const int64_t column = int64_t(tile - strip * p.column_tiles) * 32 + threadIdx.x % (32 / kVec) * kVec;
   const T* src = static_cast<const T*>(p.src) + outer * p.stride[0] + (matrix - outer * p.middle) * p.stride[1] +
                  row * p.stride[2] + column * p.stride[3];
-  ptx::wait_for_kernel_before();
   uint4 x = make_uint4(0, 0, 0, 0);
   if (p.is_aligned) {
     if (row < p.rows && column < p.columns) x = *reinterpret_cast<const uint4*>(src);
@@ -69,7 +68,7 @@ __global__ void __launch_bounds__(kTileThreads) repack_tiles(TileParams p) {
       if (column + e < p.columns) elements[e] = src[e * p.stride[3]];
     }
   }
-  static_cast<uint4*>(p.dst)[int64_t(blockIdx.x) * kTileThreads + threadIdx.x] = x;
+  static_cast<uint4*>(p.dst)[int64_t(tile) * kTileThreads + threadIdx.x] = x;
 }
 
 }  // namespace ds4s

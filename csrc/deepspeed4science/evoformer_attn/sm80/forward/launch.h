@@ -8,10 +8,10 @@
 
 #include "common/key_mask_buffers.h"
 #include "common/launch.h"
-#include "common/repack.h"
 #include "kernel_forward.h"
 #include "params.h"
 #include "sm80/forward/plan.h"
+#include "sm80/forward/prepare_biases.h"
 #include "sm80/forward/tile_sizes.h"
 
 namespace ds4s {
@@ -71,11 +71,14 @@ struct Sm80Forward {
     KeyMaskBuffers<FwdParams> key_mask(p);
     void* const mask = at<void>(p.workspace, plan.key_mask);
     void* const bias1 = at<void>(p.workspace, plan.bias1);
-    cudaError_t error = key_mask.template fill<scalar_t>(mask, bias1, stream);
+    void* const copy_of_bias2 = at<void>(p.workspace, plan.bias2);
     BiasRows bias2 = bias2_rows(p, kUnit);
-    if (error == cudaSuccess && plan.bias2 >= 0) {
-      void* const to = at<void>(p.workspace, plan.bias2);
-      error = plan.bias2_in_tiles ? copy_tiles(bias2, to, stream) : copy(bias2, to, stream);
+    cudaError_t error;
+    if (plan.bias2_in_tiles) {
+      error = find_keys_and_copy_tiles(key_mask, mask, bias1, bias2, copy_of_bias2, stream);
+    } else {
+      error = key_mask.template fill<scalar_t>(mask, bias1, stream);
+      if (error == cudaSuccess && plan.bias2 >= 0) error = copy(bias2, copy_of_bias2, stream);
     }
     k.key_mask = key_mask.at(mask);
     k.bias1_ptr = static_cast<scalar_t*>(const_cast<void*>(bias1 != nullptr ? bias1 : p.bias1));
@@ -89,24 +92,27 @@ struct Sm80Forward {
     k.group_log2 = plan.group_log2;
     return error;
   }
-  // Copies the bias into tiles, or by rows, and makes `rows` describe the copy.
-  static cudaError_t copy_tiles(BiasRows& rows, void* to, cudaStream_t stream) {
+  // Copies bias2 into tiles, and makes `rows` describe the copy.
+  static cudaError_t find_keys_and_copy_tiles(const KeyMaskBuffers<FwdParams>& key_mask, void* mask, void* bias1,
+                                              BiasRows& rows, void* to, cudaStream_t stream) {
     if constexpr (Kernel::kReadsTiles) {
-      const TileParams params{rows.ptr,
-                              to,
-                              {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
-                              uint32_t(rows.count(1)),
-                              uint32_t(ceil_div(rows.size[2], BiasRows::kTile)),
-                              uint32_t(rows.pitch() / BiasRows::kTile),
-                              rows.size[2],
-                              rows.size[3],
-                              rows.aligned()};
-      const int64_t blocks = rows.num_tiles();
+      const TileParams tiles{rows.ptr,
+                             to,
+                             {rows.stride[0], rows.stride[1], rows.stride[2], rows.stride[3]},
+                             uint32_t(rows.count(1)),
+                             uint32_t(ceil_div(rows.size[2], BiasRows::kTile)),
+                             uint32_t(rows.pitch() / BiasRows::kTile),
+                             rows.size[2],
+                             rows.size[3],
+                             rows.aligned()};
+      const int64_t num_rows = key_mask.needed() ? key_mask.num_blocks() : 0, blocks = num_rows + rows.num_tiles();
       rows = rows.tiles(to);
-      return launch_overlapping(repack_tiles<scalar_t>, blocks, kTileThreads, /*shared=*/0, stream, params);
+      return launch_overlapping(prepare_biases<scalar_t>, blocks, kTileThreads, /*shared=*/0, stream,
+                                key_mask.arguments(mask, bias1), uint32_t(num_rows), tiles);
     }
     return cudaErrorInvalidValue;
   }
+  // Copies bias2 by rows, and makes `rows` describe the copy.
   static cudaError_t copy(BiasRows& rows, void* to, cudaStream_t stream) {
     const RepackParams params{rows.ptr,
                               to,
