@@ -63,16 +63,23 @@ def shape(B, N, L, H, D=32, Lk=None):
             {"fused": "448x512", "accumulators": "74", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators", "padded_dbias2"],
         ),
-        # The workspace has too few for eight rows n.
+        # An eighth of so few rows n is less than a group of them: all are in the workspace.
         (
-            shape(1, 64, 512, 9, Lk=1024) | {"multiprocessors": 14},
-            {"fused": "512x1024", "accumulators": "15", "in_dkdv": "0"},
+            shape(1, 56, 512, 4),
+            {"fused": "512x512", "accumulators": "74", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators"],
         ),
-        # The wider kernel reads the transpose of bias2, and adds to dbias2 from the start.
+        # More than delta's memory holds: below D = 33 none lie in dk and dv then.
+        (
+            shape(1, 128, 256, 8),
+            {"fused": "256x256", "accumulators": "140", "in_dkdv": "0"},
+            ["key_mask", "progress", "own_accumulators"],
+        ),
+        # The wider kernel reads the transpose of bias2, and adds to dbias2 from the start. delta's
+        # memory is too small for a group's accumulators.
         (
             shape(1, 256, 1024, 4, 64),
-            {"fused": "1024x1024", "accumulators": "65", "in_dkdv": "0"},
+            {"fused": "1024x1024", "accumulators": "130", "in_dkdv": "65", "hosts": "2x224"},
             ["key_mask", "progress", "own_accumulators", "bias2_t"],
         ),
         (
@@ -106,6 +113,7 @@ def shape(B, N, L, H, D=32, Lk=None):
         "no-mask",
         "gaps",
         "few-rows",
+        "short-rows",
         "D64",
         "deterministic",
         "turing",
@@ -278,9 +286,12 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
         if in_dkdv:  # in an eighth of the rows n or less; a group of them has the workspace's
             hosted += 1
             groups, first_row = map(int, values["hosts"].split("x"))
-            assert own >= rows * H and 8 * (B * N - first_row) <= B * N, where
+            assert own >= rows and 8 * (B * N - first_row) <= B * N, where
             assert groups == -(-B * N // rows) - first_row // rows <= 4, where
             room = 2 * (B * N - first_row) * Lk * H * call["D"] * 2
             assert in_dkdv * size <= room, where
-            assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
+            if 4 * (pairs * Lq - pairs - 1) // size >= rows * H:  # no more memory than delta's
+                assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
+            else:  # nor more than without accumulators in dk and dv
+                assert call["D"] == 64 and own == under_way + 32, where
     assert hosted > 5 and len(seen) == 12, seed  # hosted: about 24

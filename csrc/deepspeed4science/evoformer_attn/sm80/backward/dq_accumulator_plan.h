@@ -21,21 +21,25 @@ struct DqAccumulatorPlan {
   int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
 
   // key_blocks: blocks of a (b, n, h); resident_blocks: blocks under way at a time; side_by_side: rows n whose blocks
-  // are neighbours; more: accumulators to add to those of the (b, n, h) under way.
+  // are neighbours.
   static DqAccumulatorPlan of(const BwdParams& p, int element_bytes, int64_t accumulator_bytes, int64_t key_blocks,
-                              int64_t resident_blocks, int64_t side_by_side, int64_t more) {
+                              int64_t resident_blocks, int64_t side_by_side, const FusedAccumulators& numbers) {
     DqAccumulatorPlan plan;
     plan.accumulator_bytes = accumulator_bytes;
     const int64_t pairs = p.B * p.N * p.H;
-    const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + more, pairs);
+    const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + numbers.more, pairs);
     // Where half of the keys are hidden, twice as many (b, n, h) are under way.
     const bool has_mask = p.bias1 != nullptr || p.row_mask != nullptr;
     const int64_t visible_blocks = has_mask ? ceil_div(key_blocks, 2) : key_blocks;
-    const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + more, pairs);
+    const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + numbers.more_wanted, pairs);
     // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
-    if (fitting < least) plan.host_in_dkdv(p, element_bytes, side_by_side, least, wanted, fitting);
+    if (fitting < least) {
+      const bool are_enough = fitting >= side_by_side * p.H;  // for the (b, n, h) of a group of rows n
+      if (are_enough) plan.set_own(fitting);
+      if (are_enough || numbers.beyond_delta) plan.host_in_dkdv(p, element_bytes, side_by_side, least, wanted);
+    }
     plan.order(pairs);
     return plan;
   }
@@ -43,14 +47,13 @@ struct DqAccumulatorPlan {
  private:
   void set_own(int64_t count) { num_own = count, groups[0].count = uint32_t(count); }
 
-  // Puts some accumulators into dk and dv of the last rows n, if these rows are few and the workspace has enough
-  // accumulators for a group of them. Otherwise all accumulators stay in the workspace.
-  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t side_by_side, int64_t least, int64_t wanted,
-                    int64_t fitting) {
-    if (fitting < side_by_side * p.H || !is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
-    const int64_t rows = p.B * p.N;
+  // Adds accumulators in dk and dv of the last rows n, up to `wanted`, if these rows are few. If they and the
+  // workspace's are fewer than `least`, the workspace has `least` instead.
+  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t side_by_side, int64_t least, int64_t wanted) {
     DqAccumulatorPlan plan = *this;
-    plan.set_own(fitting);
+    set_own(least);
+    if (!is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
+    const int64_t rows = p.B * p.N;
     for (int64_t end = rows; plan.num_groups < kMaxAccumulatorGroups && plan.count() < wanted;) {
       const int64_t first = (end - 1) / side_by_side * side_by_side, missing = wanted - plan.count();
       if (8 * (rows - first) > rows || first * p.H < plan.count()) break;

@@ -112,17 +112,15 @@ class Sm80BackwardPlanner {
     plan_.dv_stages = stages(unit_.dv_shared_bytes), plan_.dbias2_stages = stages(unit_.dbias2_shared_bytes);
   }
 
-  // Plans accumulators for the (b, n, h) that are under way at a time and fused_side_by_side(D) more (32 where the
-  // kernel reads a transposed bias2, since fewer have not been timed), and memory for dbias2 in whole tiles.
+  // Plans accumulators of dq, and memory for dbias2 in whole tiles.
   void plan_fused() {
     const int64_t key_blocks = ceil_div(p_.Lk, unit_.tiles.owned);
     plan_.padded_queries = ceil_div(p_.Lq, unit_.tiles.fused_streamed) * unit_.tiles.fused_streamed;
     plan_.padded_keys = key_blocks * unit_.tiles.owned;
     plan_.progress = layout_.reserve(true, (p_.B * p_.N * p_.H + 1) * 4);
-    const int rows = fused_side_by_side(unit_.head_dim);
     plan_.accumulators = DqAccumulatorPlan::of(p_, unit_.element_bytes, plan_.padded_queries * unit_.head_dim * 4,
                                                key_blocks, int64_t(device_.num_multiprocessors) * unit_.fused_blocks,
-                                               rows, unit_.fused_reads_bias2 ? rows : 32);
+                                               fused_side_by_side(unit_.head_dim), fused_accumulators(unit_.head_dim));
     plan_.own_accumulators = layout_.reserve(true, plan_.accumulators.num_own * plan_.accumulators.accumulator_bytes);
     const bool is_whole = plan_.padded_queries == p_.Lq && plan_.padded_keys == p_.Lk && is_on_16_bytes(p_.dbias2);
     plan_.padded_dbias2 =
