@@ -142,6 +142,7 @@ def test_masks_where_warpgroups_divide_the_keys(B, H, value, dtype):
         inputs.bias1[3, ..., :320] = value
         inputs.bias1[4, ..., 1:] = value
         inputs.bias1[5, ..., 128:] = value
+        inputs.bias1[6, ..., 64:128] = value
     check(inputs)
 
 
