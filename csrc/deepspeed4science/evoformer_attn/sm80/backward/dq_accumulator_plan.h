@@ -35,10 +35,9 @@ struct DqAccumulatorPlan {
     // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
-    if (fitting < least) {
-      const bool are_enough = fitting >= side_by_side * p.H;  // for the (b, n, h) of a group of rows n
-      if (are_enough) plan.set_own(fitting);
-      if (are_enough || numbers.beyond_delta) plan.host_in_dkdv(p, element_bytes, side_by_side, least, wanted);
+    const bool are_enough = fitting >= side_by_side * p.H;  // for the (b, n, h) of a group of rows n
+    if (fitting < least && (are_enough || numbers.beyond_delta)) {
+      plan.host_in_dkdv(p, element_bytes, side_by_side, /*own=*/are_enough ? fitting : least, least, wanted);
     }
     plan.order(pairs);
     return plan;
@@ -47,13 +46,14 @@ struct DqAccumulatorPlan {
  private:
   void set_own(int64_t count) { num_own = count, groups[0].count = uint32_t(count); }
 
-  // Adds accumulators in dk and dv of the last rows n, up to `wanted`, if these rows are few. If they and the
-  // workspace's are fewer than `least`, the workspace has `least` instead.
-  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t side_by_side, int64_t least, int64_t wanted) {
-    DqAccumulatorPlan plan = *this;
-    set_own(least);
+  // Leaves `own` accumulators in the workspace and puts others into dk and dv of the last rows n, up to `wanted`, if
+  // these rows are few. If that gives fewer than `least`, all stay in the workspace.
+  void host_in_dkdv(const BwdParams& p, int element_bytes, int64_t side_by_side, int64_t own, int64_t least,
+                    int64_t wanted) {
     if (!is_dense(p, p.dk_stride, p.D) || !is_dense(p, p.dv_stride, p.Dv)) return;
     const int64_t rows = p.B * p.N;
+    DqAccumulatorPlan plan = *this;
+    plan.set_own(own);
     for (int64_t end = rows; plan.num_groups < kMaxAccumulatorGroups && plan.count() < wanted;) {
       const int64_t first = (end - 1) / side_by_side * side_by_side, missing = wanted - plan.count();
       if (8 * (rows - first) > rows || first * p.H < plan.count()) break;

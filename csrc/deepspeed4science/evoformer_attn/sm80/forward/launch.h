@@ -92,7 +92,7 @@ struct Sm80Forward {
     k.group_log2 = plan.group_log2;
     return error;
   }
-  // Copies bias2 into tiles, and makes `rows` describe the copy.
+  // One kernel finds the visible keys, where some may be hidden, and copies bias2 into tiles, as `rows` describes then.
   static cudaError_t find_keys_and_copy_tiles(const KeyMaskBuffers<FwdParams>& key_mask, void* mask, void* bias1,
                                               BiasRows& rows, void* to, cudaStream_t stream) {
     if constexpr (Kernel::kReadsTiles) {
