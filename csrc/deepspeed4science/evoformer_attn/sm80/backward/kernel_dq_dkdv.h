@@ -66,9 +66,7 @@ struct KernelDqDkdv {
     const TileOperands<Config> operands(args.p, at);
     const int thread = int(threadIdx.x);
     const Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
-    const typename Loop::Vectors vectors(args, at);
-    Loop loop(args, pool, at, streamed, vectors, Loop::bias2_of(args, at, stages, shared, thread), stages, shared,
-              thread);
+    Loop loop(args, pool, at, streamed, stages, shared, thread);
     const int tile = loop.streamed.seek(0);
     bool hidden = false;  // all keys of this warp
     if constexpr (Loop::kSkipsWarps) {

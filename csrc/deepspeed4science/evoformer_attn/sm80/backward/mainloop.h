@@ -73,7 +73,21 @@ struct Mainloop {
   Vectors vectors;
   Bias2 bias2;
 
-  // streamed_, vectors_, bias2_: their first loads may have been started.
+  // No load has been started.
+  CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
+                          const Streamed& streamed_, int stages_, char* shared_, int thread_)
+      : stages(stages_),
+        shared(shared_),
+        thread(thread_),
+        dq_add{pool, at.pair},
+        partner{partner_buffers(shared_, stages_)},
+        streamed(streamed_),
+        warp(args.p.scale, thread_, at.part),
+        vectors(args, at),
+        bias2(bias2_of(args, at, stages_, shared_, thread_)) {
+    vectors.unit = warp.probabilities.column_unit();
+  }
+  // streamed_, vectors_, bias2_: their first loads have been started.
   CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
                           const Streamed& streamed_, const Vectors& vectors_, const Bias2& bias2_, int stages_,
                           char* shared_, int thread_)
