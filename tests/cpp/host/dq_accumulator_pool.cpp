@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <map>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "sm80/backward/dq_accumulator_plan.h"
@@ -40,7 +41,7 @@ Call random_call(std::mt19937& random) {
   call.tiles = (p.Lk + 127) / 128, call.padded_queries = (p.Lq + 63) / 64 * 64;
   call.side_by_side = pick(0, 1) ? 8 : 16;
   call.plan = DqAccumulatorPlan::of(p, 2, call.padded_queries * p.D * 4, call.tiles, pick(10, 270), call.side_by_side,
-                                    {int(call.side_by_side), int(call.side_by_side * pick(1, 3)), pick(0, 1) == 1});
+                                    {int(call.side_by_side), int(call.side_by_side * pick(1, 3))});
   DqAccumulatorPool& pool = call.pool;
   pool.own = address(0), pool.in_dk = address(kDkBegin), pool.in_dv = address(kDvBegin);
   pool.dk_row = pool.dv_row = p.dk_stride[1] / 2, pool.size = call.padded_queries * p.D;
@@ -100,12 +101,29 @@ bool is_right(const Call& call) {
     if (end != nullptr && accumulator.first < end) return false;
     end = accumulator.first + call.pool.size;
   }
-  // Whoever writes dk in a group waits for all pairs before it.
+  // All pairs before a group have smaller numbers than its own.
   for (int group = 1; group < call.pool.num_groups; ++group) {
     const int64_t first = call.pool.groups[group].first_pair;
     for (int64_t pair = 0; pair < pairs; ++pair) {
       if (pair < first ? numbers[pair].last > numbers[first].first : numbers[pair].first < numbers[first].first) {
         return false;
+      }
+    }
+  }
+  // Whoever writes dk or dv of a row n waits for the last pair of each accumulator there, all of them before its group.
+  for (int64_t row = call.plan.first_host_row(call.rows()); row < call.rows(); ++row) {
+    const int group = call.pool.group_of(uint32_t(row * call.p.H));
+    std::set<int32_t> waits;
+    for (const auto& there :
+         {call.pool.hosted_in_dk(group, uint32_t(row)), call.pool.hosted_in_dv(group, uint32_t(row))}) {
+      for (uint32_t x = 0; x < there.count; ++x) waits.insert(call.pool.last_before(group, there.first + x));
+    }
+    for (const auto& [address, last] : had) {
+      const int64_t begin = reinterpret_cast<int64_t>(address) / 4, end = begin + call.pool.size;
+      for (int64_t output : {kDkBegin, kDvBegin}) {
+        const int64_t row_begin = output + row * call.pool.dk_row;
+        const bool reaches = begin < row_begin + call.pool.dk_row && end > row_begin;
+        if (reaches && (waits.count(last) == 0 || uint32_t(last) >= call.pool.groups[group].first_pair)) return false;
       }
     }
   }

@@ -64,9 +64,12 @@ struct DqAccumulatorPool {
   }
   // The previous pair with the same accumulator as `pair`; negative: none.
   CUTLASS_DEVICE int32_t before(uint32_t pair) const {
-    int group = group_of(pair);
+    const int group = group_of(pair);
     if (pair - groups[group].first_pair >= groups[group].count) return int32_t(pair - groups[group].count);
-    const uint32_t index = index_of(pair, groups[group]);
+    return last_before(group, index_of(pair, groups[group]));
+  }
+  // The last pair before a group that uses this accumulator; negative: none.
+  CUTLASS_DEVICE int32_t last_before(int group, uint32_t index) const {
     while (--group >= 0) {
       const DqAccumulatorGroup& other = groups[group];
       const uint32_t size = groups[group + 1].first_pair - other.first_pair;
@@ -75,6 +78,26 @@ struct DqAccumulatorPool {
       if (first < size) return int32_t(other.first_pair + first + (size - 1 - first) / other.count * other.count);
     }
     return -1;
+  }
+  // The accumulators that reach into a row n of a group with accumulators: so many in its dk or its dv.
+  struct Hosted {
+    uint32_t first, count;
+  };
+  CUTLASS_DEVICE Hosted hosted_in_dk(int group, uint32_t row) const {
+    return hosted(group, row, dk_row, 0, groups[group].in_dk);
+  }
+  CUTLASS_DEVICE Hosted hosted_in_dv(int group, uint32_t row) const {
+    return hosted(group, row, dv_row, groups[group].in_dk, groups[group - 1].count - groups[group].count);
+  }
+
+ private:
+  // begin, end: the group's accumulators in the same tensor.
+  CUTLASS_DEVICE Hosted hosted(int group, uint32_t row, int64_t row_size, uint32_t begin, uint32_t end) const {
+    const DqAccumulatorGroup& host = groups[group];
+    const int64_t at = (row - host.first_row) * row_size, num = end - begin;
+    const int64_t first = at / size, past = (at + row_size + size - 1) / size;
+    if (first >= num) return {0, 0};
+    return {host.count + begin + uint32_t(first), uint32_t((past < num ? past : num) - first)};
   }
 };
 

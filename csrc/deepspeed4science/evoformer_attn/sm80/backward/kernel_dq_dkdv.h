@@ -216,7 +216,7 @@ struct KernelDqDkdv {
       const Dbias1Sums sums(loop.warp.dbias1);
       const int num_before = loop.dq_add.count();
       loop.add_last_dbias2();
-      loop.dq_add.wait_for_hosted();
+      loop.dq_add.wait_for_hosted(uint32_t(at.bn));
       dk.store(rows_of(p.dk, p.dk_stride), p.dk_stride[2], owned_left, int(p.D), loop.warp.lane);
       dv.store(rows_of(p.dv, p.dv_stride), p.dv_stride[2], owned_left, int(p.Dv), loop.warp.lane);
       if constexpr (Config::kWantsDbias1) sums.store(args, at, first, owned_left, loop.warp.lane);
@@ -280,7 +280,7 @@ struct KernelDqDkdv {
         int part = (int(p.Lq) + at.num_tiles - 1) / at.num_tiles, first = at.first / Config::kOwned * part;
         store(p.dq, p.dq_stride, first, min(part, int(p.Lq) - first), p.D);
       }
-      dq_add.wait_for_hosted();
+      dq_add.wait_for_hosted(uint32_t(at.bn));
     }
     if constexpr (Config::kWantsDs) store(p.dk, p.dk_stride, at.first, num, p.D);
     if constexpr (Config::kWantsDv) store(p.dv, p.dv_stride, at.first, num, p.Dv);

@@ -15,15 +15,12 @@ constexpr int fused_side_by_side(int head_dim) { return head_dim <= 32 ? 8 : 16;
 struct FusedAccumulators {
   int more;         // in any case; neighbouring rows n, whose blocks have their numbers in turn, share none (S3)
   int more_wanted;  // where they need no more memory
-  // Whether dk and dv hold some, too, where the workspace is larger than delta anyway. Of the time without,
-  // (1,256,256,4,32) would take 1.02, and 0.93 with half of the keys hidden; (1,128,768,16,48) takes 0.99 and 0.87.
-  bool beyond_delta;
 };
 // (1,256,1024,4,64): 65 accumulators 3.01 ms, 130 2.96; half of the keys hidden 2.41 and 2.05.
 constexpr FusedAccumulators fused_accumulators(int head_dim) {
-  return head_dim <= 32   ? FusedAccumulators{8, 8, false}
-         : head_dim <= 48 ? FusedAccumulators{16, 16, true}
-                          : FusedAccumulators{32, 64, true};
+  return head_dim <= 32   ? FusedAccumulators{8, 8}
+         : head_dim <= 48 ? FusedAccumulators{16, 16}
+                          : FusedAccumulators{32, 64};
 }
 static_assert(fused_accumulators(32).more >= fused_side_by_side(32) &&
                   fused_accumulators(48).more >= fused_side_by_side(48) &&
