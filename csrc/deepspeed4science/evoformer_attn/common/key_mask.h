@@ -64,21 +64,26 @@ struct KeyMask {
   CUTLASS_DEVICE static uint32_t units_in(uint32_t word, int key) {
     return word >> (key / kUnit % 32) & ((1u << kKeys / kUnit) - 1);
   }
-  // Number of tiles of kKeys keys that contain a visible one.
+  // The tiles of kKeys keys that contain a visible one.
+  struct Tiles {
+    int count, last;
+  };
   template <int kKeys>
-  CUTLASS_DEVICE int num_visible(int64_t bn, int Lk) const {
+  CUTLASS_DEVICE Tiles visible_tiles(int64_t bn, int Lk) const {
     static_assert(kWordKeys % kKeys == 0, "a tile's units are in one word");
-    if (visible == nullptr) return (Lk + kKeys - 1) / kKeys;
-    int count = 0;
+    const int all = (Lk + kKeys - 1) / kKeys;
+    if (visible == nullptr) return {all, all - 1};
+    Tiles tiles{0, -1};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int word = 0; word < words; ++word) {
       const uint32_t bits = __ldg(visible + bn * words + word);
       CUTLASS_PRAGMA_UNROLL
       for (int unit = 0; unit < 32; unit += kKeys / kUnit) {
-        count += (bits >> unit & (kKeys / kUnit < 32 ? (1u << kKeys / kUnit % 32) - 1 : ~0u)) != 0;
+        if ((bits >> unit & (kKeys / kUnit < 32 ? (1u << kKeys / kUnit % 32) - 1 : ~0u)) == 0) continue;
+        ++tiles.count, tiles.last = (word * 32 + unit) / (kKeys / kUnit);
       }
     }
-    return count;
+    return tiles;
   }
 };
 

@@ -229,15 +229,11 @@ CUTLASS_DEVICE int wait_for(const int* counter, int at_least) {
 CUTLASS_DEVICE void store_release(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
-// atom.release (9.7.13.5): this thread's earlier writes, and those of threads that it has met at a barrier, are visible
+// red.release (9.7.13.6): this thread's earlier writes, and those of threads that it has met at a barrier, are visible
 // to whoever acquires the sum.
-CUTLASS_DEVICE int add_release(int* counter, int value) {
-  int before;
-  asm volatile("atom.release.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
-  return before;
+CUTLASS_DEVICE void add_release(int* counter, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// fence.acq_rel (9.7.13.4): makes an earlier read of a flag an acquiring one.
-CUTLASS_DEVICE void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Programmatic dependent launch between the kernels of a stream (griddepcontrol, 9.7.13.13; no effect before 9.0). The
 // next kernel's blocks may start where resources are free, once all blocks of this one have called this or ended.

@@ -48,17 +48,21 @@ struct OrderedDqAdd {
     if (group > 0) wait_for_hosted(pool, group, row);
   }
 
-  // Called after the block's last addition to dq: counts the block. Returns, in thread 0, how many blocks have counted
-  // before. Only that thread waits for the additions, while the other warps go on.
-  CUTLASS_DEVICE int count() const {
+  // Called after the block's last addition to dq. num_others: the other blocks of the pair that add, if this one is the
+  // last of them; else negative, and the block is counted. Only thread 0 waits for the additions, while the other warps
+  // go on; it does not wait for the sum, which would take as long again.
+  CUTLASS_DEVICE void count(int num_others) const {
     __syncthreads();
-    return threadIdx.x == 0 ? ptx::add_release(pool.progress + pair, 1) : 0;
+    if (num_others < 0 && threadIdx.x == 0) ptx::add_release(pool.progress + pair, 1);
   }
-  // Called after count(): the last block of a pair writes dq and leaves zeros. num_before: count()'s result;
-  // num_blocks: blocks that add.
-  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, char* shared, int num_before,
-                             int num_blocks) const {
-    if (!is_last(shared, num_before, num_blocks)) return;
+  // Called after count(): the last block of a pair waits for the others, writes dq and leaves zeros.
+  CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, int num_others) const {
+    if (num_others < 0) return;
+    if (threadIdx.x == 0) {
+      while (ptx::load_acquire(pool.progress + pair) != num_others) {
+      }
+    }
+    __syncthreads();
     write_dq(accumulator, p.scale, gDq, p.dq_stride[2], int(p.Lq), int(p.D));
     __syncthreads();
     if (threadIdx.x == 0) ptx::store_release(pool.progress + pair, DqAccumulatorPool::kDone);
@@ -69,15 +73,6 @@ struct OrderedDqAdd {
   }
 
  private:
-  CUTLASS_DEVICE static bool is_last(char* shared, int num_before, int num_blocks) {
-    int32_t* sIsLast = reinterpret_cast<int32_t*>(shared);
-    if (threadIdx.x == 0) {
-      *sIsLast = num_before == num_blocks - 1;
-      if (num_before == num_blocks - 1) ptx::fence_acq_rel();
-    }
-    __syncthreads();
-    return *sIsLast != 0;
-  }
   // The last pair of each accumulator is enough, since it has waited for those before. Not inlined, for the same reason
   // as write_dq: 95 instructions more for a tile at D = 64.
   __device__ __noinline__ static void wait_for_hosted(const DqAccumulatorPool& pool, int group, uint32_t row) {

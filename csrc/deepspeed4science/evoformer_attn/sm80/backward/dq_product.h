@@ -18,8 +18,8 @@ struct DqOutputs {
   int32_t dbias2_row_bytes;
   int32_t dbias2_begin, dbias2_end;  // the keys whose dbias2 it adds; end = 0: dbias2 is not wanted
   int32_t has_partner;               // dS of the row partner is added to them as well (row_partner.h)
-  int32_t before;                    // the previous pair with the same accumulator; negative: none
-  int32_t num_blocks;                // blocks that add to dq of the pair
+  int32_t before;      // the previous pair with the same accumulator, if it was not done at first; negative: none
+  int32_t num_others;  // other blocks that add to dq of the pair, in its last block; negative in those
 };
 
 // What DqProduct::run adds: of dbias2 all of a warp's queries, or a half of them.

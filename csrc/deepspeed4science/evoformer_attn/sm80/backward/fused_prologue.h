@@ -45,6 +45,15 @@ class VisibleUnits {
   bool is_neighbour_ = false;
 };
 
+// Stores the pair for which the block has to wait before it adds to dq. Called by one thread; its load is under way
+// together with those of the block's tiles.
+template <typename Config>
+CUTLASS_DEVICE void store_before(DqOutputs& outputs, const DqAccumulatorPool& pool, uint32_t pair) {
+  const int32_t before = pool.before(pair);
+  const bool is_done = before < 0 || ptx::load_acquire(pool.progress + before) == DqAccumulatorPool::kDone;
+  outputs.before = is_done ? -1 : before;
+}
+
 // Stores, for the loop and what follows, the block's position and the memory to which it adds. Called by one lane of
 // each warp: the warps find different parts at the same time. partner_units: VisibleUnits::with_partner.
 template <typename Config>
@@ -55,10 +64,10 @@ CUTLASS_DEVICE void store_outputs(DqOutputs& outputs, TilePosition<Config>& posi
   if (warp == 0) {
     outputs.accumulator = pool.accumulator(at.pair);
   } else if (warp == 1) {
-    outputs.before = pool.before(at.pair);
-  } else if (warp == 2) {
-    outputs.num_blocks = args.mask.template num_visible<Config::kOwned>(at.bn, int(args.p.Lk));
     position = at;
+  } else if (warp == 2) {
+    const KeyMask::Tiles tiles = args.mask.template visible_tiles<Config::kOwned>(at.bn, int(args.p.Lk));
+    outputs.num_others = at.first / Config::kOwned == tiles.last ? tiles.count - 1 : -1;
   } else {
     constexpr int kUnits = Config::kOwned / KeyMask::kUnit;
     const int hidden_units = __clz(int((units | partner_units) << (32 - kUnits)));

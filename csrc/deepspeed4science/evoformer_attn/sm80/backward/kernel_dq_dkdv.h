@@ -98,6 +98,7 @@ struct KernelDqDkdv {
     // Loads come before all else, also those of hidden keys: beside other blocks' additions they take about 2 us.
     Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
     load_tiles(args, at, operands, streamed, /*tile=*/0, stages, shared);
+    if (thread == 32) store_before<Config>(*Loop::outputs(shared, stages), pool, at.pair);
     auto bias2 = Loop::bias2_of(args, at, stages, shared, thread);
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < (Config::kTransposesBias2 ? Config::kStripes : 1); ++stripe) bias2.load(stripe);
@@ -214,14 +215,15 @@ struct KernelDqDkdv {
       const auto dv = Config::kTransposesDv ? rows_of_transposed<scalar_t>(loop.warp.dv, 1.f)
                                             : rows_of_tiles<Mma, scalar_t>(loop.warp.dv, 1.f);
       const Dbias1Sums sums(loop.warp.dbias1);
-      const int num_before = loop.dq_add.count();
+      const int num_others = loop.outputs()->num_others;
+      loop.dq_add.count(num_others);
       loop.add_last_dbias2();
       loop.dq_add.wait_for_hosted(uint32_t(at.bn));
       dk.store(rows_of(p.dk, p.dk_stride), p.dk_stride[2], owned_left, int(p.D), loop.warp.lane);
       dv.store(rows_of(p.dv, p.dv_stride), p.dv_stride[2], owned_left, int(p.Dv), loop.warp.lane);
       if constexpr (Config::kWantsDbias1) sums.store(args, at, first, owned_left, loop.warp.lane);
       loop.dq_add.finish(p, element<scalar_t>(p.dq, p.dq_stride, at.b, at.n, 0, at.h), loop.outputs()->accumulator,
-                         loop.shared, num_before, loop.outputs()->num_blocks);
+                         num_others);
     } else {
       if constexpr (Config::kWantsDs) {
         if (p.dk) store(p.dk, p.dk_stride, loop.warp.dqk, p.scale, int(p.D));

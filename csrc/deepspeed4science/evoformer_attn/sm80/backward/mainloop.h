@@ -111,7 +111,10 @@ struct Mainloop {
   }
 
   CUTLASS_DEVICE scalar_t* owned_tile() const { return reinterpret_cast<scalar_t*>(shared + Shared::owned(stages)); }
-  CUTLASS_DEVICE DqOutputs* outputs() const { return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages)); }
+  CUTLASS_DEVICE static DqOutputs* outputs(char* shared, int stages) {
+    return reinterpret_cast<DqOutputs*>(shared + Shared::outputs(stages));
+  }
+  CUTLASS_DEVICE DqOutputs* outputs() const { return outputs(shared, stages); }
   CUTLASS_DEVICE TilePosition<Config>* position() const {
     return reinterpret_cast<TilePosition<Config>*>(shared + Shared::position(stages));
   }
