@@ -41,7 +41,7 @@ Call random_call(std::mt19937& random) {
   call.tiles = (p.Lk + 127) / 128, call.padded_queries = (p.Lq + 63) / 64 * 64;
   call.side_by_side = pick(0, 1) ? 8 : 16;
   call.plan = DqAccumulatorPlan::of(p, 2, call.padded_queries * p.D * 4, call.tiles, pick(10, 270), call.side_by_side,
-                                    {int(call.side_by_side), int(call.side_by_side * pick(1, 3))});
+                                    call.side_by_side * pick(1, 3));
   DqAccumulatorPool& pool = call.pool;
   pool.own = address(0), pool.in_dk = address(kDkBegin), pool.in_dv = address(kDvBegin);
   pool.dk_row = pool.dv_row = p.dk_stride[1] / 2, pool.size = call.padded_queries * p.D;

@@ -4,12 +4,14 @@
 //
 // Invariants (docs/kernels/dq-accumulators.md has a diagram, and why waiting ends):
 //   S1  A block draws its number when it begins, so all blocks with smaller numbers have begun.
-//   S2  Only blocks with a visible key add and count. A pair is done when as many blocks have counted as its keys have
-//       such blocks; the last one writes dq. A pair whose row n sees nothing has no accumulator and announces that.
+//   S2  Only blocks with a visible key add. All but the last one count when they have added; the last one waits for
+//       these counts, writes dq, and then the pair is done. A pair whose row n sees nothing has no accumulator and
+//       announces that.
 //   S3  A pair adds to its accumulator when the previous pair with the same accumulator is done. All blocks of that
 //       pair have smaller numbers, so waiting ends on any number of multiprocessors.
 //   S4  Accumulators may lie in the memory of dk and dv of the last rows n, their hosts. The pairs of a host use no
-//       accumulators in their own group of rows n or before it, and write dk and dv when all earlier pairs are done.
+//       accumulators in their own group of rows n or before it, and write dk and dv when the last pair of each
+//       accumulator in that row n is done.
 #pragma once
 
 #include "sm80/backward/dq_accumulator_pool.h"
@@ -48,14 +50,14 @@ struct OrderedDqAdd {
     if (group > 0) wait_for_hosted(pool, group, row);
   }
 
-  // Called after the block's last addition to dq. num_others: the other blocks of the pair that add, if this one is the
-  // last of them; else negative, and the block is counted. Only thread 0 waits for the additions, while the other warps
-  // go on; it does not wait for the sum, which would take as long again.
+  // Called after the block's last addition to dq: counts the block, unless it is the last one that adds. Only thread 0
+  // waits for the additions, while the other warps go on. It does not read the count, which would take as long again.
+  // num_others: DqOutputs.
   CUTLASS_DEVICE void count(int num_others) const {
     __syncthreads();
     if (num_others < 0 && threadIdx.x == 0) ptx::add_release(pool.progress + pair, 1);
   }
-  // Called after count(): the last block of a pair waits for the others, writes dq and leaves zeros.
+  // Called after count(): the last block that adds waits for the others, writes dq and leaves zeros.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, int num_others) const {
     if (num_others < 0) return;
     if (threadIdx.x == 0) {
@@ -73,8 +75,8 @@ struct OrderedDqAdd {
   }
 
  private:
-  // The last pair of each accumulator is enough, since it has waited for those before. Not inlined, for the same reason
-  // as write_dq: 95 instructions more for a tile at D = 64.
+  // The last pair of each accumulator has waited for those before. Not inlined: inlined it changes the register
+  // allocation of the mainloop, 95 instructions more for a tile of queries at D = 64.
   __device__ __noinline__ static void wait_for_hosted(const DqAccumulatorPool& pool, int group, uint32_t row) {
     const auto dk = pool.hosted_in_dk(group, row), dv = pool.hosted_in_dv(group, row);
     for (uint32_t x = threadIdx.x; x < dk.count + dv.count; x += Config::kThreads) {
@@ -83,8 +85,8 @@ struct OrderedDqAdd {
     }
     __syncthreads();
   }
-  // A warp's pairs of tiles whose loads are under way at a time while dq is written. Other pairs (b, n, h) wait for the
-  // accumulator: with 4, (1,256,1024,4,64) would take 1.04 of the time, and 1.18 with half of the keys hidden.
+  // The pairs of tiles that a warp loads at a time while it writes dq. Blocks wait for the accumulator: with 4,
+  // (1,256,1024,4,64) would take 1.04 of the time, and 1.18 with half of the keys hidden.
   static constexpr int kAtATime = 16;
   // Converts an accumulator to dq and leaves zeros. A warp takes two tiles of 16 queries x 8 channels at a time, from
   // neighbouring addresses. Not inlined: inlined it changes the register allocation of the mainloop, 52 instructions

@@ -21,17 +21,17 @@ struct DqAccumulatorPlan {
   int64_t first_host_row(int64_t rows) const { return num_groups > 1 ? groups[1].first_row : rows; }
 
   // key_blocks: blocks of a (b, n, h); resident_blocks: blocks under way at a time; side_by_side: rows n whose blocks
-  // are neighbours.
+  // are neighbours; spare: accumulators besides one for each (b, n, h) under way.
   static DqAccumulatorPlan of(const BwdParams& p, int element_bytes, int64_t accumulator_bytes, int64_t key_blocks,
-                              int64_t resident_blocks, int64_t side_by_side, const FusedAccumulators& numbers) {
+                              int64_t resident_blocks, int64_t side_by_side, int64_t spare) {
     DqAccumulatorPlan plan;
     plan.accumulator_bytes = accumulator_bytes;
     const int64_t pairs = p.B * p.N * p.H;
-    const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + numbers.more, pairs);
+    const int64_t least = std::min(ceil_div(resident_blocks, key_blocks) + spare, pairs);
     // Where half of the keys are hidden, twice as many (b, n, h) are under way.
     const bool has_mask = p.bias1 != nullptr || p.row_mask != nullptr;
     const int64_t visible_blocks = has_mask ? ceil_div(key_blocks, 2) : key_blocks;
-    const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + numbers.more_wanted, pairs);
+    const int64_t wanted = std::min(ceil_div(resident_blocks, visible_blocks) + spare, pairs);
     // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));

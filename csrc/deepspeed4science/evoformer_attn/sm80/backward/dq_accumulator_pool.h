@@ -6,9 +6,9 @@
 //   rows n         0 .........................| group 1 | group 2 | group 3 |
 //   accumulators   the workspace's, then those in group 3, 2 and 1
 //
-// A pair may use accumulators in groups after its own (S4, dq_accumulator.h); group 3 uses the workspace's only. So the
-// rows n of a group can write their dk and dv when all earlier pairs are done, and until then nearly as many of their
-// pairs are under way as in other groups.
+// A pair may use accumulators in groups after its own (S4, dq_accumulator.h); group 3 uses the workspace's only. So a
+// row n of a group can write its dk and dv when the last pairs of the accumulators there are done, all of them of
+// groups before, and until then nearly as many of the group's pairs are under way as in other groups.
 #pragma once
 
 #include <cutlass/detail/helper_macros.hpp>

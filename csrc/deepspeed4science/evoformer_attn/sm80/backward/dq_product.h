@@ -19,7 +19,7 @@ struct DqOutputs {
   int32_t dbias2_begin, dbias2_end;  // the keys whose dbias2 it adds; end = 0: dbias2 is not wanted
   int32_t has_partner;               // dS of the row partner is added to them as well (row_partner.h)
   int32_t before;      // the previous pair with the same accumulator, if it was not done at first; negative: none
-  int32_t num_others;  // other blocks that add to dq of the pair, in its last block; negative in those
+  int32_t num_others;  // in the last block that adds to dq of the pair: the number of those before it; else negative
 };
 
 // What DqProduct::run adds: of dbias2 all of a warp's queries, or a half of them.

@@ -11,21 +11,12 @@ constexpr int kSideBySide = 16;
 // with 4. Wider heads: (1,256,1024,4,64) 3.62 with 8, 3.59 with 16; (1,48,768,16,48) 1.415 and 1.390.
 constexpr int fused_side_by_side(int head_dim) { return head_dim <= 32 ? 8 : 16; }
 
-// How many accumulators of dq the fused kernel has (dq_accumulator_plan.h), besides one for each (b, n, h) under way.
-struct FusedAccumulators {
-  int more;         // in any case; neighbouring rows n, whose blocks have their numbers in turn, share none (S3)
-  int more_wanted;  // where they need no more memory
-};
-// (1,256,1024,4,64): 65 accumulators 3.01 ms, 130 2.96; half of the keys hidden 2.41 and 2.05.
-constexpr FusedAccumulators fused_accumulators(int head_dim) {
-  return head_dim <= 32   ? FusedAccumulators{8, 8}
-         : head_dim <= 48 ? FusedAccumulators{16, 16}
-                          : FusedAccumulators{32, 64};
-}
-static_assert(fused_accumulators(32).more >= fused_side_by_side(32) &&
-                  fused_accumulators(48).more >= fused_side_by_side(48) &&
-                  fused_accumulators(64).more >= fused_side_by_side(64),
-              "neighbouring rows n share no accumulator");
+// How many accumulators of dq the fused kernel has besides one for each (b, n, h) under way (dq_accumulator_plan.h).
+// Twice as many are no faster at D = 32, three times as many at D = 48 and 64 neither.
+constexpr int spare_accumulators(int head_dim) { return head_dim <= 32 ? 8 : head_dim <= 48 ? 16 : 32; }
+static_assert(spare_accumulators(32) >= fused_side_by_side(32) && spare_accumulators(48) >= fused_side_by_side(48) &&
+                  spare_accumulators(64) >= fused_side_by_side(64),
+              "neighbouring rows n, whose blocks have their numbers in turn, share no accumulator (S3)");
 
 // The number of tiles of 32 x 32 behind the transposed copy of bias2. Kernels of keys load the stripe that follows the
 // last tile of streamed queries, too, and ignore it.
