@@ -75,17 +75,17 @@ def shape(B, N, L, H, D=32, Lk=None):
             {"fused": "512x512", "accumulators": "74", "in_dkdv": "0"},
             ["key_mask", "progress", "own_accumulators"],
         ),
-        # More than delta's memory holds: below D = 33 none lie in dk and dv then.
+        # delta's memory is too small for a group's accumulators: the workspace is larger.
         (
             shape(1, 128, 256, 8),
-            {"fused": "256x256", "accumulators": "140", "in_dkdv": "0"},
+            {"fused": "256x256", "accumulators": "268", "in_dkdv": "128", "hosts": "2x112"},
             ["key_mask", "progress", "own_accumulators"],
         ),
         # The wider kernel reads the transpose of bias2, and adds to dbias2 from the start. delta's
-        # memory is too small for a group's accumulators.
+        # memory is too small for a group's accumulators here, too.
         (
             shape(1, 256, 1024, 4, 64),
-            {"fused": "1024x1024", "accumulators": "130", "in_dkdv": "65", "hosts": "2x224"},
+            {"fused": "1024x1024", "accumulators": "98", "in_dkdv": "33", "hosts": "1x240"},
             ["key_mask", "progress", "own_accumulators", "bias2_t"],
         ),
         (
@@ -301,5 +301,5 @@ def test_pieces_do_not_overlap_and_accumulators_suffice(plan):
                 assert own >= rows * H, where
                 assert sizes["progress"] + sizes["own_accumulators"] <= 4 * pairs * Lq + 512, where
             else:  # nor more than without accumulators in dk and dv
-                assert call["D"] == 64 and own == under_way + 32, where
+                assert own == under_way + {32: 8, 64: 32}[call["D"]], where
     assert hosted > 5 and len(seen) == 12, seed  # hosted: about 24
