@@ -66,7 +66,9 @@ struct KernelDqDkdv {
     const TileOperands<Config> operands(args.p, at);
     const int thread = int(threadIdx.x);
     const Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
-    Loop loop(args, pool, at, streamed, stages, shared, thread);
+    const auto make_vectors = [&] { return typename Loop::Vectors(args, at); };
+    const auto make_bias2 = [&] { return Loop::bias2_of(args, at, stages, shared, thread); };
+    Loop loop(args, pool, at, streamed, make_vectors, make_bias2, stages, shared, thread);
     const int tile = loop.streamed.seek(0);
     bool hidden = false;  // all keys of this warp
     if constexpr (Loop::kSkipsWarps) {
@@ -108,7 +110,9 @@ struct KernelDqDkdv {
       store_hidden(args, at, pool);
       return ptx::cp_async_wait<0>();
     }
-    Loop loop(args, pool, at, streamed, vectors, bias2, stages, shared, thread);
+    const auto make_vectors = [&] { return vectors; };
+    const auto make_bias2 = [&] { return bias2; };
+    Loop loop(args, pool, at, streamed, make_vectors, make_bias2, stages, shared, thread);
     const uint32_t units = visible.of_block(), partner_units = visible.with_partner();
     if constexpr (Config::kPairsRows) loop.partner.begin(partner_units != 0, loop.warp.first);
     if (loop.warp.lane == 0) {

@@ -73,9 +73,12 @@ struct Mainloop {
   Vectors vectors;
   Bias2 bias2;
 
-  // No load has been started.
+  // make_vectors, make_bias2: return them; their first loads may have been started. They are called after `warp` is
+  // made: the kernel for dq at D = 128 would spill an address on 9.0 otherwise.
+  template <typename MakeVectors, typename MakeBias2>
   CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
-                          const Streamed& streamed_, int stages_, char* shared_, int thread_)
+                          const Streamed& streamed_, const MakeVectors& make_vectors, const MakeBias2& make_bias2,
+                          int stages_, char* shared_, int thread_)
       : stages(stages_),
         shared(shared_),
         thread(thread_),
@@ -83,23 +86,8 @@ struct Mainloop {
         partner{partner_buffers(shared_, stages_)},
         streamed(streamed_),
         warp(args.p.scale, thread_, at.part),
-        vectors(args, at),
-        bias2(bias2_of(args, at, stages_, shared_, thread_)) {
-    vectors.unit = warp.probabilities.column_unit();
-  }
-  // streamed_, vectors_, bias2_: their first loads have been started.
-  CUTLASS_DEVICE Mainloop(const BackwardInputs& args, const DqAccumulatorPool& pool, const TilePosition<Config>& at,
-                          const Streamed& streamed_, const Vectors& vectors_, const Bias2& bias2_, int stages_,
-                          char* shared_, int thread_)
-      : stages(stages_),
-        shared(shared_),
-        thread(thread_),
-        dq_add{pool, at.pair},
-        partner{partner_buffers(shared_, stages_)},
-        streamed(streamed_),
-        warp(args.p.scale, thread_, at.part),
-        vectors(vectors_),
-        bias2(bias2_) {
+        vectors(make_vectors()),
+        bias2(make_bias2()) {
     vectors.unit = warp.probabilities.column_unit();
   }
   CUTLASS_DEVICE static Bias2 bias2_of(const BackwardInputs& args, const TilePosition<Config>& at, int stages,
