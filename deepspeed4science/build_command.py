@@ -32,7 +32,7 @@ from op_builder.ops.instantiations import (
     CUDA_DTYPES,
     DIRECTIONS,
     DTYPES,
-    HEAD_DIM_TIERS,
+    WIDE_TIER,
 )
 from op_builder.ops.prebuild import build_into, require_kept
 from op_builder.ops.presets import Call, Row
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preset", choices=presets.PRESETS, help="what a kind of model calls")
     parser.add_argument("--dtype", type=_list(CUDA_DTYPES), help="of fp32, tf32, fp16, bf16 (bf16)")
-    parser.add_argument("--head-dim", type=_head_dims, help="channels per head, 1 to 128 (32)")
+    parser.add_argument("--head-dim", type=_head_dims, help="channels per head, 1 to 256 (32)")
     parser.add_argument("--bias", type=_list(CUDA_BIASES), help="of none, bias1, bias2, both")
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
     parser.add_argument(
@@ -101,7 +101,7 @@ def _list(allowed: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _head_dims(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    largest = HEAD_DIM_TIERS[-1]
+    largest = WIDE_TIER
     if not parts or not all(part.isdecimal() and 1 <= int(part) <= largest for part in parts):
         raise argparse.ArgumentTypeError(f"expected numbers from 1 to {largest}, got {text!r}")
     return [int(part) for part in parts]

@@ -21,6 +21,7 @@ from .instantiations import (
     OLDEST,
     CudaKernel,
     Family,
+    device_head_dim,
     has_row,
     head_dim_tier,
     serving,
@@ -192,7 +193,8 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
     ) -> list[CudaKernel]:
         """The kernels that these calls choose on devices of these architectures, each once.
 
-        A dtype without kernels on an architecture is left out; before 8.0, bfloat16 has float32's.
+        A dtype or head dimension without kernels on an architecture is left out; before 8.0,
+        bfloat16 has float32's.
         Raises ToolchainError where an architecture cannot run the family of DS4S_CUDA_FAMILY.
         """
         calls_ = tuple(wanted)
@@ -210,8 +212,13 @@ class EvoformerAttnBuilder(CUDAOpBuilder[CudaKernel]):
             if (aligned or not one.aligned_only) and not self.target_obstacle(one, (target,))
         ]
         for call in wanted:
-            dtypes = [(one, one.dtype_for(call.direction, call.dtype)) for one in families]
-            having = [(one.name, dtype) for one, dtype in dtypes if dtype]
+            having = [
+                (one.name, dtype)
+                for one in families
+                if (dtype := one.dtype_for(call.direction, call.dtype))
+                and call.head_dim <= one.largest_head_dim(call.direction, call.dtype)
+                and call.head_dim <= device_head_dim(device, dtype)
+            ]
             # PTX also serves later GPUs, which run no code for one target.
             for family, dtype in having if target.ptx else having[:1]:
                 yield self.kernel(

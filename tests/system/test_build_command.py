@@ -174,7 +174,7 @@ REFUSED = {
     "old architecture": (("--arch", "6.1"), 1, "cannot be compiled for 6.1"),
     "no GPU": ((), 1, "or name one with --arch, or compile the CPU op with --cpu"),
     "dtype": (("--dtype", "fp64"), 2, "expected some of fp32, tf32, fp16, bf16, got 'fp64'"),
-    "head dimension": (("--head-dim", "32,256"), 2, "expected numbers from 1 to 128"),
+    "head dimension": (("--head-dim", "32,257"), 2, "expected numbers from 1 to 256"),
     "preset and more": (("--preset", "af3", "--bias", "both"), 2, "leave it or them out"),
     "no such kernel": (("--arch", "7.5", "--dtype", "tf32"), 1, "no kernel computes such calls"),
     "two folders": (("--out", "a:b"), 2, "expected a folder without ':', got 'a:b'"),
@@ -201,7 +201,7 @@ def test_what_makes_no_sense_is_refused(options, code, words, monkeypatch, capsy
     assert words in capsys.readouterr().err
 
 
-def chosen(monkeypatch, *options):
+def chosen(monkeypatch, *options, arch="8.0"):
     """The kernels that a command would compile."""
     seen = []
     monkeypatch.setattr(
@@ -209,7 +209,7 @@ def chosen(monkeypatch, *options):
     )
     monkeypatch.setattr(build_command, "_build", lambda *rest, **more: [])
     monkeypatch.setattr(EvoformerAttnBuilder, "require", lambda self, targets: None)
-    assert build_command.main([*options, "--arch", "8.0"]) == 0
+    assert build_command.main([*options, "--arch", arch]) == 0
     return seen
 
 
@@ -239,6 +239,23 @@ def test_lists_and_unaligned(monkeypatch, capsys):
         for aligned in (True, False)
     }
     assert {(k.dtype, k.direction, k.arch) for k in kernels} == {("bf16", "fwd", "8.0")}
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0a"])
+def test_wide_heads_have_the_kernels_that_calls_choose(arch, monkeypatch, capsys):
+    """Hopper's end at 128, and no backward in float32 goes beyond."""
+    kernels = chosen(monkeypatch, "--head-dim", "160", "--dtype", "bf16,fp32", arch=arch)
+    assert {(k.family, k.direction, k.dtype, k.head_dim) for k in kernels} == {
+        ("sm80", "fwd", "bf16", 256),
+        ("sm80", "fwd", "fp32", 256),
+        ("sm80", "bwd", "bf16", 256),
+    }
+
+
+def test_a_kernel_that_no_device_of_an_architecture_runs_is_left_out(monkeypatch, capsys):
+    """Compute capability 7.5 has too little shared memory for float32 above 96."""
+    kernels = chosen(monkeypatch, "--head-dim", "96,128", "--dtype", "fp16,fp32", arch="7.5")
+    assert {(k.dtype, k.head_dim) for k in kernels} == {("fp16", 96), ("fp16", 128), ("fp32", 96)}
 
 
 def test_without_options_it_is_what_an_install_compiles(monkeypatch, capsys):
