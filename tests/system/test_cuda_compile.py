@@ -116,6 +116,7 @@ UNITS = (
     unit("sm75", "bwd", "fp16", 32, "bias2", "7.5", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "9.0", BACKWARD_SPILL_BYTES),
+    unit("sm80", "bwd", "bf16", 16, "bias2", "9.0"),
     unit("sm80", "bwd", "bf16", 64, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 256, "bias2", "9.0", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "fp32", 32, "bias2", "9.0"),
@@ -255,6 +256,20 @@ def test_one_kernel_for_all_gradients_spills_nothing(unit, compilations):
         r"properties for \S*backward_fused\S*\s.*?(\d+) bytes spill stores", log, re.DOTALL
     )
     assert len(spills) == 2 and set(spills) == {"0"}, log
+
+
+@pytest.mark.parametrize(
+    "unit", [unit("sm80", "bwd", "bf16", 16, "bias2", "9.0")], ids=lambda unit: unit.id
+)
+def test_three_blocks_of_heads_of_16_share_a_multiprocessor(unit, compilations):
+    """Of four warps each, by their registers, without a gradient of bias1: the one kernel for all
+    gradients. Their shared memory leaves room for three.
+    """
+    log = compilations[unit][1].result()
+    counts = re.findall(
+        r"properties for \S*backward_fused\S*\s.*?Used (\d+) registers", log, re.DOTALL
+    )
+    assert len(counts) == 2 and min(map(int, counts)) <= 65536 // (3 * 128) // 8 * 8, counts
 
 
 @pytest.mark.parametrize(

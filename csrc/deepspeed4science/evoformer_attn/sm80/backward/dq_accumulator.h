@@ -60,7 +60,7 @@ struct OrderedDqAdd {
   // Called after count(): the last block that adds waits for the others, writes dq and leaves zeros.
   CUTLASS_DEVICE void finish(const BwdParams& p, scalar_t* gDq, float* accumulator, int num_others) const {
     if (num_others < 0) return;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // without the pauses of ptx::wait_for: other blocks wait for the accumulator
       while (ptx::load_acquire(pool.progress + pair) != num_others) {
       }
     }
@@ -86,8 +86,9 @@ struct OrderedDqAdd {
     __syncthreads();
   }
   // The pairs of tiles that a warp loads at a time while it writes dq. Blocks wait for the accumulator: with 4,
-  // (1,256,1024,4,64) would take 1.04 of the time, and 1.18 with half of the keys hidden.
-  static constexpr int kAtATime = 16;
+  // (1,256,1024,4,64) would take 1.04 of the time, and 1.18 with half of the keys hidden. With 16, D = 16 would
+  // have no registers for a third block on a multiprocessor of 9.0.
+  static constexpr int kAtATime = Config::kHeadDim < 32 ? 12 : 16;
   // Converts an accumulator to dq and leaves zeros. A warp takes two tiles of 16 queries x 8 channels at a time, from
   // neighbouring addresses. Not inlined: inlined it changes the register allocation of the mainloop, 52 instructions
   // more for a tile of queries at D = 64 and 28 at D = 48.
