@@ -35,8 +35,8 @@ struct DqAccumulatorPlan {
     // As many as fit into the workspace of the separate kernels: delta, less a counter for each (b, n, h).
     const int64_t fitting = (pairs * p.Lq - pairs - 1) * 4 / accumulator_bytes;
     plan.set_own(std::min(wanted, std::max(least, fitting)));
-    const bool are_enough = fitting >= side_by_side * p.H;  // for the (b, n, h) of a group of rows n
     if (fitting < least) {
+      const bool are_enough = fitting >= side_by_side * p.H;  // for the (b, n, h) of a group of rows n
       plan.host_in_dkdv(p, element_bytes, side_by_side, /*own=*/are_enough ? fitting : least, least, wanted);
     }
     plan.order(pairs);

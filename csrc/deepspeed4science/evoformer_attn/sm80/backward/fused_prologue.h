@@ -47,7 +47,6 @@ class VisibleUnits {
 
 // Stores the pair for which the block has to wait before it adds to dq. Called by one thread; its load is under way
 // together with those of the block's tiles.
-template <typename Config>
 CUTLASS_DEVICE void store_before(DqOutputs& outputs, const DqAccumulatorPool& pool, uint32_t pair) {
   const int32_t before = pool.before(pair);
   const bool is_done = before < 0 || ptx::load_acquire(pool.progress + before) == DqAccumulatorPool::kDone;

@@ -101,7 +101,7 @@ struct KernelDqDkdv {
     Streamed streamed(operands, args.mask, at.bn, at.num_streamed(args.p), shared, thread);
     load_tiles(args, at, operands, streamed, /*tile=*/0, stages, shared);
     // By warp 1, which has the least to store below.
-    if (thread == 32) store_before<Config>(*Loop::outputs(shared, stages), pool, at.pair);
+    if (thread == 32) store_before(*Loop::outputs(shared, stages), pool, at.pair);
     auto bias2 = Loop::bias2_of(args, at, stages, shared, thread);
     CUTLASS_PRAGMA_UNROLL
     for (int stripe = 0; stripe < (Config::kTransposesBias2 ? Config::kStripes : 1); ++stripe) bias2.load(stripe);
