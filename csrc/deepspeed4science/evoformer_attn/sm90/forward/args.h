@@ -19,6 +19,7 @@ struct ForwardArgs {
   // The order of tiles. A band is some groups of kRows rows n. Its tiles are numbered groups first, then query blocks,
   // then heads; the next band follows. The last band may have fewer groups.
   int32_t num_tiles, num_bands;
+  int32_t first_half;    // tiles from here on are halves (sm90/half_tiles.h)
   int32_t* parts_begun;  // parts that all blocks together have begun (sm90/pace.h); null: no block waits
   cutlass::FastDivmod by_band_tiles, by_groups, by_last_groups, by_query_blocks, by_row_groups;
   int32_t bias2_B, bias2_H;  // 1, or 0 where bias2 is the same for every b or head

@@ -67,10 +67,11 @@ struct ForwardConfig {
   static constexpr int kFirstWarps = 4 * kQueryTiles * kSplits;
   // What the producer publishes to the consumers about a tile, together with its Q.
   struct Visible {
-    int num_steps;   // loaded steps: those with a visible key, and num_hidden
-    int num_hidden;  // 1: the first loaded step was loaded ahead, and all of its keys are hidden
-    int tail_units;  // 1 or 2: only the first 16 tail_units keys of the last step are visible
-    uint32_t rows;   // a bit for each row n that sees a key
+    int num_steps;          // loaded steps: those with a visible key, and num_hidden
+    int num_hidden;         // 1: the first loaded step was loaded ahead, and all of its keys are hidden
+    int tail_units;         // 1 or 2: only the first 16 tail_units keys of the last step are visible
+    uint32_t rows;          // a bit for each row n of the tile
+    uint32_t visible_rows;  // a bit for each row n that sees a key
   };
   // What a warpgroup has computed of a tile, [element][thread].
   struct Partial {
@@ -98,9 +99,18 @@ struct ForwardConfig {
   // One tile of a block: kRows rows n from `row` on, kBlockQueries queries from `query` on.
   struct Coordinates {
     int query, head, row, batch;
+    int rows = (1 << kRows) - 1;  // a bit for each of the rows n: half a tile has one of two
+
+    CUTLASS_DEVICE bool has_row(int r, const ForwardArgs& args) const {
+      return row + r < args.N && (kRows == 1 || (rows >> r & 1) != 0);
+    }
   };
   CUTLASS_DEVICE static Coordinates locate(const ForwardArgs& args, int tile) {
     Coordinates at;
+    if (kRows == 2 && tile >= args.first_half) {
+      const int past = tile - args.first_half;
+      at.rows = 1 << past % 2, tile = args.first_half + past / 2;
+    }
     int band, group;
     args.by_band_tiles(band, tile, tile);
     if (band + 1 < args.num_bands) {

@@ -18,7 +18,7 @@ class FirstMask {
     const int lane = int(threadIdx.x) % 32, row = int(threadIdx.x) / 32 / kWarps, warp = int(threadIdx.x) / 32 % kWarps;
     const typename Config::Coordinates at = Config::locate(args, int(blockIdx.x));
     const int n = min(at.row + row, args.N - 1);
-    const bool is_read = at.row + row < args.N && args.is_read(at.batch, n);
+    const bool is_read = at.has_row(row, args) && args.is_read(at.batch, n);
     const scalar_t* bias1 =
         static_cast<const scalar_t*>(args.bias1) + at.batch * args.bias1_stride[0] + n * args.bias1_stride[1];
     float x[kSteps][2], largest = -infinity();

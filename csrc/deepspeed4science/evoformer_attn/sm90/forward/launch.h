@@ -2,6 +2,7 @@
 // one Sm90Forward<...> and exports its functions.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "params.h"
@@ -9,6 +10,7 @@
 #include "sm90/bias2_rows.h"
 #include "sm90/forward/kernel.h"
 #include "sm90/forward/plan.h"
+#include "sm90/half_tiles.h"
 #include "sm90/persistent_grid.h"
 
 namespace ds4s::sm90 {
@@ -45,10 +47,14 @@ struct ForwardLaunch {
     if (Config::kHasBias2 && error == cudaSuccess) error = make_tile_map<scalar_t, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
-    if (args.num_tiles < blocks) blocks = args.num_tiles;
     if (plan.groups_of_band == 1) {  // in bands, blocks get every query block of a row n anyway
       blocks = int(balanced_blocks(blocks, args.num_tiles, ceil_div(p.Lq, Config::kQueries), Config::kQueryTiles));
     }
+    if (Config::kRows == 2) {
+      const HalfTiles tiles = HalfTiles::of(args.num_tiles, blocks);
+      args.first_half = int32_t(tiles.first_half), args.num_tiles = int32_t(tiles.num_tiles);
+    }
+    blocks = std::min(blocks, args.num_tiles);
     Launch launch(blocks, Config::kNumThreads, Config::kSharedBytes, /*cluster=*/1, stream);
     launch.overlap();
     return cudaLaunchKernelEx(launch.config(), forward<Config>, args, maps);

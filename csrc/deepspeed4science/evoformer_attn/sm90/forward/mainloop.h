@@ -339,10 +339,10 @@ struct ForwardMainloop {
       const int num_hidden = uniform(seen.num_hidden);
       const int num_steps = uniform(seen.num_steps) - num_hidden;
       const Keys keys = Split::keys(num_steps, uniform(seen.tail_units), at);
-      const uint32_t rows = seen.rows;
+      const uint32_t rows = seen.rows, visible_rows = seen.visible_rows;
       release(shared, pipe, num_hidden, at);
-      const bool exists = block.row + at.row < args.N && block.query + at.tile * kQueries < args.Lq;
-      if (exists && (rows >> at.row & 1) != 0) {
+      const bool exists = (rows >> at.row & 1) != 0 && block.query + at.tile * kQueries < args.Lq;
+      if (exists && (visible_rows >> at.row & 1) != 0) {
         if (Config::kScalesQ && Split::is_first(at)) scale_q(q, args.q_factor, at);
         Split::sync(at);  // and the previous tile's partial results have been read
         const uint32_t q_low = QTile::descriptor_low(shared_address(q));

@@ -104,7 +104,7 @@ struct ForwardProducer {
       shared.mask_empty[pipe.index].wait(pipe.phase ^ 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
-        RowScan<scalar_t, Config::kHasBias1>(args, at.batch, at.row + r)
+        RowScan<scalar_t, Config::kHasBias1>(args, at.batch, at.has_row(r, args) ? at.row + r : args.N)
             .run(shared.mask[pipe.index], r, Config::num_ahead(args, tile));
       }
       shared.mask_full[pipe.index].arrive();
@@ -154,12 +154,13 @@ struct ForwardProducer {
   }
   CUTLASS_DEVICE static typename Config::Visible visible(const Mask* mask, const ForwardArgs& args,
                                                          const Coordinates& at, int num_ahead, int num_steps) {
-    typename Config::Visible x{num_steps, 0, 0, 0};
+    typename Config::Visible x{num_steps, 0, 0, 0, 0};
     int end = mask == nullptr ? args.Lk : 0;
     bool sees_first = mask == nullptr;
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      x.rows |= uint32_t(at.row + r < args.N && (mask == nullptr || mask->sees_any[r])) << r;
+      x.rows |= uint32_t(at.has_row(r, args)) << r;
+      x.visible_rows |= uint32_t(mask == nullptr || mask->sees_any[r]) << r;
       if (mask != nullptr) end = max(end, mask->end[r]), sees_first |= mask->sees_first[r];
     }
     if (num_ahead > 0 && !sees_first) x.num_hidden = 1;
