@@ -118,8 +118,9 @@ class Sm80BackwardPlanner {
     plan_.padded_queries = ceil_div(p_.Lq, unit_.tiles.fused_streamed) * unit_.tiles.fused_streamed;
     plan_.padded_keys = key_blocks * unit_.tiles.owned;
     plan_.progress = layout_.reserve(true, (p_.B * p_.N * p_.H + 1) * 4);
+    const int64_t resident_blocks = fused_resident_blocks(unit_.head_dim);
     plan_.accumulators = DqAccumulatorPlan::of(p_, unit_.element_bytes, plan_.padded_queries * unit_.head_dim * 4,
-                                               key_blocks, int64_t(device_.num_multiprocessors) * unit_.fused_blocks,
+                                               key_blocks, device_.num_multiprocessors * resident_blocks,
                                                fused_side_by_side(unit_.head_dim), spare_accumulators(unit_.head_dim));
     plan_.own_accumulators = layout_.reserve(true, plan_.accumulators.num_own * plan_.accumulators.accumulator_bytes);
     const bool is_whole = plan_.padded_queries == p_.Lq && plan_.padded_keys == p_.Lk && is_on_16_bytes(p_.dbias2);
