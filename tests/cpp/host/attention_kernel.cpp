@@ -24,13 +24,10 @@ struct ArchTraits {
   static constexpr int kCapability = ArchTag::kMinComputeCapability;
   static constexpr bool kHasCpAsync = false;
 };
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 inline int uniform(int x) { return x; }
 
 namespace ptx {
-inline float exp2(float x) { return std::exp2(x); }
-inline float log2(float x) { return std::log2(x); }
 inline float shfl_quad(float x, int lane) {
   return bits_of<float>(exchange(bits_of<uint32_t>(x))[(threadIdx.x & ~3) + lane]);
 }

@@ -99,15 +99,20 @@ struct WarpgroupSoftmax {
     }
   }
 
+  // Two sums of a row, so that ptxas leaves other instructions between two of 2^x; as x + y it puts both side by side,
+  // where the second one waits.
   template <int kCount>
   CUTLASS_DEVICE void exponentiate_common(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
+    float of_odd[2] = {-0.f, -0.f};  // -0 + y is y
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       int r = row_of(2 * i);
       float x = ptx::exp2(fmaf(s[2 * i], c, -cm[r])), y = ptx::exp2(fmaf(s[2 * i + 1], c, -cm[r]));
-      l[r] += x + y;
+      l[r] += x, of_odd[r] += y;
       p[i] = ptx::pack<scalar_t>(x, y);
     }
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 2; ++r) l[r] += of_odd[r];
   }
   template <int kCount>
   CUTLASS_DEVICE void exponentiate_careful(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {

@@ -114,6 +114,7 @@ T __reduce_max_sync(uint32_t, T x) {
 }
 inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return exchange(x)[lane]; }
 
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline float infinity() { return std::numeric_limits<float>::infinity(); }
 
 using std::isnan;
@@ -156,6 +157,12 @@ template <typename T>
 uint32_t max_nan_pairs(uint32_t x, uint32_t y) {
   const float2 a = unpack<T>(x), b = unpack<T>(y);
   return pack<T>(max_nan(a.x, b.x), max_nan(a.y, b.y));
+}
+inline float exp2(float x) { return std::exp2(x); }
+inline float log2(float x) { return std::log2(x); }
+inline uint32_t max_half_pairs(uint32_t x, uint32_t y) {
+  const float2 a = unpack<cutlass::half_t>(x), b = unpack<cutlass::half_t>(y);
+  return pack<cutlass::half_t>(std::fmax(a.x, b.x), std::fmax(a.y, b.y));
 }
 inline void store_16(void* to, const uint4& x) { std::memcpy(to, &x, sizeof(x)); }
 inline void cp_async_16(void* to, const void* from, bool exists) {
