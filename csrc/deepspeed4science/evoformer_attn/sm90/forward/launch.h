@@ -47,7 +47,8 @@ struct ForwardLaunch {
     if (Config::kHasBias2 && error == cudaSuccess) error = make_tile_map<scalar_t, BiasBox>(maps.bias2, bias2);
     if (error != cudaSuccess) return error;
     ForwardArgs args = make_args(p, plan, bias2);
-    if (plan.groups_of_band == 1) {  // in bands, blocks get every query block of a row n anyway
+    // In bands, blocks get every query block of a row n anyway.
+    if (plan.groups_of_band == 1 && args.num_tiles >= blocks) {
       blocks = int(balanced_blocks(blocks, args.num_tiles, ceil_div(p.Lq, Config::kQueries), Config::kQueryTiles));
     }
     if (Config::kRows == 2) {
