@@ -10,7 +10,7 @@ namespace ds4s::sm90 {
 struct HalfTiles {
   int64_t first_half, num_tiles;  // num_tiles: with each half as one
 
-  // Where at most half of the blocks have a tile in the last round, twice as many have half a tile, which takes 0.6 to
+  // Where at most half of the blocks have a tile in the last round, twice as many have half a tile, which takes about
   // 0.8 of the time: a step takes less where fewer warpgroups are at work on a multiprocessor.
   static HalfTiles of(int64_t tiles, int64_t blocks) {
     const int64_t last = tiles % blocks;
