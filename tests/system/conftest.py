@@ -1,9 +1,14 @@
-"""Folders for the loader's tests: an ordinary one, and file systems that refuse to be written."""
+"""Folders for the loader's tests: an ordinary one, and file systems that refuse to be written.
+nvcc, and the folders of headers, for tests that compile CUDA code.
+"""
 
 import os
 import subprocess
 
 import pytest
+
+from op_builder import paths
+from op_builder.toolchain import cutlass, toolkits
 
 from .toys import Workshop, kill_spawned
 
@@ -59,3 +64,19 @@ def make_readonly(mount_tmpfs):
             path.chmod(0o755)
         else:
             subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def nvcc():
+    tool = toolkits.find_nvcc()
+    if not tool.ok:
+        pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
+    return tool
+
+
+@pytest.fixture(scope="module")
+def includes():
+    headers = cutlass.find_cutlass()
+    if not headers.ok:
+        pytest.skip(f"CUTLASS: {headers.reason}; {headers.remedy}")
+    return [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]

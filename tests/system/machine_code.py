@@ -9,6 +9,13 @@ from pathlib import Path
 from op_builder.toolchain import toolkits
 
 
+def compiled(command):
+    """What a command prints that must succeed."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def wheel_folders(package):
     """Where the NVIDIA wheels put things: <site-packages>/nvidia/<package>."""
     spec = importlib.util.find_spec("nvidia")

@@ -1,13 +1,10 @@
 """The CUDA units of every family compile, and their machine code is what it should be: matrix
-instructions there, no spills where the inner loop must not have them. Needs nvcc and no GPU; the
-published examples also run where there is one.
+instructions there, no spills where the inner loop must not have them. Needs nvcc and no GPU.
 """
 
-import ctypes
 import operator
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from op_builder import paths
 from op_builder.ops.instantiations import CudaKernel
-from op_builder.toolchain import cutlass, nvcc_targets, toolkits
+from op_builder.toolchain import nvcc_targets
 from op_builder.toolchain.nvcc import FLAGS
 from tests.system.machine_code import (
     arrivals_before_reads,
     branches_before_their_condition,
+    compiled,
     consumers_that_spill,
     disassembler,
     instructions_by_kernel,
@@ -32,14 +29,9 @@ from tests.system.machine_code import (
     overwritten_operands,
     reads_behind_remote_stores,
     spills_in_steps,
-    wheel_folders,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLES = tuple(
-    REPOSITORY / "tests" / "cpp" / "device" / f"{name}.cu"
-    for name in ("forward_examples", "forward_tiles", "epilogue_grad_bias")
-)
 
 
 @dataclass(frozen=True)
@@ -125,28 +117,6 @@ UNITS = (
     unit("sm80", "bwd", "bf16", 32, "bias2", "8.6", BACKWARD_SPILL_BYTES),
     unit("sm80", "bwd", "bf16", 32, "bias2", "12.0", BACKWARD_SPILL_BYTES),
 )
-
-
-@pytest.fixture(scope="module")
-def nvcc():
-    tool = toolkits.find_nvcc()
-    if not tool.ok:
-        pytest.skip(f"nvcc: {tool.reason}; {tool.remedy}")
-    return tool
-
-
-@pytest.fixture(scope="module")
-def includes():
-    headers = cutlass.find_cutlass()
-    if not headers.ok:
-        pytest.skip(f"CUTLASS: {headers.reason}; {headers.remedy}")
-    return [f"-I{paths.csrc_root()}", f"-I{headers.include_dir}"]
-
-
-def compiled(command):
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def spilled_bytes(log):
@@ -357,22 +327,6 @@ def test_instructions_for_older_compilers(cuda, isa, nvcc, includes, tmp_path):
     assert not newer_instructions(ptx, isa, "sm_90", nvcc.path.parent / "ptxas")
 
 
-SM70 = """\
-#include "kernel_forward.h"
-#include "kernel_backward.h"
-template <int kHeadDim>
-using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm70, true, 64, 32, true, true,
-                               BroadcastA, BroadcastB, kHeadDim>;
-template __global__ void attention_forward<Kernel<32>>(Kernel<32>::Params);
-template __global__ void attention_forward<Kernel<64>>(Kernel<64>::Params);
-using Backward = AttentionBackwardKernel<cutlass::half_t, cutlass::arch::Sm70, true, 32, true>;
-template __global__ void ds4s::backward_dq_dkdv<Backward::Owned<Backward::Gradients::kDq>>(
-    const __grid_constant__ Backward::Params, const __grid_constant__ ds4s::TileOrder, int);
-template __global__ void ds4s::backward_dbias2<Backward::Dbias2>(
-    const __grid_constant__ Backward::Params, int);
-"""
-
-
 def test_each_instruction_has_a_line(nvcc, includes):
     """scripts/instructions: with all lines and calls told apart, counts add up to the whole."""
     if not disassembler():
@@ -385,121 +339,3 @@ def test_each_instruction_has_a_line(nvcc, includes):
         total, *counts = (int(line.split()[0]) for line in kernel.splitlines())
         assert total == sum(counts) > 100
     assert "mainloop.h:" in printed
-
-
-class Nvrtc:
-    """The runtime compiler of CUDA 12, the last that makes machine code for Volta."""
-
-    WHEELS = "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12 12.9"
-
-    def __init__(self):
-        libraries = [
-            library
-            for folder in wheel_folders("cuda_nvrtc")
-            for library in folder.glob("lib/libnvrtc.so.12")
-        ]
-        packages = ("cuda_runtime", "cuda_cccl")
-        self.includes = [folder / "include" for p in packages for folder in wheel_folders(p)]
-        if not libraries or len(self.includes) < len(packages):
-            pytest.skip(f"the wheels {self.WHEELS} are not installed")
-        self.library = ctypes.CDLL(str(libraries[0]))
-
-    def text(self, program, name):
-        size = ctypes.c_size_t()
-        getattr(self.library, f"nvrtcGet{name}Size")(program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        getattr(self.library, f"nvrtcGet{name}")(program, buffer)
-        return buffer.raw
-
-    def compile(self, source, options):
-        """(status, log, machine code)"""
-        program = ctypes.c_void_p()
-        self.library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), b"unit.cu", 0, None, None
-        )
-        words = [str(word).encode() for word in options]
-        words += [f"-I{folder}".encode() for folder in self.includes]
-        status = self.library.nvrtcCompileProgram(
-            program, len(words), (ctypes.c_char_p * len(words))(*words)
-        )
-        log = self.text(program, "ProgramLog").decode()
-        return status, log, b"" if status else self.text(program, "CUBIN")
-
-
-def test_volta_machine_code(includes, tmp_path):
-    """True sm_70 code, which nvcc 13 refuses: device headers stay free of host-only includes."""
-    options = ["--std=c++17", "-arch=sm_70", "--ptxas-options=-v", "-default-device", *includes]
-    status, log, cubin = Nvrtc().compile(SM70, options)
-    assert status == 0, log
-    spills = {
-        name: int(stores)
-        for name, stores in re.findall(
-            r"Function properties for (\S+)\s.*?(\d+) bytes spill stores", log, re.DOTALL
-        )
-        if "attention_forward" in name
-    }
-    assert spills and not any(spills.values()), log
-    path = tmp_path / "volta.cubin"
-    path.write_bytes(cubin)
-    tool = disassembler()
-    if tool and "SM70" in compiled([tool, "--help"]):  # from 13.1 on it refuses Volta's code
-        assert re.search(r"\bHMMA\.884\.", compiled([tool, "-c", path]))
-
-
-ROW_BIAS_SECOND = """\
-#include "kernel_forward.h"
-using Kernel = AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 32, 32, true, true,
-                               BroadcastNoLoad, BroadcastA, 16>;
-template __global__ void attention_forward<Kernel>(Kernel::Params);
-"""
-
-
-def test_a_row_bias_may_be_the_second_one(nvcc, includes, tmp_path):
-    """Its first elements are loaded before a block has stored addresses in shared memory."""
-    tool = disassembler()
-    if not tool:
-        pytest.skip("no nvdisasm")
-    source, cubin = tmp_path / "second.cu", tmp_path / "second.cubin"
-    source.write_text(ROW_BIAS_SECOND)
-    flags = ["-std=c++17", "-cubin", "-arch=sm_80", "-diag-suppress=128"]
-    compiled([nvcc.path, *flags, *includes, "-o", cubin, source])
-    begin, *_ = re.split(r"\bSTS\b", compiled([tool, "-c", cubin]), maxsplit=1)
-    assert "LDG" in begin and not re.search(r"\bLDS\S* R\d", begin)
-
-
-HEADERS = (
-    "kernel_forward.h",
-    "epilogue/epilogue_grad_bias.h",
-    "epilogue/epilogue_rescale_output.h",
-    "transform/bias_broadcast.h",
-)
-
-
-def test_headers_by_their_published_paths(nvcc, includes, tmp_path):
-    """Nothing but the repository's root and CUTLASS on the include path."""
-    root = "csrc/deepspeed4science/evoformer_attn"
-    source = tmp_path / "headers.cu"
-    source.write_text("".join(f'#include "{root}/{header}"\n' for header in HEADERS))
-    flags = ["-std=c++17", "-cubin", "-arch=sm_80", f"-I{REPOSITORY}", includes[1]]
-    compiled([nvcc.path, *flags, "-o", tmp_path / "headers.cubin", source])
-
-
-@pytest.mark.parametrize("source", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_compile(source, nvcc, includes, tmp_path):
-    """The headers' published examples, as they are."""
-    flags = ["-std=c++17", "-cubin", "-arch=sm_80", "-Ofc=max"]
-    compiled([nvcc.path, *flags, *includes, "-o", tmp_path / "examples.cubin", source])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("source", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(source, nvcc, includes, tmp_path):
-    """The same on this machine's GPU, each against a loop on the host."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    major, minor = torch.cuda.get_device_capability()
-    program = tmp_path / "examples"
-    flags = ["-std=c++17", "-O2", f"-arch=sm_{major}{minor}", "-cudart", "static"]
-    compiled([nvcc.path, *flags, *includes, "-o", program, source])
-    compiled([program])

@@ -9,15 +9,12 @@
 #include <random>
 #include <vector>
 
+#include "softmax_checks.h"
+
 using namespace ds4s;
 
 constexpr int kParts = 2, kBlocks = 6, kKeys = 32;
-constexpr double kInf = std::numeric_limits<double>::infinity();
 
-struct Kind {
-  const char* name;
-  double (*bias)(int part, int block, int key);
-};
 const Kind kKinds[] = {
     {"none", [](int, int, int) { return 0.; }},
     {"-1e6 everywhere", [](int, int, int) { return -1e6; }},
@@ -35,12 +32,6 @@ const Kind kKinds[] = {
     {"300 less in each block", [](int, int block, int) { return -300. * block; }},
     {"-inf, later nothing", [](int, int block, int) { return block < 2 ? -kInf : 0; }},
 };
-
-double difference(double x, double reference) {
-  if (std::isinf(reference) || std::isinf(x)) return x == reference ? 0 : kInf;
-  double error = std::fabs(x - reference) / std::max(1., std::fabs(reference));
-  return error == error ? error : kInf;
-}
 
 // Scores are kept in `unit`s; each key's value is a thousand times its number. kFixes: references come from begin();
 // `unfit` counts rows with a part that does not fit, which have no error then.

@@ -104,6 +104,7 @@ struct ForwardProducer {
       shared.mask_empty[pipe.index].wait(pipe.phase ^ 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = warp; r < kRows; r += Config::kScanningWarps) {
+        // A row n of another block's half is like one that does not exist.
         RowScan<scalar_t, Config::kHasBias1>(args, at.batch, at.has_row(r, args) ? at.row + r : args.N)
             .run(shared.mask[pipe.index], r, Config::num_ahead(args, tile));
       }
