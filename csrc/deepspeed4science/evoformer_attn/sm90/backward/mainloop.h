@@ -94,6 +94,18 @@ struct DqDkdvMainloop : StepProducts<Config> {
     }
   }
 
+  // So many exponentials of a lane come before the wait for the last step's results, the others after all waits, among
+  // the instructions for dS. Up to D = 32, ptxas makes one run of the first ones, in which the unit for ex2 is the
+  // limit: with half of them 0.988 of the backward at 384 and 768, one H200. Above, 1.00.
+  static constexpr int kEarly = Config::kHeadDim <= 32 ? kColumns / 4 : kColumns / 2;
+
+  // P of the elements from kFirst to kEnd - 1 of a lane, math.md (8).
+  template <int kFirst, int kEnd>
+  CUTLASS_DEVICE static void exponentiate(Scores& s, const BackwardArgs& args, const Results& results) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int x = kFirst; x < kEnd; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
+  }
+
   // Packs P and dS of a step whose products s and dp have been started. Also waits for the result products of the
   // previous step, whose stage was last_stage, and releases that stage.
   CUTLASS_DEVICE static void finish_scores(Packed& p, Packed& ds, Scores& s, Scores& dp, Results& results,
@@ -103,26 +115,26 @@ struct DqDkdvMainloop : StepProducts<Config> {
     if constexpr (kStoresDbias2) first_key = shared.first_key[stage];
     wgmma_wait<2>();
     fence_registers(s);
-    CUTLASS_PRAGMA_UNROLL
-    for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
-    fence_registers(s);  // all exponentials come before the next wait
+    exponentiate<0, kEarly>(s, args, results);
+    fence_registers(s);  // these come before the next wait
     wgmma_wait<1>();
     if (kKeys) keep(p);
     keep(ds);
     if (last_stage >= 0) {
       shared.empty[last_stage].arrive();
     } else if constexpr (Config::kHasDqWarpgroup) {
-      // The last tile's results have left their buffer. Also, ptxas moves nothing across this branch: without it, the
-      // exponentials come after the next wait, which takes 1.03 to 1.07 of the time.
+      // The last tile's results have left their buffer. Also, ptxas moves nothing across this branch. Without it, all
+      // exponentials come after the next wait.
       if (at.issues()) cute::tma_store_wait<0>();
     } else {
       pending.finish(shared.owned_empty, at);
     }
-    if constexpr (kKeys) pack(p, s);
     wgmma_wait<0>();
     fence_registers(dp);
     fence_registers(results.of_ds);
     fence_registers(results.of_p);
+    exponentiate<kEarly, kColumns / 2>(s, args, results);
+    if constexpr (kKeys) pack(p, s);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
     if constexpr (kStoresDbias2) {
