@@ -33,17 +33,17 @@ FLOAT = 10  # more: float16 operands, whose sums are float32
 @pytest.mark.parametrize(
     ("kind", "shape", "expected"),
     [
-        (WIDE, (1, 64, 1024, 1024, 8), (46, 1024 * 64, 1027, True, 1)),
-        (WIDE, (1, 64, 1024, 1022, 8), (54, 1024 * 64, 1027, False, 1)),
-        (WIDE, (1, 160, 1024, 1024, 8), (54, 1024 * 64, 2563, False, 1)),  # room for 21 of 22
-        (NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 32, 2051, False, 1)),
+        (WIDE, (1, 64, 1024, 1024, 8), (46, 1024 * 64, 1031, True, 1)),
+        (WIDE, (1, 64, 1024, 1022, 8), (54, 1024 * 64, 1031, False, 1)),
+        (WIDE, (1, 160, 1024, 1024, 8), (54, 1024 * 64, 2567, False, 1)),  # room for 21 of 22
+        (NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 32, 2055, False, 1)),
         (WIDE, (1, 16, 200, 200, 2), (0, 0, 0, False, 1)),  # no room: two passes
-        (PAIRED, (1, 48, 768, 768, 16), (70, 768 * 32, 1539, True, 1)),
-        (PAIRED, (1, 256, 1024, 1024, 4), (113, 256 * 32, 8195, True, 4)),
+        (PAIRED, (1, 48, 768, 768, 16), (70, 768 * 32, 1543, True, 1)),
+        (PAIRED, (1, 256, 1024, 1024, 4), (113, 256 * 32, 8199, True, 4)),
         (PAIRED, (1, 400, 1024, 1024, 4), (0, 0, 0, False, 1)),  # room for 40 of 43
-        (FLOAT + WIDE, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1027, True, 1)),
-        (FLOAT + WIDE, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1667, False, 1)),
-        (FLOAT + NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2051, False, 1)),
+        (FLOAT + WIDE, (1, 64, 1024, 1024, 8), (23, 1024 * 128, 1031, True, 1)),
+        (FLOAT + WIDE, (1, 104, 1024, 1024, 8), (54, 1024 * 128, 1671, False, 1)),
+        (FLOAT + NARROW, (1, 256, 1024, 1024, 4), (54, 1024 * 64, 2055, False, 1)),
     ],
     ids=[
         "D128",
@@ -100,7 +100,7 @@ def test_accumulators_fit_where_they_are_and_suffice(plan):
             assert size * sections >= words, (seed, shape)
             least = 2.5 if sections > 1 else 1.25 if adds else 1.5
             assert accumulators >= min(pairs * sections, least * under_way), (seed, shape)
-            assert counters == 2 * pairs * sections + 3, (seed, shape)
+            assert counters == 2 * pairs * sections + 7, (seed, shape)
             # Of a head: maxima of pieces, an exponent, each block's largest sum, and one number.
             of_head = (3 * -(-Lq // (16 if kind == WIDE else 32)), 1, -(-Lk // 128), 1)
             pieces = [4 * B * N * H * end for end in itertools.accumulate(of_head)]

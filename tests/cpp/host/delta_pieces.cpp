@@ -81,7 +81,7 @@ int main(int, char** argv) {
 
     run(kPrepareThreads, num_piece_blocks(of_first, first),
         [&] { compute_delta_pieces<Config, false>(of_first, uint32_t(blockIdx.x)); });
-    run(kPrepareThreads, ceil_div(first, kPrepareThreads / 32), [&] { find_dq_exponents(range, N, first); });
+    run(kPrepareThreads, ceil_div(first, kPrepareThreads / 32), [&] { find_exponents_and_tiles(range, N, first, {}); });
     for (int pair = 0; pair < pairs; ++pair) mistakes += (exponents[number_of(pair)] == kNotFound) != (pair >= first);
     if (later > 0) run(32 * kLaterDeltaWarps, later_blocks, [&] { LaterDelta<Config>(of_later, later_blocks).run(); });
 

@@ -69,6 +69,7 @@ struct BackwardArgs {
 
   // dq_global.h: an accumulator holds so many steps of queries, a section; so many of these cover all queries.
   int32_t section_steps, num_sections;
+  const int2* seen_tiles;  // the tiles of keys that some row n sees (seen_tiles.h); null: all
 
   // The index of a row n among all B N.
   CUTLASS_DEVICE int64_t row_index(int batch, int n) const { return int64_t(batch) * N + n; }

@@ -3,6 +3,7 @@
 
 #include "common/arch.h"
 #include "sm90/backward/args.h"
+#include "sm90/backward/seen_tiles.h"
 #include "sm90/backward/tile_scheduler.h"
 #include "sm90/backward/tile_sizes.h"
 #include "sm90/mma/rank1_mma.h"
@@ -200,6 +201,7 @@ struct DqDkdvConfig {
     EmptyBarrier owned_empty[kBuffers], empty[kStages];
     cute::conditional_t<kDqInGlobal, DqGlobalBarriers, Nothing> dq_global_barriers;
     cute::conditional_t<kTakesTiles, Queue, Nothing> tile_queue;
+    cute::conditional_t<kTakesTiles, SeenTiles, Nothing> seen_tiles;
     cute::conditional_t<kKeys, Nothing, int[kStages]> first_key;  // of the streamed keys
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));

@@ -10,6 +10,7 @@
 #include "common/atomic_add.h"
 #include "common/dbias2_rows.h"
 #include "sm90/backward/args.h"
+#include "sm90/backward/seen_tiles.h"
 #include "sm90/mma/pipeline.h"
 
 namespace ds4s::sm90 {
@@ -208,9 +209,10 @@ static __global__ void __launch_bounds__(kOrderThreads) order_dbias2(const Backw
   OrderedRows rows(args, corrects, shared, blockIdx.x);
   // kernel_dq_dkdv ends with the tiles of the last head, so other heads need not wait for its end: for all (b, n, h)
   // of a matrix, all blocks have added.
+  const int num_tiles = SeenTiles::num_of_pair(args);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int n = threadIdx.x; n < args.N; n += kOrderThreads) {
-    ptx::wait_for(args.dq_progress + int64_t(rows.matrix()) * args.N + n, args.by_blocks.divisor);
+    ptx::wait_for(args.dq_progress + int64_t(rows.matrix()) * args.N + n, num_tiles);
   }
   __syncthreads();
   rows.finish();

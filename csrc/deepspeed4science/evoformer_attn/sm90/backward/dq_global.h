@@ -27,6 +27,7 @@
 #include "sm90/backward/dq_range.h"
 #include "sm90/backward/dq_sums.h"
 #include "sm90/backward/section_order.h"
+#include "sm90/backward/zero_gradients.h"
 
 namespace ds4s::sm90 {
 
@@ -56,9 +57,15 @@ struct DqGlobal {
     if constexpr (Config::kPairsRows) return 2 * args.by_blocks.div(tile / 2) + tile % 2;
     return args.by_blocks.div(tile);
   }
-  // The number of a tile among those of its (b, n, h).
-  CUTLASS_DEVICE static int number_of(const BackwardArgs& args, int tile) {
-    return args.by_blocks.rem(Config::kPairsRows ? tile / 2 : tile);
+  // The number of a tile among those of its (b, n, h) that are computed, and how many these are.
+  CUTLASS_DEVICE static int number_of(const Shared& shared, const BackwardArgs& args, int tile) {
+    const int number = args.by_blocks.rem(Config::kPairsRows ? tile / 2 : tile);
+    if constexpr (Config::kTakesTiles) return number - shared.seen_tiles.first;
+    return number;
+  }
+  CUTLASS_DEVICE static int num_tiles_of_pair(const Shared& shared, const BackwardArgs& args) {
+    if constexpr (Config::kTakesTiles) return shared.seen_tiles.by_blocks.divisor;
+    return args.by_blocks.divisor;
   }
   CUTLASS_DEVICE static uint4* address_of(const BackwardArgs& args, int accumulator) {
     return args.dq_accumulators + int64_t(accumulator) * args.section_steps * kTiles * kPartVectors;
@@ -201,9 +208,9 @@ struct DqGlobal {
   };
 
   // Finds accumulators, and counts sections that have been added. kPairsRows: the next section's accumulator is
-  // announced while a section is added.
-  CUTLASS_DEVICE static void run_accumulators(Shared& shared, const BackwardArgs& args) {
-    if (threadIdx.x % 32 != 0) return;
+  // announced while a section is added. Otherwise this warp also stores dk and dv of the tiles that are left out.
+  CUTLASS_DEVICE static void run_accumulators(Shared& shared, const BackwardArgs& args, const DqDkdvMaps& maps) {
+    const int lane = threadIdx.x % 32;
     auto& barriers = shared.dq_global_barriers;
     auto announce = [&](uint32_t number, int accumulator) {
       barriers.accumulators[number % 2] = accumulator;
@@ -213,15 +220,26 @@ struct DqGlobal {
       __threadfence();
       atomicAdd(args.dq_progress + unit, 1);
     };
-    Sections<TileReader::kLane> added(shared, args);
+    if constexpr (Config::kPairsRows) {
+      if (lane != 0) return;
+    }
+    Sections<TileReader::kWarp> added(shared, args);
     if constexpr (!Config::kPairsRows) {
       for (; added.exists(args); added.advance(shared, args)) {
-        announce(added.number, accumulator_of(args, added.unit(args)));
-        barriers.added[added.number % 2].wait(added.number / 2 % 2);
-        count(added.unit(args));
+        const int tile = added.tiles.tile;
+        if (lane == 0) announce(added.number, accumulator_of(args, added.unit(args)));
+        if (args.seen_tiles != nullptr) {
+          ZeroGradients<Config>::store_left_out(shared.seen_tiles, args, maps, Config::locate(args, tile),
+                                                number_of(shared, args, tile), lane);
+        }
+        if (lane == 0) {
+          barriers.added[added.number % 2].wait(added.number / 2 % 2);
+          count(added.unit(args));
+        }
+        __syncwarp();
       }
     } else {
-      Sections<TileReader::kLane> announced = added;
+      Sections<TileReader::kWarp> announced = added;
       for (; added.exists(args); added.advance(shared, args)) {
         const EmptyBarrier& done = barriers.added[added.number % 2];
         const uint32_t parity = added.number / 2 % 2;
@@ -251,11 +269,12 @@ struct DqGlobal {
     const int lane = threadIdx.x % 32;
     const int num_shares = Config::kPairsRows ? min(args.by_blocks.divisor, args.num_sections) : 1;
     for (Sections<TileReader::kWarp> sections(shared, args); sections.exists(args); sections.advance(shared, args)) {
-      const int tile = sections.tiles.tile, block = number_of(args, tile);
+      const int tile = sections.tiles.tile, block = number_of(shared, args, tile);
       // Each section is written by some of the blocks, so that a block has to wait for few sections.
       const int of_block = block % num_shares, share = sections.section % num_shares;
       if (of_block != share) continue;
-      const int num_writers = (args.by_blocks.divisor - share + num_shares - 1) / num_shares;
+      const int num_tiles = num_tiles_of_pair(shared, args);
+      const int num_writers = (num_tiles - share + num_shares - 1) / num_shares;
       const int unit = sections.unit(args);
       typename Config::Coordinates at = Config::locate(args, tile);
       const bool exists = !Config::kPairsRows || at.row < args.N;
@@ -268,7 +287,7 @@ struct DqGlobal {
         if (sections.section == share) writer.begin_tile();  // this block's sections of it come one after another
       }
       const int accumulator = accumulator_of(args, unit);
-      if (lane == 0) ptx::wait_for(args.dq_progress + unit, args.by_blocks.divisor);
+      if (lane == 0) ptx::wait_for(args.dq_progress + unit, num_tiles);
       __syncwarp();
       if (exists) {
         write(writer, args, shared, address_of(args, accumulator), dq, at, sections.section, block / num_shares,
@@ -280,7 +299,7 @@ struct DqGlobal {
           if (exists) args.dq_largest[slot] = writer.largest();
         }
         __threadfence();
-        if (atomicAdd(args.dq_progress + unit, 1) == args.by_blocks.divisor + num_writers - 1) {
+        if (atomicAdd(args.dq_progress + unit, 1) == num_tiles + num_writers - 1) {
           __threadfence();
           release(args, accumulator);
         }

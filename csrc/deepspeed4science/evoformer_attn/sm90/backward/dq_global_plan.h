@@ -12,7 +12,7 @@ namespace ds4s::sm90 {
 struct DqGlobalPlan {
   int64_t num_accumulators = 0;                        // 0: dq has a kernel of its own
   int64_t accumulator_size = 0;                        // words of 4 bytes
-  int64_t num_counted_sections = 0, num_counters = 0;  // for each section two, and three more (BackwardArgs)
+  int64_t num_counted_sections = 0, num_counters = 0;  // words: for each section two, and seven more (BackwardArgs)
   int64_t key_blocks = 0, range_bytes = 0;             // of dq_range.h
   // An accumulator holds a section of a (b, n, h): so many steps of queries, all or, of pairs of rows n, a few.
   int64_t section_steps = 0, num_sections = 1;
@@ -37,7 +37,7 @@ struct DqGlobalPlan {
       plan.section_steps = section_steps, plan.num_sections = ceil_div(steps, section_steps);
       plan.accumulator_size = section_steps * Tiles::kColumns * (ceil_div(kHeadDim, 64) * 64) / (half_sums ? 2 : 1);
       plan.num_counted_sections = pairs * plan.num_sections;
-      plan.num_counters = 2 * plan.num_counted_sections + 3;
+      plan.num_counters = 2 * plan.num_counted_sections + 7;
       plan.key_blocks = key_blocks;
       plan.range_bytes = half_sums ? DqRangeArgs::of(p, kHeadDim, key_blocks).bytes() : 0;
       // Accumulators, lse and delta are freed before the 16-bit copy of dbias2 is made. Up to the size of that copy,

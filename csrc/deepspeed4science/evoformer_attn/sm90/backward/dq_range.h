@@ -6,13 +6,14 @@
 // maxima: of all queries, of K and V in some keys, of what is finite. So sums may still overflow, or be so small that
 // float16 has few bits for them. find_wrong_dq looks for both, and recompute_dq computes dq of such a (b, n, h) again.
 //
-//   preprocess -> find_dq_exponents -> kernel_dq_dkdv -> ... -> find_wrong_dq -> recompute_dq
-//                              later_delta.h, beside it
+//   preprocess -> find_exponents_and_tiles -> kernel_dq_dkdv -> ... -> find_wrong_dq -> recompute_dq
+//                                     later_delta.h, beside it
 #pragma once
 
 #include "common/postprocess.h"
 #include "common/preprocess.h"
 #include "sm90/backward/dq_range_args.h"
+#include "sm90/backward/seen_tiles.h"
 
 namespace ds4s::sm90 {
 
@@ -64,11 +65,14 @@ static CUTLASS_DEVICE void find_dq_exponent(const DqRangeArgs& args, int64_t bnh
   }
   if (lane == 0) args.exponents[bnh] = exponent;
 }
-// A warp for each of the first num_pairs (b, n, h), in the order of kernel_dq_dkdv's tiles.
+// What kernel_dq_dkdv needs that preprocess cannot know before its end: a warp for each of the first num_pairs
+// (b, n, h), in the order of the tiles, and a last block for the tiles of keys that are seen, where these are wanted.
 static __global__ void __launch_bounds__(kPrepareThreads)
-    find_dq_exponents(const DqRangeArgs args, int num_rows, int num_pairs) {
+    find_exponents_and_tiles(const DqRangeArgs args, int num_rows, int num_pairs, const FindSeenTilesArgs tiles) {
   ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
+  __shared__ int2 keys;
+  if (tiles.tiles != nullptr && blockIdx.x == gridDim.x - 1) return find_seen_tiles(tiles, keys);
   const int number = int(blockIdx.x) * (kPrepareThreads / 32) + int(threadIdx.x) / 32;
   if (number >= num_pairs) return;
   const DqPair at = DqPair::at(number, num_rows, args.heads);
@@ -82,7 +86,8 @@ static __global__ void __launch_bounds__(kPrepareThreads) find_wrong_dq(const Dq
   const int64_t bnh = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
   if (bnh >= int64_t(args.rows) * args.heads) return;
   uint32_t largest = 0;
-  for (int i = 0; i < args.writers; ++i) {
+  const int writers = args.num_writers == nullptr ? args.writers : int(ptx::load_written(args.num_writers));
+  for (int i = 0; i < writers; ++i) {
     largest = max(largest, ptx::load_written(args.largest + bnh * args.writers + i));
   }
   const bool has_factor = args.exponents[bnh] != DqRange::kNone;

@@ -19,6 +19,8 @@ struct DqRangeArgs {
   uint32_t* largest;    // [B N H, writers]: the largest sum that a block has written, as bits of float16
   uint32_t* wrong;      // the (b, n, h) that recompute_dq computes again
   uint32_t* num_wrong;  // their number, which preprocess sets to 0
+  // With a mask: the number of blocks that write dq of a (b, n, h), at most `writers` (seen_tiles.h). Or null: all do.
+  const uint32_t* num_writers;
   int32_t rows, heads, pieces, writers;
   int32_t bound;  // log2 (2 scale), rounded up
 

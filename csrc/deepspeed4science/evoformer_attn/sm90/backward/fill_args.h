@@ -53,11 +53,23 @@ class BackwardFill {
     return args;
   }
 
+  // Null where no tile of keys is left out.
+  int2* seen_tiles() const {
+    return plan_.keys == Kernel::kDqGlobal && plan_.key_mask >= 0
+               ? at<int2>(plan_.counters) + plan_.dq_global.num_counted_sections
+               : nullptr;
+  }
+
   // Where dq is added up in float16.
   DqRangeArgs dq_range(int head_dim) const {
     DqRangeArgs args = DqRangeArgs::of(p_, head_dim, plan_.dq_global.key_blocks);
     args.lie_at(at<void>(plan_.dq_range), at<uint32_t>(plan_.counters) + plan_.dq_global.num_counters - 1);
+    args.num_writers = reinterpret_cast<const uint32_t*>(seen_tiles());
     return args;
+  }
+
+  FindSeenTilesArgs find_seen_tiles(int tile_keys) const {
+    return {mask(), int32_t(p_.B * p_.N), int32_t(p_.Lk), tile_keys, seen_tiles()};
   }
 
   // Counters of later_delta.h.
@@ -99,7 +111,8 @@ class BackwardFill {
       args.dq_accumulators = reinterpret_cast<uint4*>(dq_accumulators());
       args.num_dq_accumulators = int32_t(plan_.dq_global.num_accumulators);
       args.dq_progress = at<int32_t>(plan_.counters), args.dq_released = args.dq_progress + sections;
-      args.dq_num_released = args.dq_released + sections, args.next_tile = args.dq_num_released + 1;
+      args.seen_tiles = seen_tiles();  // four words after dq_released
+      args.dq_num_released = args.dq_released + sections + 4, args.next_tile = args.dq_num_released + 1;
       if (Config::kHalfDqSums) {
         const DqRangeArgs range = dq_range(Config::kHeadDim);
         args.dq_exponents = range.exponents, args.dq_largest = range.largest;

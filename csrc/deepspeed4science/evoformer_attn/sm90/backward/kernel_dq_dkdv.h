@@ -54,6 +54,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   cutlass::arch::fence_view_async_shared();
   if (args.waits) ptx::wait_for_kernel_before();
   ptx::let_next_kernel_start();
+  if constexpr (Config::kTakesTiles) {
+    if (threadIdx.x == 0) shared.seen_tiles.load(args);
+  }
   if constexpr (kClusterBlocks || Config::kPairsRows) {
     cute::cluster_sync();
   } else {
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       }
     }
     if constexpr (Config::kDqInGlobal) {
-      if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args);
+      if (warp == 2) DqGlobal<Config>::run_accumulators(shared, args, maps);
       if (warp == 3) DqGlobal<Config>::run_dq(shared, args, maps.dq_rows);
     }
     __syncwarp();

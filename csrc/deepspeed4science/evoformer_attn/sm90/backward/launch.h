@@ -116,11 +116,14 @@ class Sm90Backward {
     launches_.start_overlapping(sm90::preprocess<Prepare, kFindsVisibleKeys>,
                                 args.num_lists + args.num_masked + of_others, kPrepareThreads, shared_bytes,
                                 /*cluster=*/1, args);
-    if (in_pieces) {
-      launches_.start_overlapping(find_dq_exponents, ceil_div(plan_.first_pairs, kPrepareThreads / 32), kPrepareThreads,
-                                  0, /*cluster=*/1, args.dq_range, int(p_.N), int(plan_.first_pairs));
-      if (plan_.later_pairs > 0) launch_later_delta(args);
+    const int64_t pairs = in_pieces ? plan_.first_pairs : 0;
+    const FindSeenTilesArgs tiles = fill_.find_seen_tiles(Tiles::DqGlobal::kTiles * kOwned);
+    const int64_t blocks = ceil_div(pairs, kPrepareThreads / 32) + (tiles.tiles != nullptr);
+    if (blocks > 0) {
+      launches_.start_overlapping(find_exponents_and_tiles, blocks, kPrepareThreads, 0, /*cluster=*/1, args.dq_range,
+                                  int(p_.N), int(pairs), tiles);
     }
+    if (plan_.later_pairs > 0) launch_later_delta(args);
   }
 
   void launch_later_delta(const PreprocessArgs& of_first) {

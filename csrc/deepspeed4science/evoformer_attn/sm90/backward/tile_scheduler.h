@@ -4,14 +4,15 @@
 //   2. with dq in shared memory, all tiles of every gridDim.x-th (b, n, h), in clusters of every so many clusters
 //      (GroupedTileScheduler for producers, PublishedTileScheduler for consumers);
 //   3. with dq in global memory, unless rows n are paired, the next tile that no block has taken (TileScheduler,
-//      TileQueue). The block's producer takes it from a counter and passes it to all warps. Blocks take tiles in
-//      ascending order, so the tiles of one (b, n, h) run at the same time, and no block waits for a tile that no block
-//      has taken.
+//      TileQueue), of those that some row n sees (seen_tiles.h). The block's producer takes it from a counter and
+//      passes it to all warps. Blocks take tiles in ascending order, so the tiles of one (b, n, h) run at the same
+//      time, and no block waits for a tile that no block has taken.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "sm90/backward/args.h"
+#include "sm90/backward/seen_tiles.h"
 #include "sm90/backward/tile_sizes.h"
 #include "sm90/mma/pipeline.h"
 
@@ -28,27 +29,26 @@ struct TileQueue {
   CUTLASS_DEVICE void init() {
     for (int i = 0; i < kSize; ++i) full[i].init(1), empty[i].init(kReaders);
   }
-  CUTLASS_DEVICE int take(Pipe& pipe, int* counter) {
+  CUTLASS_DEVICE int take(Pipe& pipe, const BackwardArgs& args, const SeenTiles& seen) {
     empty[pipe.index].wait(pipe.phase ^ 1);
-    const int tile = tiles[pipe.index] = atomicAdd(counter, 1);
+    const int tile = tiles[pipe.index] = seen.tile(args, atomicAdd(args.next_tile, 1));
     full[pipe.index].arrive();
     pipe.advance();
     return tile;
   }
-  // Called by all lanes of a warp (warp == true) or by one lane.
-  CUTLASS_DEVICE int read(Pipe& pipe, bool warp) {
+  // Called by all lanes of a warp.
+  CUTLASS_DEVICE int read(Pipe& pipe) {
     full[pipe.index].wait(pipe.phase);
     const int tile = tiles[pipe.index];
-    if (warp) __syncwarp();
-    if (!warp || threadIdx.x % 32 == 0) empty[pipe.index].arrive();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) empty[pipe.index].arrive();
     pipe.advance();
     return tile;
   }
 };
 
-// Who has a scheduler: the thread that takes tiles for its block, all lanes of a warp, one lane of a warp, or a
-// consumer warpgroup.
-enum class TileReader { kTakes, kWarp, kLane, kConsumer };
+// Who has a scheduler: the thread that takes tiles for its block, all lanes of a warp, or a consumer warpgroup.
+enum class TileReader { kTakes, kWarp, kConsumer };
 
 // First and third order, one object for each warp. `tile` is at least args.num_tiles once all tiles are done.
 template <typename Config, TileReader kReader>
@@ -67,9 +67,9 @@ struct TileScheduler {
     if constexpr (!Config::kTakesTiles) {
       tile += gridDim.x;
     } else if constexpr (kReader == TileReader::kTakes) {
-      tile = shared.tile_queue.take(pipe_, args.next_tile);
+      tile = shared.tile_queue.take(pipe_, args, shared.seen_tiles);
     } else {
-      tile = shared.tile_queue.read(pipe_, kReader != TileReader::kLane);
+      tile = shared.tile_queue.read(pipe_);
     }
   }
 

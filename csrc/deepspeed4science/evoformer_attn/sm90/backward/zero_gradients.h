@@ -1,5 +1,6 @@
-// Zeros for hidden keys, in kernel_dq_dkdv with dq in shared memory: a block computes dk, dv and dbias1 of the tiles
-// from a (b, n, h)'s first visible key to its last one. Those of the keys before and after are stored here.
+// Zeros for hidden keys, in kernel_dq_dkdv. With dq in shared memory, a block computes dk, dv and dbias1 of the tiles
+// from a (b, n, h)'s first visible key to its last one. Those of the keys before and after are stored here. So are
+// dk and dv of the tiles that seen_tiles.h leaves out.
 #pragma once
 
 #include "sm90/backward/config.h"
@@ -12,8 +13,8 @@ struct ZeroGradients {
   using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
   using Coordinates = typename Config::Coordinates;
-  // The warps of the producers that compute no delta. Where all do, all consumers.
-  static constexpr int kWarps = Config::kComputesDelta ? 2 - Config::kDeltaWarps : 2;
+  // The warps of the producers that compute no delta, or the one for accumulators. Where there are none, all consumers.
+  static constexpr int kWarps = Config::kDqInGlobal ? 1 : Config::kComputesDelta ? 2 - Config::kDeltaWarps : 2;
   static constexpr int kThreads = kWarps > 0 ? 32 * kWarps : 128 * Config::kWarpgroups;
 
   // Run by these warps of the producers.
@@ -36,6 +37,18 @@ struct ZeroGradients {
     }
   }
 
+  // kTakesTiles, called for each tile that is not left out, with its number among those of its (b, n, h): stores a
+  // share of the others.
+  CUTLASS_DEVICE static void store_left_out(const SeenTiles& tiles, const BackwardArgs& args, const DqDkdvMaps& maps,
+                                            const Coordinates& at, int number, int lane) {
+    constexpr int kKeys = Config::kTiles * Config::kOwned;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = number; i < tiles.num_left_out(args); i += tiles.by_blocks.divisor) {
+      const int key = tiles.left_out(i) * kKeys;
+      store_keys(args, maps, at, key, min(key + kKeys, args.Lk), lane);
+    }
+  }
+
  private:
   CUTLASS_DEVICE static void store_keys(const BackwardArgs& args, const DqDkdvMaps& maps, const Coordinates& at,
                                         int begin, int end, int thread) {
@@ -52,7 +65,8 @@ struct ZeroGradients {
   // Neighbouring threads store the 16-byte pieces of a row.
   CUTLASS_DEVICE static void store_rows(const TensorView<5>& out, const Coordinates& at, int begin, int end,
                                         int thread) {
-    constexpr int kPieces = Config::kHeadDim > 32 ? 8 : Config::kHeadDim / 8, kKeysAtOnce = kThreads / kPieces;
+    constexpr int kPieces = Config::kHeadDim > 64 ? 16 : Config::kHeadDim > 32 ? 8 : Config::kHeadDim / 8;
+    constexpr int kKeysAtOnce = kThreads / kPieces;
     static_assert(kThreads % kPieces == 0 && 8 * kPieces >= Config::kHeadDim, "a thread has a piece of every row");
     const int piece = thread % kPieces;
     if (8 * piece >= int(out.size[0])) return;

@@ -105,6 +105,12 @@ inline void __syncthreads() { block.wait(); }
 inline bool __syncthreads_or(bool) { std::abort(); }  // no program calls it
 inline void __threadfence() {}
 inline void __nanosleep(int) {}
+inline int __reduce_min_sync(uint32_t, int x) {
+  const uint32_t* all = exchange(uint32_t(x));
+  int least = int(all[0]);
+  for (int lane = 1; lane < 32; ++lane) least = min(least, int(all[lane]));
+  return least;
+}
 template <typename T>
 T __reduce_max_sync(uint32_t, T x) {
   const uint32_t* all = exchange(uint32_t(x));
@@ -123,8 +129,19 @@ template <typename T>
 T atomicAdd(T* to, T x) {
   return std::exchange(*to, *to + x);
 }
-inline int atomicMin(int* to, int x) { return std::exchange(*to, min(*to, x)); }
-inline int atomicMax(int* to, int x) { return std::exchange(*to, max(*to, x)); }
+// Of threads that change the same one.
+inline int atomicMin(int* to, int x) {
+  int before = *to;
+  while (!__atomic_compare_exchange_n(to, &before, min(before, x), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return before;
+}
+inline int atomicMax(int* to, int x) {
+  int before = *to;
+  while (!__atomic_compare_exchange_n(to, &before, max(before, x), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return before;
+}
 
 namespace ptx {
 inline void wait_for_kernel_before() {}
