@@ -94,9 +94,9 @@ struct DqDkdvMainloop : StepProducts<Config> {
     }
   }
 
-  // So many exponentials of a lane come before the wait for the last step's results, the others after all waits, among
-  // the instructions for dS. Up to D = 32, ptxas makes one run of the first ones, in which the unit for ex2 is the
-  // limit: with half of them 0.988 of the backward at 384 and 768, one H200. Above, 1.00.
+  // So many exponentials of a lane come before the wait for dP, the others after it, among the instructions for dS. Up
+  // to D = 32, ptxas makes one run of the first ones, in which the unit for ex2 is the limit: with half of them 0.988
+  // of the backward at 384 and 768, one H200. Above, 1.00.
   static constexpr int kEarly = Config::kHeadDim <= 32 ? kColumns / 4 : kColumns / 2;
 
   // P of the elements from kFirst to kEnd - 1 of a lane, math.md (8).
@@ -116,15 +116,16 @@ struct DqDkdvMainloop : StepProducts<Config> {
     wgmma_wait<2>();
     fence_registers(s);
     exponentiate<0, kEarly>(s, args, results);
-    fence_registers(s);  // these come before the next wait
+    // By the source, these come before the next wait. ptxas moves that up: docs/history/sm90-backward-steps.md.
+    fence_registers(s);
     wgmma_wait<1>();
     if (kKeys) keep(p);
     keep(ds);
     if (last_stage >= 0) {
       shared.empty[last_stage].arrive();
     } else if constexpr (Config::kHasDqWarpgroup) {
-      // The last tile's results have left their buffer. Also, ptxas moves nothing across this branch. Without it, all
-      // exponentials come after the next wait.
+      // The last tile's results have left their buffer. Also, ptxas moves no wait up across this branch: the wait for
+      // dP stays behind the first exponentials.
       if (at.issues()) cute::tma_store_wait<0>();
     } else {
       pending.finish(shared.owned_empty, at);

@@ -72,7 +72,7 @@ struct DqGlobalMainloop {
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] = ptx::exp2(fmaf(s[x], args.c, results.row[row_of(x)]));
     Products::pack(p, s);
-    fence_registers(s);  // all of this before the next wait
+    fence_registers(s);  // by the source, before the next wait, as in mainloop.h
     wgmma_wait<1>();
     fence_registers(dp);
     CUTLASS_PRAGMA_UNROLL
