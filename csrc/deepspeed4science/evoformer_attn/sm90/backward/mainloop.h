@@ -7,7 +7,7 @@
 //           dS = P dp                                     rounded to 16 bits, as P is
 //           dv += P^T dO, dk += dS^T Q; or dq += dS K     wgmma, P and dS from registers
 //
-// The products of a step's last line run beside the exponentials of the next step. With dq in shared memory dS is
+// The products of a step's last line shall run beside the exponentials of the next step. With dq in shared memory dS is
 // stored there, too (dq_smem.h). The order of products with dq by additions: mainloop_dq_global.h.
 #pragma once
 
