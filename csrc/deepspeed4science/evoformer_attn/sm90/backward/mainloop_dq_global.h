@@ -77,12 +77,12 @@ struct DqGlobalMainloop {
     fence_registers(dp);
     CUTLASS_PRAGMA_UNROLL
     for (int x = 0; x < kColumns / 2; ++x) s[x] *= dp[x];
-    if (args.dbias1 != nullptr) {
+    Products::pack(ds, s);
+    Dq::store_ds(ds, dq, shared, Products::bias2_offset(at), at);
+    if (args.dbias1 != nullptr) {  // behind the arrival that others wait for
       CUTLASS_PRAGMA_UNROLL
       for (int x = 0; x < kColumns / 2; ++x) results.sums[row_of(x)] += s[x];
     }
-    Products::pack(ds, s);
-    Dq::store_ds(ds, dq, shared, Products::bias2_offset(at), at);
     if constexpr (Config::kAddsDbias2) Dbias2::add(state.dbias2, s, args, at);
     finish_results(state, results, dq, args, shared, at);
     replace(state.p, p, args);
