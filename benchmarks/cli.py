@@ -1,5 +1,5 @@
-"""`python -m benchmarks run | replay | beside | layers | blocks | ceilings | host | startup |
-show | plot | results`
+"""`python -m benchmarks run | replay | beside | load | layers | blocks | ceilings | host |
+startup | show | plot | results`
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import archive, masks, models_cli, quoted, results_page, table
+from benchmarks import alone_cli, archive, masks, models_cli, quoted, results_page, table
 from benchmarks.environment import describe
-from benchmarks.options import among, count, known
+from benchmarks.options import DTYPES, among, count, known
 from benchmarks.peers import PEER_GROUPS, all_peers, peer_names
 from benchmarks.result_file import make_folder, make_result, save
 from benchmarks.run import DIRECTIONS, Options, Row, Skipped, run_workload
-from benchmarks.shapes import GROUPS, WORKLOADS, Workload, select
+from benchmarks.shapes import GROUPS, WORKLOADS, select
 from benchmarks.startup import measure_startups
 from benchmarks.timing import MAX_RUNS
 from deepspeed4science.printing import show
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,45 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="fp32", choices=tuple(DTYPES))
     startup.set_defaults(command=_startup)
 
-    replay = commands.add_parser(
-        "replay", help="device time of this op alone, by CUDA graphs: masks and versions compared"
-    )
-    replay.add_argument(
-        "--shapes", default="tri384,tri768", type=shapes, help="ids or groups, with commas"
-    )
-    replay.add_argument("--masks", type=under, help="masks, with commas, or all (default: none)")
-    replay.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    one_way = among("direction", ("fwd", "bwd"))
-    replay.add_argument(
-        "--direction", default="fwd,bwd", type=one_way, help="fwd, bwd, with commas"
-    )
-    replay.add_argument(
-        "--append",
-        action="store_true",
-        help="add to the file of --json: another version, or another process of the same",
-    )
-    replay.set_defaults(command=_replay)
-
-    beside = commands.add_parser(
-        "beside", help="versions of this package in turn: folders or revisions, with nvcc's flags"
-    )
-    beside.add_argument("versions", nargs="+", metavar="[NAME=]WHAT[@FLAGS]")
-    beside.add_argument(
-        "--shapes", default="tri384", type=shapes, help="ids or groups, with commas"
-    )
-    beside.add_argument(
-        "--masks", type=under, help="each workload under each of these, with commas, or all"
-    )
-    beside.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    beside.add_argument(
-        "--direction", default="fwd,bwd", type=one_way, help="fwd, bwd, with commas"
-    )
-    beside.add_argument("--rounds", type=count, default=9)
-    beside.set_defaults(command=_beside)
-
+    replay, beside, load = alone_cli.add_commands(commands)
     layers, blocks, ceilings = models_cli.add_commands(commands)
-    for command in (run, host, startup, replay, beside, layers, blocks, ceilings):
-        devices = ("cuda",) if command in (replay, ceilings) else ("cpu", "cuda")
+    for command in (run, host, startup, replay, beside, load, layers, blocks, ceilings):
+        devices = ("cuda",) if command in (replay, load, ceilings) else ("cpu", "cuda")
         command.add_argument("--device", default=devices[0], choices=devices)
         command.add_argument(
             "--json", type=Path, help="result file, or a folder: DATE-MACHINE-WHAT.json in it"
@@ -177,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     skipped: list[Skipped] = []
     result = {}
-    for workload in _under_masks(arguments):
+    for workload in alone_cli.under_masks(arguments):
         for dtype in arguments.dtype.split(","):
             new, left_out = run_workload(
                 workload, peers, dtype=DTYPES[dtype], device=device, options=options
@@ -234,107 +197,6 @@ def _startup(arguments: argparse.Namespace) -> int:
     for name, seconds in whole.items():
         print(f"{name:<40} {seconds:8.3f} s beyond import torch")
     return 0
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    from benchmarks.replay import METHOD, ReplayRow, RowKey, measure_replays, read_rows
-
-    if arguments.append and (arguments.json is None or arguments.json.suffix != ".json"):
-        print("--append: expected --json FILE.json, the file to add to")
-        return 2
-    device = torch.device("cuda")
-    environment = describe(device, commit=arguments.commit)
-    workloads = _under_masks(arguments, otherwise="none")
-    settings = {
-        "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
-        "gradients": "dq, dk, dv, dbias2",
-        "method": METHOD,
-    }
-    rows: dict[RowKey, ReplayRow] = {}
-    if arguments.append and arguments.json.is_file():
-        before = json.loads(arguments.json.read_text())
-        there = before["environment"]["gpu"], before["environment"]["torch"], before["settings"]
-        if there != (environment.gpu, environment.torch, settings):
-            print(f"{arguments.json} was measured otherwise: {there}; name another file")
-            return 2
-        rows = read_rows(before)
-    for row in measure_replays(
-        workloads,
-        directions=arguments.direction.split(","),
-        dtype=DTYPES[arguments.dtype],
-        family=environment.cuda_family or "",
-        commit=environment.commit,
-    ):
-        print(
-            f"{row.family:<6}{row.commit or '':<14}{'x'.join(map(str, row.shape)):<18}"
-            f"{row.direction:<5}{row.mask:<14}{row.median_us[0]:>10.1f} us",
-            flush=True,
-        )
-        rows[row.key] = row.joined(rows.get(row.key))
-        results = [asdict(entry) for entry in rows.values()]
-        result = make_result(environment, "graph-replay", settings=settings, results=results)
-        save(arguments, environment, result)
-    return 0
-
-
-def _beside(arguments: argparse.Namespace) -> int:
-    from benchmarks.beside import METHOD, Version, measure
-
-    environment = describe(torch.device(arguments.device), commit=arguments.commit)
-    versions = [Version.of(text) for text in arguments.versions]
-    dtype = str(DTYPES[arguments.dtype]).removeprefix("torch.")
-    settings = {"dtype": dtype, "gradients": "dq, dk, dv, dbias2", "method": METHOD}
-    rows: list[dict[str, object]] = []
-    try:
-        for workload, direction, microseconds in measure(
-            versions,
-            _under_masks(arguments),
-            directions=arguments.direction.split(","),
-            dtype=dtype,
-            device=arguments.device,
-            rounds=arguments.rounds,
-        ):
-            first = microseconds[versions[0].name]
-            figures = (f"{name} {us:.1f} us {us / first:.3f}" for name, us in microseconds.items())
-            print(f"{workload.id:<20} {direction:<4}", *figures, sep="   ", flush=True)
-            rows += [
-                {
-                    "family": environment.cuda_family or "cpu",
-                    "commit": name,
-                    "shape": workload.shape,
-                    "direction": direction,
-                    "mask": workload.mask.id,
-                    "dtype": dtype,
-                    "median_us": [round(us, 2)],
-                }
-                for name, us in microseconds.items()
-            ]
-            result = make_result(environment, "variants", settings=settings, results=rows)
-            save(arguments, environment, result)
-    except (ValueError, RuntimeError) as error:
-        print(error)
-        return 2
-    return 0
-
-
-def _under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Workload]:
-    """The workloads: those with a mask in their name, tri384/half, under that one; the others under
-    each of the named masks that fits them, by default `otherwise` or the workload's own.
-    """
-    names = arguments.masks or otherwise
-    found: list[Workload] = []
-    for workload in select(arguments.shapes.split(",")):
-        if "/" in workload.id or not names:
-            found.append(workload)
-            continue
-        chosen = masks.named(names.split(","))
-        fit = [mask for mask in chosen if workload.N == workload.L or not mask.hides_rows]
-        found += [workload.with_mask(mask) for mask in fit]
-        if left := [mask.id for mask in chosen if mask not in fit]:
-            print(f"{workload.id}: no pair map, left out under {', '.join(left)}", file=sys.stderr)
-    if not found:
-        raise SystemExit(2)  # the lines above say why
-    return found
 
 
 def _list(_: argparse.Namespace) -> int:

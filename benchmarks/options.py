@@ -7,6 +7,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def known(check: Callable[[list[str]], object]) -> Callable[[str], str]:
     """The type of such an option; `check` raises ValueError for a name that it does not know."""

@@ -49,7 +49,7 @@ NEEDS = {
     r"python -m benchmarks beside .*": "a GPU, an older revision",
     r"pip install .*": "a network",
     r"torchrun --nproc-per-node 2 -m benchmarks.many_gpus": "two GPUs",
-    r"python -m benchmarks (run|replay|layers|blocks|host|startup)( .*)?": "a GPU, or minutes",
+    r"python -m benchmarks (run|replay|load|layers|blocks|host|startup)( .*)?": "a GPU, or minutes",
     r"python -m benchmarks ceilings .*": "a GPU",
     r"python -m tests.numeric.fuzz .*": "a GPU",
 }

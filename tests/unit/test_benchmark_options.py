@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import archive, cli  # noqa: E402
+from benchmarks import alone_cli, archive, cli  # noqa: E402
 from benchmarks.result_file import command_line, save  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def test_unknown_names_are_told(command, message, capsys):
 
 def chosen(shapes, masks, otherwise=""):
     options = argparse.Namespace(shapes=shapes, masks=masks)
-    return [(one.id, one.mask.id) for one in cli._under_masks(options, otherwise)]
+    return [(one.id, one.mask.id) for one in alone_cli.under_masks(options, otherwise)]
 
 
 def test_a_mask_in_a_name_is_the_one_that_is_measured(capsys):

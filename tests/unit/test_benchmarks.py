@@ -305,7 +305,7 @@ def test_a_peer_that_stores_every_score_declines_when_memory_is_short():
 
 def test_result_file_reads_back_as_table_and_plot(tmp_path, capsys, monkeypatch):
     """`run` writes a file that `show` and `plot` read, with the machine and the commit in it."""
-    monkeypatch.setattr("benchmarks.cli.select", lambda names: (SMALL,))
+    monkeypatch.setattr("benchmarks.alone_cli.select", lambda names: (SMALL,))
     argv = ["run", "--peers", "eager,sdpa,flex", "--dtype", "fp32", "--seconds", "0.01"]
     assert cli.main([*argv, "--json", str(tmp_path), "--what", "test", "--commit", "abc"]) == 0
     (path,) = tmp_path.glob("*-test.json")
@@ -410,7 +410,7 @@ def test_workloads_get_masks_by_name():
 
 def test_every_mask_runs_and_is_compared_with_none(tmp_path, capsys, monkeypatch):
     """One table, with a row_mask for those who take one, and the ratio for each score."""
-    monkeypatch.setattr("benchmarks.cli.select", lambda names: (PAIR,))
+    monkeypatch.setattr("benchmarks.alone_cli.select", lambda names: (PAIR,))
     argv = ["run", "--peers", "ours,eager", "--dtype", "fp32", "--direction", "fwd", "--runs", "1"]
     assert cli.main([*argv, "--masks", "all", "--check", "--json", str(tmp_path / "m.json")]) == 0
     text = capsys.readouterr().out
