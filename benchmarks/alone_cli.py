@@ -41,14 +41,18 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     load.add_argument("--seconds", type=float, default=2.0, help="for each call")
     load.set_defaults(command=_load)
 
-    for command, default in ((replay, "tri384,tri768"), (beside, "tri384"), (load, "tri768")):
+    for command, shapes, mask in (
+        (replay, "tri384,tri768", "none"),
+        (beside, "tri384", "the shape's own"),
+        (load, "tri768", "none"),
+    ):
         command.add_argument(
-            "--shapes", default=default, type=known(select), help="ids or groups, with commas"
+            "--shapes", default=shapes, type=known(select), help="ids or groups, with commas"
         )
         command.add_argument(
             "--masks",
             type=known(masks.named),
-            help="each workload under each of these, with commas, or all",
+            help=f"each shape under each of these, with commas, or all (default: {mask})",
         )
         command.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
         command.add_argument(
