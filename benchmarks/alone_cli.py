@@ -73,11 +73,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda")
     environment = describe(device, commit=arguments.commit)
     workloads = under_masks(arguments, otherwise="none")
-    settings = {
-        "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
-        "gradients": "dq, dk, dv, dbias2",
-        "method": METHOD,
-    }
+    settings = _settings(arguments, METHOD)
     rows: dict[RowKey, ReplayRow] = {}
     if arguments.append and arguments.json.is_file():
         before = json.loads(arguments.json.read_text())
@@ -110,8 +106,8 @@ def _beside(arguments: argparse.Namespace) -> int:
 
     environment = describe(torch.device(arguments.device), commit=arguments.commit)
     versions = [Version.of(text) for text in arguments.versions]
-    dtype = str(DTYPES[arguments.dtype]).removeprefix("torch.")
-    settings = {"dtype": dtype, "gradients": "dq, dk, dv, dbias2", "method": METHOD}
+    settings = _settings(arguments, METHOD)
+    dtype = settings["dtype"]
     rows: list[dict[str, object]] = []
     try:
         for workload, direction, microseconds in measure(
@@ -150,12 +146,7 @@ def _load(arguments: argparse.Namespace) -> int:
 
     device = torch.device("cuda")
     environment = describe(device, commit=arguments.commit)
-    settings = {
-        "dtype": str(DTYPES[arguments.dtype]).removeprefix("torch."),
-        "gradients": "dq, dk, dv, dbias2",
-        "method": METHOD,
-        "seconds": arguments.seconds,
-    }
+    settings = {**_settings(arguments, METHOD), "seconds": arguments.seconds}
     rows: list[dict[str, object]] = []
     for workload in under_masks(arguments, otherwise="none"):
         for direction, load in measure_load(
@@ -176,12 +167,14 @@ def _load(arguments: argparse.Namespace) -> int:
                     **asdict(load),
                 }
             )
-            save(
-                arguments,
-                environment,
-                make_result(environment, "load", settings=settings, results=rows),
-            )
+            result = make_result(environment, "load", settings=settings, results=rows)
+            save(arguments, environment, result)
     return 0
+
+
+def _settings(arguments: argparse.Namespace, method: str) -> dict[str, str]:
+    dtype = str(DTYPES[arguments.dtype]).removeprefix("torch.")
+    return {"dtype": dtype, "gradients": "dq, dk, dv, dbias2", "method": method}
 
 
 def under_masks(arguments: argparse.Namespace, otherwise: str = "") -> list[Workload]:
