@@ -47,19 +47,26 @@ struct ForwardConfig {
   static_assert(kBlockQueries <= 256, "a box has up to 256 rows");
   static constexpr int kQSteps = (kHeadDim + 15) / 16;
 
-  struct KeyStage {  // a stage of the pipeline for scores
-    alignas(1024) uint8_t k[kRows][KTile::kBytes];
-    alignas(1024) uint8_t bias2[kHasBias2 ? kQueryTiles : 1][kHasBias2 ? BiasTile::kBytes : 16];
-  };
-  struct ValueStage {
-    alignas(1024) uint8_t v[kRows][KTile::kBytes];
-  };
   // f (bias1 - shift); -inf past the last key
   using Bias1Stage = float[kHasBias1 ? kRows : 1][kHasBias1 ? kKeys : 4];
   // The index of a key's value: the four values of a lane among 16 keys are neighbours.
   CUTLASS_DEVICE static int bias1_index(int key) {
     return (key & ~15) + (key >> 1 & 3) * 4 + (key >> 3 & 1) * 2 + (key & 1);
   }
+  // A stage of the pipeline: a step's keys with their biases, and its values, each with barriers. All of it has
+  // constant offsets from one address.
+  struct Stage {
+    alignas(1024) uint8_t k[kRows][KTile::kBytes];
+    alignas(1024) uint8_t bias2[kHasBias2 ? kQueryTiles : 1][kHasBias2 ? BiasTile::kBytes : 16];
+    alignas(1024) uint8_t v[kRows][KTile::kBytes];
+    alignas(16) Bias1Stage bias1;
+    FullBarrier k_full, v_full;
+    EmptyBarrier k_empty, v_empty;
+  };
+  // V of a step is loaded with the keys of the next one, whose barrier counts the bytes of both: consumers need it
+  // then, and wait once a step. v_full counts V of a tile's last step. Where warpgroups divide the keys, each v_full
+  // counts V.
+  static constexpr bool kLoadsValuesLater = kSplits == 1;
   using Mask = TileMask<kRows>;
   static_assert(kStepKeys == kKeys, "what is visible is asked for step by step");
   static constexpr int kScanningWarps = kRows < 2 ? 1 : 2;
@@ -82,15 +89,13 @@ struct ForwardConfig {
   using Partials = cute::conditional_t<(kSplits > 1), Partial[kTiles][kSplits > 1 ? kSplits - 1 : 1], NoPartials>;
   struct Shared {
     alignas(1024) uint8_t q[2][kTiles][QTile::kBytes];  // this tile's and the next one's; O leaves through it
-    KeyStage keys[kStages];
-    ValueStage values[kStages];
-    alignas(16) Bias1Stage bias1[kStages];
+    Stage stages[kStages];
     Mask mask[2];  // this tile's and the next one's
     FirstMaskParts<kRows, kFirstWarps> first_mask;
     Visible visible[2];
     EmptyBarrier mask_full[2], mask_empty[2];
-    FullBarrier q_full[2], k_full[kStages], v_full[kStages];
-    EmptyBarrier q_empty[2], k_empty[kStages], v_empty[kStages];
+    FullBarrier q_full[2];
+    EmptyBarrier q_empty[2];
     Partials partials;
   };
   static constexpr int kSharedBytes = int(sizeof(Shared));

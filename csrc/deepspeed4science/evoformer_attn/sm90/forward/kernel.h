@@ -3,7 +3,7 @@
 // A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 a step. It skips
 // steps in which none of its rows n sees a key; a last step has 16 or 32 keys where its rows n see no others. A
 // consumer warpgroup (mainloop.h) computes one tile of one n, or kSplits of them divide its keys (split_tile.h). The
-// last warpgroup (producer.h) loads Q, and through two pipelines of kStages stages keys with their biases, and values.
+// last warpgroup (producer.h) loads Q, and through kStages stages keys with their biases, and values.
 // The rows n share tiles of bias2, the query tiles share keys and values. Blocks are persistent: they take tiles
 // blockIdx.x, blockIdx.x + gridDim.x, ..., and the next tile is loaded while the last one is stored.
 //
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kBlocksPerSm)
       shared.q_full[b].init(1), shared.q_empty[b].init(128 * kWarpgroups);
       shared.mask_full[b].init(32 * Config::kScanningWarps), shared.mask_empty[b].init(Config::kHasBias1 ? 33 : 1);
     }
-    for (int s = 0; s < Config::kStages; ++s) {
-      shared.k_full[s].init(Config::kHasBias1 ? 33 : 1), shared.k_empty[s].init(128 * Config::kTiles);
-      shared.v_full[s].init(1), shared.v_empty[s].init(128 * Config::kTiles);
+    for (typename Config::Stage& stage : shared.stages) {
+      stage.k_full.init(Config::kHasBias1 ? 33 : 1), stage.k_empty.init(128 * Config::kTiles);
+      stage.v_full.init(1), stage.v_empty.init(128 * Config::kTiles);
     }
     cutlass::arch::fence_barrier_init();
   }

@@ -16,6 +16,7 @@ template <typename Config>
 struct ForwardMainloop {
   using scalar_t = typename Config::scalar_t;
   using Shared = typename Config::Shared;
+  using Stage = typename Config::Stage;
   using Coordinates = typename Config::Coordinates;
   using Visible = typename Config::Visible;
   using Pipe = typename Config::Pipe;
@@ -32,6 +33,13 @@ struct ForwardMainloop {
   using Split = SplitTile<Config>;
   using Keys = typename Split::Keys;
 
+  // `shared` by an address that is kept in a register: nvcc would compute it again in each step.
+  CUTLASS_DEVICE static Shared& known_address(Shared& shared) {
+    uint32_t address = shared_address(&shared);
+    ptx::keep(address);
+    return *static_cast<Shared*>(__cvta_shared_to_generic(address));
+  }
+
   // Multiplies Q by `factor` in place: Q'.
   CUTLASS_DEVICE static void scale_q(uint8_t* tile, float factor, const ConsumerCoord& at) {
     constexpr int kVectors = QTile::kBytes / 16 / 128;
@@ -47,44 +55,50 @@ struct ForwardMainloop {
     at.sync();
   }
 
-  // Low words of the descriptors of this warpgroup's operands in stage 0, the offset of this lane's first values in a
-  // row of bias1, in bytes, and the address that it passes to ldmatrix for bias2.
+  // The addresses of this lane's and this warpgroup's operands in a stage.
   struct Operands {
-    uint32_t k, v;
-    int bias1, bias2;
-    static constexpr uint32_t kNextKeys = sizeof(typename Config::KeyStage) >> 4;
-    static constexpr uint32_t kNextValues = sizeof(typename Config::ValueStage) >> 4;
+    // Of bias2, ldmatrix reads four addresses. Where registers are short, three are computed from one in each step.
+    static constexpr int kBias2Kept = kSplits > 1 || kHeadDim == 64 ? 1 : 4;
+    static constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
+    static constexpr uint32_t kValues = (offsetof(Stage, v) - offsetof(Stage, k)) >> 4;
+    uint32_t k;             // the low word of K's descriptor in stage 0
+    int bias1;              // bytes from a row of bias1 to this lane's first values
+    int bias2[kBias2Kept];  // bytes from a stage to the address that this lane passes to ldmatrix
 
     CUTLASS_DEVICE Operands(const Shared& shared, const ConsumerCoord& at)
-        : k(KTile::descriptor_low(shared_address(shared.keys[0].k[at.row]))),
-          v(KTile::descriptor_low(shared_address(shared.values[0].v[at.row]))),
-          bias1(16 * (at.lane % 4)),
-          bias2(shared_address(shared.keys[0].bias2[kHasBias2 ? at.tile : 0]) +
-                BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      // Otherwise every step computes them again; v in loops that are not pipelined.
+        : k(KTile::descriptor_low(shared_address(shared.stages[0].k[at.row]))), bias1(16 * (at.lane % 4)) {
+      const int first = int(offsetof(Stage, bias2)) + (kHasBias2 ? at.tile : 0) * BiasTile::kBytes +
+                        BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+      // Otherwise every step computes them again.
+      if (kHeadDim > 32) ptx::keep(k);
       if (kHasBias1) ptx::keep(bias1);
-      if (kHasBias2) ptx::keep(bias2);
-      if (!Config::kPipelined) ptx::keep(v);
+      CUTLASS_PRAGMA_UNROLL
+      for (int g = 0; g < kBias2Kept; ++g) {
+        bias2[g] = first ^ (32 * g);
+        if (kHasBias2) ptx::keep(bias2[g]);
+      }
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
-      return (KTile::kDescriptorHigh | (k + stage * kNextKeys)) + KTile::columns_step(step);
+      return (KTile::kDescriptorHigh | (k + stage * kNextStage)) + KTile::columns_step(step);
     }
     CUTLASS_DEVICE uint64_t values(int stage, int step) const {
-      return (KTile::kDescriptorHigh | (v + stage * kNextValues)) + KTile::rows_step(step);
+      return (KTile::kDescriptorHigh | (k + stage * kNextStage)) + KTile::rows_step(step) + kValues;
     }
+    // Bytes from a stage to 16 keys of bias2. offset(row, 2 g + x) is offset(row, x) ^ 32 g: stages begin at 1024
+    // bytes.
+    CUTLASS_DEVICE int of_16_keys(int g) const { return kBias2Kept > 1 ? bias2[g % kBias2Kept] : bias2[0] ^ (32 * g); }
   };
 
   // s = f (bias1 - shift + bias2). Without biases s stays undefined and the first product overwrites it.
   template <int kCount>
   CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
                                           float f, const ConsumerCoord& at) {
-    const auto* bias1 = reinterpret_cast<const uint8_t*>(shared.bias1[stage][at.row]) + operands.bias1;
-    // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
-    const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(typename Config::KeyStage));
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&shared.stages[stage]);
+    const auto* bias1 = reinterpret_cast<const uint8_t*>(shared.stages[stage].bias1[at.row]) + operands.bias1;
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kCount / 8; ++g) {
       uint32_t pairs[4];
-      if constexpr (kHasBias2) ldmatrix(pairs, (bias2 ^ (32 * (g % 4))) + g / 4 * BiasTile::kBoxBytes);
+      if constexpr (kHasBias2) ldmatrix(pairs, shared_address(bytes + operands.of_16_keys(g)));
       float4 of_16_keys = make_float4(0.f, 0.f, 0.f, 0.f);
       if constexpr (kHasBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * sizeof(float) * g);
       CUTLASS_PRAGMA_UNROLL
@@ -163,61 +177,73 @@ struct ForwardMainloop {
   // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups; O += P V runs while it
   // reads the biases of the next step. The loop begins with finished scores: a loop that begins with a step's products
   // has 17 instructions more (docs/history/sm90-forward.md).
-  CUTLASS_DEVICE static void attend(Shared& shared, const ForwardArgs& args, Pipe& pipe, uint32_t q, const Keys& keys,
+  CUTLASS_DEVICE static void attend(Shared& shared_, const ForwardArgs& args, Pipe& pipe, uint32_t q, const Keys& keys,
                                     const Visible& seen, PendingStore& pending, float (&o)[kHeadDim / 2],
                                     Softmax& softmax, const ConsumerCoord& at) {
     int key = 0;
+    Shared& shared = known_address(shared_);
     Operands operands(shared, at);
-    auto finish_scores = [&](auto& s) {
-      shared.k_full[pipe.index].wait(pipe.phase);
+    Pipe values = pipe;                  // the stage of the last step that has P
+    auto finish_scores = [&](auto& s) {  // of a stage that has arrived
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
       wgmma_wait<0>();
       fence_registers(s);
       fence_registers(o);
-      shared.k_empty[pipe.index].arrive();
+      shared.stages[pipe.index].k_empty.arrive();
     };
-    auto finish_next_scores = [&](auto& s) {
-      const int last_stage = pipe.index;
+    // Advances to the next stage, whose barrier is asked early because the answer takes a while: whether it has
+    // arrived.
+    auto finish_exponentials = [&](auto& s, auto& p) {
+      values = pipe;
       pipe.advance();
-      finish_scores(s);
-      shared.v_empty[last_stage].arrive();
-    };
-    auto add_values = [&](auto& s, auto& p) {
-      const bool values_here = shared.v_full[pipe.index].test_wait(pipe.phase);  // early: the answer takes a while
+      const bool arrived = shared.stages[pipe.index].k_full.test_wait(pipe.phase);
       exponentiate(p, s, softmax, args.Lk - key, at, [&](const float (&factor)[2]) { rescale(o, factor); });
-      if (!values_here) shared.v_full[pipe.index].wait(pipe.phase);
-      start_output(o, p, operands, pipe.index);
+      key += kKeys;
+      return arrived;
     };
     float s[kKeys / 2];
     uint32_t p[kKeys / 4];
+    auto finish_next_scores = [&](auto& s, bool arrived) {
+      if (!arrived) shared.stages[pipe.index].k_full.wait(pipe.phase);
+      start_output(o, p, operands, values.index);
+      finish_scores(s);
+      shared.stages[values.index].v_empty.arrive();
+    };
+    auto last_product = [&](auto& p) {
+      Stage& stage = shared.stages[values.index];
+      stage.v_full.wait(values.phase);
+      start_output(o, p, operands, values.index);
+      wgmma_wait<0>();
+      fence_registers(o);
+      stage.v_empty.arrive();
+    };
+    auto last_step = [&](auto& s, auto& p_last, bool arrived) {
+      finish_next_scores(s, arrived);
+      finish_exponentials(s, p_last);
+      last_product(p_last);
+    };
+    shared.stages[pipe.index].k_full.wait(pipe.phase);
     finish_scores(s);
     pending.finish(shared.q_empty, at);
     begin_softmax(s, softmax, args.Lk, at);
+    bool arrived;
     while (true) {
-      add_values(s, p);
-      key += kKeys;
+      arrived = finish_exponentials(s, p);
       if (key >= keys.end) break;
-      finish_next_scores(s);
+      finish_next_scores(s, arrived);
     }
-    auto last_step = [&](auto& s, auto& p) {
-      finish_next_scores(s);
-      add_values(s, p);
-      wgmma_wait<0>();  // p, the product's operand, ends here
-    };
     const int tail_units = Split::tail_units(seen);
-    if (tail_units == 1) {
+    if (tail_units == 0) {
+      last_product(p);
+    } else if (tail_units == 1) {
       float s[8];
-      uint32_t p[4];
-      last_step(s, p);
-    } else if (tail_units == 2) {
+      uint32_t p_last[4];
+      last_step(s, p_last, arrived);
+    } else {
       float s[16];
-      uint32_t p[8];
-      last_step(s, p);
+      uint32_t p_last[8];
+      last_step(s, p_last, arrived);
     }
-    wgmma_wait<0>();
-    fence_registers(o);
-    shared.v_empty[pipe.index].arrive();
-    pipe.advance();
   }
 
   // As attend(), but O += P V of a step runs beside the exponentials of the next step, which is kSplits steps later.
@@ -228,11 +254,11 @@ struct ForwardMainloop {
     float s[kKeys / 2];
     uint32_t even[kKeys / 4], odd[kKeys / 4];
     Operands operands(shared, at);
-    shared.k_full[pipe.index].wait(pipe.phase);
+    shared.stages[pipe.index].k_full.wait(pipe.phase);
     start_scores(s, shared, operands, pipe.index, q, args.f, at);
     wgmma_wait<0>();
     fence_registers(s);
-    shared.k_empty[pipe.index].arrive();
+    shared.stages[pipe.index].k_empty.arrive();
     pending.finish(shared.q_empty, at);
     begin_softmax(s, softmax, args.Lk - keys.begin, at);
     exponentiate(even, s, softmax, args.Lk - keys.begin, at, [](const float (&)[2]) {});  // o is still 0
@@ -240,31 +266,32 @@ struct ForwardMainloop {
     int key = keys.begin + kSplits * kKeys;
     auto step = [&](auto& s, uint32_t (&p)[kKeys / 4], auto& p_next) {
       const Pipe values = pipe;
-      const bool values_here =  // tested early, because the answer takes a while
-          shared.v_full[values.index].test_wait(values.phase);
+      bool arrived = true;  // V; tested early, because the answer takes a while
+      if (!Config::kLoadsValuesLater) arrived = shared.stages[values.index].v_full.test_wait(values.phase);
       Split::advance_to_next(pipe);
-      shared.k_full[pipe.index].wait(pipe.phase);
+      shared.stages[pipe.index].k_full.wait(pipe.phase);
       start_scores(s, shared, operands, pipe.index, q, args.f, at);
-      if (!values_here) shared.v_full[values.index].wait(values.phase);
+      if (!arrived) shared.stages[values.index].v_full.wait(values.phase);
       start_output(o, p, operands, values.index);
       wgmma_wait<1>();
       fence_registers(s);
-      shared.k_empty[pipe.index].arrive();
+      shared.stages[pipe.index].k_empty.arrive();
       bool moves = false;  // m of this warp; rescale(o, factor) follows the product, for which all warps wait together
       exponentiate(p_next, s, softmax, args.Lk - key, at,
                    [&](const float (&of_move)[2]) { moves = true, factor[0] = of_move[0], factor[1] = of_move[1]; });
       wgmma_wait<0>();
       fence_registers(o);
       if (moves) rescale(o, factor);
-      shared.v_empty[values.index].arrive();
+      shared.stages[values.index].v_empty.arrive();
       key += kSplits * kKeys;
     };
     auto last_product = [&](auto& p) {
-      shared.v_full[pipe.index].wait(pipe.phase);
+      Stage& stage = shared.stages[pipe.index];
+      stage.v_full.wait(pipe.phase);
       start_output(o, p, operands, pipe.index);
       wgmma_wait<0>();
       fence_registers(o);
-      shared.v_empty[pipe.index].arrive();
+      stage.v_empty.arrive();
       pipe.advance();
     };
     auto finish = [&](uint32_t (&p)[kKeys / 4]) {
@@ -319,19 +346,19 @@ struct ForwardMainloop {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < num_steps; ++step, pipe.advance()) {
       if (step % kSplits != Split::index(at)) continue;
-      shared.k_full[pipe.index].wait(pipe.phase);
-      shared.k_empty[pipe.index].arrive();
-      shared.v_full[pipe.index].wait(pipe.phase);
-      shared.v_empty[pipe.index].arrive();
+      Stage& stage = shared.stages[pipe.index];
+      stage.k_full.wait(pipe.phase), stage.k_empty.arrive();
+      stage.v_full.wait(pipe.phase), stage.v_empty.arrive();
     }
   }
 
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
     ConsumerCoord at = Split::coordinates();
     Pipe pipe;
-    QPipe q_pipe;
+    uint32_t round = 0;  // QPipe's state follows from it: a register less than advance() needs
     PendingStore pending;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, ++round) {
+      const QPipe q_pipe{int(round % 2), round / 2 % 2};
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_pipe.index][at.warpgroup / kSplits];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);

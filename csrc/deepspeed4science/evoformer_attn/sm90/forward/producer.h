@@ -25,7 +25,9 @@ struct ForwardProducer {
   static constexpr int kRows = Config::kRows, kQueryTiles = Config::kQueryTiles, kTiles = Config::kTiles;
   static constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
   static constexpr bool kHasBias2 = Config::kHasBias2;
-  static constexpr int kPartSteps = 8;  // of a part (sm90/pace.h)
+  static constexpr int kPartSteps = 8;                       // of a part (sm90/pace.h)
+  static constexpr int kValueBytes = kRows * KTile::kBytes;  // of V in a stage
+  static constexpr int kKeyBytes = kValueBytes + (kHasBias2 ? kQueryTiles * BiasTile::kBytes : 0);
 
   // Run by one thread: all TMA loads.
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const ForwardMaps& maps) {
@@ -38,7 +40,9 @@ struct ForwardProducer {
     if (num_ahead > 0) {
       const Coordinates at = Config::locate(args, int(blockIdx.x));
       load_q(shared, 0, maps, at);
-      load_keys(shared, 0, args, maps, at, 0), load_values(shared, 0, maps, at, 0);
+      shared.stages[0].k_full.arrive_and_expect_tx(kKeyBytes);
+      load_keys(shared.stages[0], args, maps, at, 0);
+      if (!Config::kLoadsValuesLater) load_values_alone(shared, pipe, maps, at, 0);
       pipe.advance();
     }
     for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance(), num_ahead = 0) {
@@ -52,15 +56,27 @@ struct ForwardProducer {
       if (num_ahead == 0 && num_steps > 0) load_q(shared, q_pipe.index, maps, at);
       q_full.arrive();
       steps.skip(num_ahead);
+      int key = 0;  // of the last step whose keys are loaded
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = num_ahead; step < num_steps; ++step, pipe.advance()) {
         if (step % kPartSteps == 0) pace.begin_part();
-        const int key = steps.next();
-        shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
-        load_keys(shared, pipe.index, args, maps, at, key);
-        shared.v_empty[pipe.index].wait(pipe.phase ^ 1);
-        load_values(shared, pipe.index, maps, at, key);
+        typename Config::Stage& stage = shared.stages[pipe.index];
+        const int key_before = key;
+        key = steps.next();
+        stage.k_empty.wait(pipe.phase ^ 1);
+        const bool with_values = Config::kLoadsValuesLater && step > 0;
+        stage.k_full.arrive_and_expect_tx(kKeyBytes + (with_values ? kValueBytes : 0));
+        load_keys(stage, args, maps, at, key);
+        if (with_values) {
+          const Pipe before = pipe.before();
+          typename Config::Stage& stage_before = shared.stages[before.index];
+          stage_before.v_empty.wait(before.phase ^ 1);
+          load_values(stage_before, stage.k_full, maps, at, key_before);
+          stage_before.v_full.arrive();
+        }
+        if (!Config::kLoadsValuesLater) load_values_alone(shared, pipe, maps, at, key);
       }
+      if (Config::kLoadsValuesLater && num_steps > 0) load_values_alone(shared, pipe.before(), maps, at, key);
       end_mask(shared, mask, q_pipe);
     }
     pace.end();
@@ -85,9 +101,10 @@ struct ForwardProducer {
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int step = 1; step <= num_steps; ++step, pipe.advance()) {
-        shared.k_empty[pipe.index].wait(pipe.phase ^ 1);
-        bias1.store(shared.bias1[pipe.index], args.f);
-        shared.k_full[pipe.index].arrive();  // each lane arrives for its own writes
+        typename Config::Stage& stage = shared.stages[pipe.index];
+        stage.k_empty.wait(pipe.phase ^ 1);
+        bias1.store(stage.bias1, args.f);
+        stage.k_full.arrive();  // each lane arrives for its own writes
         if (step < num_steps) bias1.load(steps.next());
       }
       end_mask(shared, mask, q_pipe);  // each lane arrives for its own reads
@@ -123,26 +140,31 @@ struct ForwardProducer {
                        at.row + t / kQueryTiles, at.batch);
     }
   }
-  CUTLASS_DEVICE static void load_keys(Shared& shared, int stage, const ForwardArgs& args, const ForwardMaps& maps,
+  // K and bias2, whose bytes the caller has announced.
+  CUTLASS_DEVICE static void load_keys(typename Config::Stage& stage, const ForwardArgs& args, const ForwardMaps& maps,
                                        const Coordinates& at, int key) {
-    typename Config::KeyStage& keys = shared.keys[stage];
-    FullBarrier& full = shared.k_full[stage];
-    full.arrive_and_expect_tx(kRows * KTile::kBytes + (kHasBias2 ? kQueryTiles * BiasTile::kBytes : 0));
     for (int r = 0; r < kRows; r += Config::kBoxRows) {
-      load_tile<KTile>(maps.k, full, keys.k[r], 0, key, at.head, at.row + r, at.batch);
+      load_tile<KTile>(maps.k, stage.k_full, stage.k[r], 0, key, at.head, at.row + r, at.batch);
     }
     if constexpr (kHasBias2) {
-      load_tile<BiasTile>(maps.bias2, full, keys.bias2[0], key, at.query, at.head * args.bias2_H, 0,
+      load_tile<BiasTile>(maps.bias2, stage.k_full, stage.bias2[0], key, at.query, at.head * args.bias2_H, 0,
                           at.batch * args.bias2_B);
     }
   }
-  CUTLASS_DEVICE static void load_values(Shared& shared, int stage, const ForwardMaps& maps, const Coordinates& at,
-                                         int key) {
-    FullBarrier& full = shared.v_full[stage];
-    full.arrive_and_expect_tx(kRows * KTile::kBytes);
+  // V, whose bytes the caller has announced to `full`.
+  CUTLASS_DEVICE static void load_values(typename Config::Stage& stage, FullBarrier& full, const ForwardMaps& maps,
+                                         const Coordinates& at, int key) {
     for (int r = 0; r < kRows; r += Config::kBoxRows) {
-      load_tile<KTile>(maps.v, full, shared.values[stage].v[r], 0, key, at.head, at.row + r, at.batch);
+      load_tile<KTile>(maps.v, full, stage.v[r], 0, key, at.head, at.row + r, at.batch);
     }
+  }
+  // V that comes without a next step's keys.
+  CUTLASS_DEVICE static void load_values_alone(Shared& shared, const Pipe& pipe, const ForwardMaps& maps,
+                                               const Coordinates& at, int key) {
+    typename Config::Stage& stage = shared.stages[pipe.index];
+    stage.v_empty.wait(pipe.phase ^ 1);
+    stage.v_full.arrive_and_expect_tx(kValueBytes);
+    load_values(stage, stage.v_full, maps, at, key);
   }
   // The mask of a tile, null without one. It stays valid from here to end_mask().
   CUTLASS_DEVICE static const Mask* begin_mask(Shared& shared, const ForwardArgs& args, const QPipe& pipe) {
