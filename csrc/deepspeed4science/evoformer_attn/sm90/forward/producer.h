@@ -52,7 +52,8 @@ struct ForwardProducer {
       const int num_steps = steps.count();
       FullBarrier& q_full = shared.q_full[q_pipe.index];
       shared.q_empty[q_pipe.index].wait(q_pipe.phase ^ 1);
-      shared.visible[q_pipe.index] = visible(mask, args, at, num_ahead, num_steps);
+      const typename Config::Visible seen = visible(mask, args, at, num_ahead, num_steps);
+      shared.visible[q_pipe.index] = seen;
       if (num_ahead == 0 && num_steps > 0) load_q(shared, q_pipe.index, maps, at);
       q_full.arrive();
       steps.skip(num_ahead);
@@ -64,14 +65,17 @@ struct ForwardProducer {
         const int key_before = key;
         key = steps.next();
         stage.k_empty.wait(pipe.phase ^ 1);
-        const bool with_values = Config::kLoadsValuesLater && step > 0;
+        const bool follows = Config::kLoadsValuesLater && step > 0;
+        // Not V of a hidden step, which nobody waits for, so that another V could be loaded to the same place
+        // meanwhile.
+        const bool with_values = follows && step > seen.num_hidden;
         stage.k_full.arrive_and_expect_tx(kKeyBytes + (with_values ? kValueBytes : 0));
         load_keys(stage, args, maps, at, key);
-        if (with_values) {
+        if (follows) {
           const Pipe before = pipe.before();
           typename Config::Stage& stage_before = shared.stages[before.index];
           stage_before.v_empty.wait(before.phase ^ 1);
-          load_values(stage_before, stage.k_full, maps, at, key_before);
+          if (with_values) load_values(stage_before, stage.k_full, maps, at, key_before);
           stage_before.v_full.arrive();
         }
         if (!Config::kLoadsValuesLater) load_values_alone(shared, pipe, maps, at, key);
