@@ -55,28 +55,23 @@ struct ForwardMainloop {
     at.sync();
   }
 
-  // The addresses of this lane's and this warpgroup's operands in a stage.
+  // The low word of the descriptor of this warpgroup's K in stage 0, the offset of this lane's first values in a row of
+  // bias1, in bytes, and the address in stage 0 that it passes to ldmatrix for bias2.
   struct Operands {
-    // Of bias2, ldmatrix reads four addresses. Where registers are short, three are computed from one in each step.
-    static constexpr int kBias2Kept = kSplits > 1 || kHeadDim == 64 ? 1 : 4;
+    uint32_t k;
+    int bias1, bias2;
     static constexpr uint32_t kNextStage = sizeof(Stage) >> 4;
-    static constexpr uint32_t kValues = (offsetof(Stage, v) - offsetof(Stage, k)) >> 4;
-    uint32_t k;             // the low word of K's descriptor in stage 0
-    int bias1;              // bytes from a row of bias1 to this lane's first values
-    int bias2[kBias2Kept];  // bytes from a stage to the address that this lane passes to ldmatrix
+    static constexpr uint32_t kValues = (offsetof(Stage, v) - offsetof(Stage, k)) >> 4;  // from K to V
 
     CUTLASS_DEVICE Operands(const Shared& shared, const ConsumerCoord& at)
-        : k(KTile::descriptor_low(shared_address(shared.stages[0].k[at.row]))), bias1(16 * (at.lane % 4)) {
-      const int first = int(offsetof(Stage, bias2)) + (kHasBias2 ? at.tile : 0) * BiasTile::kBytes +
-                        BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16);
+        : k(KTile::descriptor_low(shared_address(shared.stages[0].k[at.row]))),
+          bias1(16 * (at.lane % 4)),
+          bias2(shared_address(shared.stages[0].bias2[kHasBias2 ? at.tile : 0]) +
+                BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
       // Otherwise every step computes them again.
       if (kHeadDim > 32) ptx::keep(k);
       if (kHasBias1) ptx::keep(bias1);
-      CUTLASS_PRAGMA_UNROLL
-      for (int g = 0; g < kBias2Kept; ++g) {
-        bias2[g] = first ^ (32 * g);
-        if (kHasBias2) ptx::keep(bias2[g]);
-      }
+      if (kHasBias2) ptx::keep(bias2);
     }
     CUTLASS_DEVICE uint64_t keys(int stage, int step) const {
       return (KTile::kDescriptorHigh | (k + stage * kNextStage)) + KTile::columns_step(step);
@@ -84,21 +79,19 @@ struct ForwardMainloop {
     CUTLASS_DEVICE uint64_t values(int stage, int step) const {
       return (KTile::kDescriptorHigh | (k + stage * kNextStage)) + KTile::rows_step(step) + kValues;
     }
-    // Bytes from a stage to 16 keys of bias2. offset(row, 2 g + x) is offset(row, x) ^ 32 g: stages begin at 1024
-    // bytes.
-    CUTLASS_DEVICE int of_16_keys(int g) const { return kBias2Kept > 1 ? bias2[g % kBias2Kept] : bias2[0] ^ (32 * g); }
   };
 
   // s = f (bias1 - shift + bias2). Without biases s stays undefined and the first product overwrites it.
   template <int kCount>
   CUTLASS_DEVICE static void begin_scores(float (&s)[kCount], const Shared& shared, const Operands& operands, int stage,
                                           float f, const ConsumerCoord& at) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&shared.stages[stage]);
     const auto* bias1 = reinterpret_cast<const uint8_t*>(shared.stages[stage].bias1[at.row]) + operands.bias1;
+    // offset(row, 2 g + x) is offset(row, x) ^ 32 g: the tile begins at 1024 bytes.
+    const uint32_t bias2 = operands.bias2 + stage * uint32_t(sizeof(Stage));
     CUTLASS_PRAGMA_UNROLL
     for (int g = 0; g < kCount / 8; ++g) {
       uint32_t pairs[4];
-      if constexpr (kHasBias2) ldmatrix(pairs, shared_address(bytes + operands.of_16_keys(g)));
+      if constexpr (kHasBias2) ldmatrix(pairs, bias2 ^ (32 * g));
       float4 of_16_keys = make_float4(0.f, 0.f, 0.f, 0.f);
       if constexpr (kHasBias1) of_16_keys = *reinterpret_cast<const float4*>(bias1 + 16 * sizeof(float) * g);
       CUTLASS_PRAGMA_UNROLL
@@ -355,10 +348,9 @@ struct ForwardMainloop {
   CUTLASS_DEVICE static void run(Shared& shared, const ForwardArgs& args, const CUtensorMap& map_o) {
     ConsumerCoord at = Split::coordinates();
     Pipe pipe;
-    uint32_t round = 0;  // QPipe's state follows from it: a register less than advance() needs
+    QPipe q_pipe;
     PendingStore pending;
-    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, ++round) {
-      const QPipe q_pipe{int(round % 2), round / 2 % 2};
+    for (int tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x, q_pipe.advance()) {
       Coordinates block = Config::locate(args, tile);
       uint8_t* q = shared.q[q_pipe.index][at.warpgroup / kSplits];
       shared.q_full[q_pipe.index].wait(q_pipe.phase);

@@ -18,12 +18,10 @@ struct WarpgroupSoftmax {
   static constexpr float kHuge = 65536.0f;  // from this |c m| on, the rounding of c m makes c s - c m too coarse
 
   float c;
-  float cm[2];  // c m; 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
-  float m[2];   // -inf before the first visible key
-  float l[2];   // this thread's part of the sum
-  // Not 0: some row of the warp has seen no key yet, or its m is huge: all its keys carry a mask like -1e9. As a bool
-  // it takes more instructions in each step.
-  int careful;
+  float cm[2];   // c m; 0 before the first visible key: 2^(-inf - 0) is 0, -inf - -inf would be NaN
+  float m[2];    // -inf before the first visible key
+  float l[2];    // this thread's part of the sum
+  bool careful;  // some row of the warp has seen no key yet, or its m is huge: all its keys carry a mask like -1e9
 
   CUTLASS_DEVICE explicit WarpgroupSoftmax(float c_)
       : c(c_), cm{0.f, 0.f}, m{-infinity(), -infinity()}, l{0.f, 0.f}, careful(true) {}
