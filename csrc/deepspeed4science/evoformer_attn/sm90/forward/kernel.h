@@ -3,11 +3,11 @@
 // A block owns kRows rows n and kQueryTiles tiles of 64 queries of one (b, h) and streams the keys, 64 a step. It skips
 // steps in which none of its rows n sees a key; a last step has 16 or 32 keys where its rows n see no others. A
 // consumer warpgroup (mainloop.h) computes one tile of one n, or kSplits of them divide its keys (split_tile.h). The
-// last warpgroup (producer.h) loads Q, and through kStages stages keys with their biases, and values.
-// The rows n share tiles of bias2, the query tiles share keys and values. Blocks are persistent: they take tiles
-// blockIdx.x, blockIdx.x + gridDim.x, ..., and the next tile is loaded while the last one is stored.
+// last warpgroup (producer.h) loads Q, and through kStages stages keys with their biases, and values. The rows n share
+// tiles of bias2, the query tiles share keys and values. Blocks are persistent: they take tiles blockIdx.x,
+// blockIdx.x + gridDim.x, ..., and the next tile is loaded while the last one is stored.
 //
-// Shared memory, D = 32, 2 x 2 tiles, 5 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 0.5 KiB.
+// Shared memory, D = 32, 2 x 2 tiles, 5 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 and barriers 1 KiB.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
