@@ -7,7 +7,8 @@
 // tiles of bias2, the query tiles share keys and values. Blocks are persistent: they take tiles blockIdx.x,
 // blockIdx.x + gridDim.x, ..., and the next tile is loaded while the last one is stored.
 //
-// Shared memory, D = 32, 2 x 2 tiles, 5 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 and barriers 1 KiB.
+// Shared memory, D = 32, 2 x 2 tiles, 5 stages: Q and O 2 x 16 KiB; each stage K 8, V 8, bias2 16, bias1 and
+// barriers 1 KiB.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -66,7 +66,7 @@ struct ForwardProducer {
         key = steps.next();
         stage.k_empty.wait(pipe.phase ^ 1);
         const bool follows = Config::kLoadsValuesLater && step > 0;
-        // Not V of a hidden step, which nobody waits for, so that another V could be loaded to the same place
+        // V of a hidden step is left out: nobody waits for it, so another V could be loaded to the same place
         // meanwhile.
         const bool with_values = follows && step > seen.num_hidden;
         stage.k_full.arrive_and_expect_tx(kKeyBytes + (with_values ? kValueBytes : 0));
