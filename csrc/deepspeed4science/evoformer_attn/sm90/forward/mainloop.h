@@ -68,7 +68,7 @@ struct ForwardMainloop {
           bias1(16 * (at.lane % 4)),
           bias2(shared_address(shared.stages[0].bias2[kHasBias2 ? at.tile : 0]) +
                 BiasTile::offset(16 * at.warp + at.lane % 16, at.lane / 16)) {
-      // Otherwise every step computes them again.
+      // Otherwise every step computes them again; up to D = 32, k takes fewer instructions that way.
       if (kHeadDim > 32) ptx::keep(k);
       if (kHasBias1) ptx::keep(bias1);
       if (kHasBias2) ptx::keep(bias2);
@@ -166,6 +166,18 @@ struct ForwardMainloop {
     wgmma_commit();
   }
 
+  // O += P V of a tile's last step, whose V has a barrier of its own.
+  template <int kCount>
+  CUTLASS_DEVICE static void finish_output(float (&o)[kHeadDim / 2], const uint32_t (&p)[kCount], Shared& shared,
+                                           const Operands& operands, const Pipe& values) {
+    Stage& stage = shared.stages[values.index];
+    stage.v_full.wait(values.phase);
+    start_output(o, p, operands, values.index);
+    wgmma_wait<0>();
+    fence_registers(o);
+    stage.v_empty.arrive();
+  }
+
   // Attends to all visible keys, one step after another; of a narrow last step only to its first 16 tail_units keys.
   // While this warpgroup computes exponentials, the tensor cores work for the other warpgroups; O += P V runs while it
   // reads the biases of the next step. The loop begins with finished scores: a loop that begins with a step's products
@@ -184,8 +196,8 @@ struct ForwardMainloop {
       fence_registers(o);
       shared.stages[pipe.index].k_empty.arrive();
     };
-    // Advances to the next stage, whose barrier is asked early because the answer takes a while: whether it has
-    // arrived.
+    // Advances to the next stage, and returns whether it has arrived. Its barrier is asked before the exponentials,
+    // because the answer takes a while.
     auto finish_exponentials = [&](auto& s, auto& p) {
       values = pipe;
       pipe.advance();
@@ -202,18 +214,10 @@ struct ForwardMainloop {
       finish_scores(s);
       shared.stages[values.index].v_empty.arrive();
     };
-    auto last_product = [&](auto& p) {
-      Stage& stage = shared.stages[values.index];
-      stage.v_full.wait(values.phase);
-      start_output(o, p, operands, values.index);
-      wgmma_wait<0>();
-      fence_registers(o);
-      stage.v_empty.arrive();
-    };
     auto last_step = [&](auto& s, auto& p_last, bool arrived) {
       finish_next_scores(s, arrived);
       finish_exponentials(s, p_last);
-      last_product(p_last);
+      finish_output(o, p_last, shared, operands, values);
     };
     shared.stages[pipe.index].k_full.wait(pipe.phase);
     finish_scores(s);
@@ -227,7 +231,7 @@ struct ForwardMainloop {
     }
     const int tail_units = Split::tail_units(seen);
     if (tail_units == 0) {
-      last_product(p);
+      finish_output(o, p, shared, operands, values);
     } else if (tail_units == 1) {
       float s[8];
       uint32_t p_last[4];
@@ -279,12 +283,7 @@ struct ForwardMainloop {
       key += kSplits * kKeys;
     };
     auto last_product = [&](auto& p) {
-      Stage& stage = shared.stages[pipe.index];
-      stage.v_full.wait(pipe.phase);
-      start_output(o, p, operands, pipe.index);
-      wgmma_wait<0>();
-      fence_registers(o);
-      stage.v_empty.arrive();
+      finish_output(o, p, shared, operands, pipe);
       pipe.advance();
     };
     auto finish = [&](uint32_t (&p)[kKeys / 4]) {
